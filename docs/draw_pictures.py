@@ -7,10 +7,8 @@ licence is Apache-2.0, and docs/curves.md names where they come from.
 import csv
 import sys
 from pathlib import Path
-from typing import Any
 
-from vapo_megatron.operations.report.panels import Curve, Panel
-from vapo_megatron.operations.report.report import draw_panels
+from matplotlib.figure import Figure
 
 OUT = Path(__file__).parent / "images" / "healthy_and_unhealthy.png"
 # File, what it shows, and for every panel its title and columns.
@@ -46,20 +44,21 @@ RUNS: tuple[tuple[str, tuple[tuple[str, dict[str, str]], ...]], ...] = (
 
 
 def main() -> None:
-    """Draw the picture."""
+    """Draw the picture: a row for each run, a panel for each of its columns."""
     if len(sys.argv) != 2:
         raise SystemExit(__doc__)
-    drawn = []
-    for file, panels in RUNS:
+    figure = Figure(figsize=(15, 9.8), layout="constrained")
+    axes = figure.subplots(len(RUNS), 3)
+    for row, (file, panels) in zip(axes, RUNS, strict=True):
         with (Path(sys.argv[1]) / file).open(encoding="utf-8") as lines:
-            rows: list[dict[str, Any]] = [
-                {name: float(value) for name, value in row.items() if value} | {"step": int(float(row["step"]))}
-                for row in csv.DictReader(lines)
-            ]
-        for title, columns in panels:
-            curves = tuple(Curve(name, label, smooth=file.startswith("rasbt")) for name, label in columns.items())
-            drawn.append((Panel(title, curves, bottom=0), rows))
-    draw_panels(drawn).savefig(OUT, dpi=80)
+            rows = list(csv.DictReader(lines))
+        for place, (title, columns) in zip(row, panels, strict=True):
+            for name, label in columns.items():
+                points = [(float(entry["step"]), float(entry[name])) for entry in rows if entry.get(name)]
+                place.plot(*zip(*points, strict=True), label=label)
+            place.set(title=title, xlabel="step", ylim=(0, None))
+            place.legend(frameon=False)
+    figure.savefig(OUT, dpi=80)
 
 
 if __name__ == "__main__":

@@ -47,7 +47,7 @@ def echo_conversion(
     from vapo_megatron.monitoring.console import stage_bars
     from vapo_megatron.weights.convert import hf_to_megatron
 
-    with stage_bars(in_bytes=True) as progress:
+    with stage_bars() as progress:
         made = hf_to_megatron(
             hf,
             out,

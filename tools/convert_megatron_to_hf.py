@@ -69,7 +69,7 @@ def echo_conversion(source: Path, out: Path, dtype: str | None, gib: float) -> N
     from vapo_megatron.weights.convert import megatron_to_hf
 
     check_saved(source)
-    with stage_bars(in_bytes=True) as progress:
+    with stage_bars() as progress:
         made = megatron_to_hf(
             source,
             out,

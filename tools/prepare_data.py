@@ -15,8 +15,6 @@ import typer
 from vapo_megatron.command_line import run_app
 from vapo_megatron.config.reward import RewardConfig
 from vapo_megatron.errors import BadInput, told_in_one_line
-from vapo_megatron.monitoring.console import stage_bars
-from vapo_megatron.operations.preparation.layouts import LAYOUTS
 from vapo_megatron.operations.preparation.prepare import OVERLAP_LIMIT, prepare
 
 PROMPTS = {
@@ -47,14 +45,10 @@ def main(
     against: Annotated[
         list[Path] | None, typer.Option(help="Evaluation problems that must not be trained on. Repeatable.")
     ] = None,
-    layout: Annotated[
-        str, typer.Option(help=f"auto, or the form of the rows: {', '.join(one.name for one in LAYOUTS)}.")
-    ] = "auto",
     overlap: Annotated[
         float, typer.Option(min=0.0, max=1.0, help="Share of common 8-grams from which on a row counts as known.")
     ] = OVERLAP_LIMIT,
     integers: Annotated[bool, typer.Option("--integers", help="Keep rows whose answer is an integer.")] = False,
-    limit: Annotated[int | None, typer.Option(min=1, help="Write only the first rows that are left.")] = None,
     keep: Annotated[
         list[str] | None,
         typer.Option(help="Field of the source's rows to write too, for data.fields.extra. Repeatable."),
@@ -70,19 +64,15 @@ def main(
             raise BadInput(f"--prompt {prompt}: no such prompt; give one of {', '.join(PROMPTS)}")
         if out.exists():
             raise BadInput(f"--out {out}: exists already; name another place, or remove it")
-        with stage_bars(in_bytes=False) as progress:
-            outcome = prepare(
-                source,
-                out,
-                against or (),
-                layout=layout,
-                overlap_limit=overlap,
-                integers_only=integers,
-                limit=limit,
-                keep=keep or (),
-                verifier=RewardConfig(workers=workers),
-                progress=progress,
-            )
+        outcome = prepare(
+            source,
+            out,
+            against or (),
+            overlap_limit=overlap,
+            integers_only=integers,
+            keep=keep or (),
+            verifier=RewardConfig(workers=workers),
+        )
     for reason, count in outcome.counts().items():
         typer.echo(f"left out: {count} {reason}")
     if prompt is not None:

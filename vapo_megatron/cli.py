@@ -232,16 +232,14 @@ def report(
     run_dirs: Annotated[list[Path], typer.Argument(metavar="RUN", help="run directories", show_default=False)],
     out: Annotated[
         Path | None,
-        typer.Option(
-            help="the page, and nothing else; default: report.html in the run's directory, of several runs here"
-        ),
+        typer.Option(help="where the page goes; default: report.html in the run's directory, of several runs here"),
     ] = None,
     serve: Annotated[
         bool, typer.Option("--serve", help="follow runs that go on, in a browser of this machine")
     ] = False,
     port: Annotated[int, typer.Option(min=0, max=65535, help="of --serve; 0: a free one")] = 8765,
 ) -> None:
-    """Write report.html and curves.png of a run or an evaluation; of several runs, one page that overlays them."""
+    """Write report.html of a run or an evaluation; of several runs, one page that overlays them."""
     if serve:
         from vapo_megatron.operations.report.report import serve as serve_report
 

@@ -10,11 +10,11 @@ from matplotlib.figure import Figure
 
 from examples.ablation.results import Figures
 from vapo_megatron.config.atomic import atomic_write
-from vapo_megatron.operations.report.report import COLORS as PALETTE
-from vapo_megatron.operations.report.report import GREY, INK, PAPER, STYLE
 
 DPI = 130
-BLUE, ORANGE, GREEN, PURPLE, RED = PALETTE[:5]
+INK, GREY, PAPER = "#1e293b", "#64748b", "#ffffff"
+BLUE, ORANGE, GREEN, PURPLE, RED = "#2563eb", "#ea7317", "#16a34a", "#7c3aed", "#dc2626"
+STYLE = {"font.size": 9.5, "axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False}
 # Of both stages: what removes a part of VAPO is thin, what is another algorithm is dashed.
 COLORS = {
     "vapo": INK,

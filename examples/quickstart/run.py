@@ -172,7 +172,6 @@ def main(
         f"\n[bold green]Accuracy on unseen problems: {accuracy[0]:.3f} after the cold start, {accuracy[-1]:.3f} after "
         f"VAPO[/bold green] (seed {seed}, {minutes:.1f} minutes)\n"
         f"{what_the_critic_explains(rows)}\n"
-        f"  picture   {out / 'vapo' / 'curves.png'}\n"
         f"  report    {out / 'vapo' / 'report.html'}\n"
         f"  samples   {out / 'vapo' / 'samples'}\n"
         f"  model     {out / 'vapo' / 'hf' / 'final' / 'actor'}  (a Hugging Face directory)\n"

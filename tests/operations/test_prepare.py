@@ -149,11 +149,6 @@ def test_a_data_set_of_the_hub_is_read_from_its_cache(tmp_path: Path, monkeypatc
     [
         ([{"text": "a"}], {}, r"in\.jsonl:1: has the fields text; expected prompt \+ reward_model, or"),
         ([{"problem": "a", "answer": "1"}, {"text": "b"}], {}, r"in\.jsonl:2: has the fields text; expected problem"),
-        (
-            [{"problem": "a", "answer": "1"}],
-            {"layout": "gsm"},
-            r"--layout gsm: no such layout; give auto or one of verl",
-        ),
         ([{"problem": "a", "answer": ""}], {}, r"no row is left of 1 \(1 empty\)"),
         (
             [{"problem": "a", "answer": "1"}],

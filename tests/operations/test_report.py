@@ -8,9 +8,10 @@ import pytest
 
 from vapo_megatron.errors import BadInput
 from vapo_megatron.monitoring.facts import environment_facts
-from vapo_megatron.operations.report.report import draw_curves, write_report
+from vapo_megatron.operations.report.panels import panels_of, series
+from vapo_megatron.operations.report.report import write_report
 from vapo_megatron.operations.report.runs import Run, read_run
-from vapo_megatron.operations.report.summary import TableRow, sentences, summarise
+from vapo_megatron.operations.report.summary import sentences, summarise
 
 
 def row(step: int, **metrics: float | None) -> dict[str, Any]:
@@ -25,12 +26,12 @@ def run_dir(tmp_path: Path, rows: list[dict[str, Any]]) -> Path:
 
 
 def titles(rows: list[dict[str, Any]]) -> list[str]:
-    return [axes.get_title(loc="left") for axes in draw_curves(rows).axes]
+    return [panel.title for panel in panels_of(rows)]
 
 
 def test_table_gives_first_best_and_last() -> None:
     rows = [row(step, accuracy__mean=share) for step, share in ((1, 0.1), (2, 0.5), (3, None), (4, 0.2))]
-    assert summarise(rows) == [TableRow("accuracy/mean", "0.1 (step 1)", "0.5 (step 2)", "0.2 (step 4)")]
+    assert summarise(rows) == [("accuracy/mean", "0.1 (step 1)", "0.5 (step 2)", "0.2 (step 4)")]
 
 
 def test_only_panels_with_figures_are_drawn() -> None:
@@ -41,15 +42,16 @@ def test_only_panels_with_figures_are_drawn() -> None:
 def test_pretraining_is_drawn_against_its_own_counter() -> None:
     metrics = {"value_pretraining/value_loss": 0.3, "value_pretraining/explained_variance": 0.2}
     rows: list[dict[str, Any]] = [{"step": 0, "value_pretraining/iteration": step} | metrics for step in (1, 2, 3)]
-    (axes,) = draw_curves(rows).axes
-    assert list(axes.get_lines()[0].get_xdata()) == [1, 2, 3]
+    (panel,) = panels_of(rows)
+    assert panel.counter == "value_pretraining/iteration"
+    assert series(rows, panel.curves[0].metric)[0] == [1, 2, 3]
 
 
 def test_phases_that_run_now_and_then_stay_out_of_the_picture() -> None:
     rows = [row(step, time__step=5.0, time__rollout=3.0, time__critic_update=2.0) for step in range(1, 9)]
     rows[3]["time/evaluation"] = 100.0
-    (axes,) = draw_curves(rows).axes
-    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["rollout", "critic update"]
+    (panel,) = panels_of(rows)
+    assert [curve.label for curve in panel.curves] == ["rollout", "critic update"]
 
 
 def test_a_run_of_one_step_and_of_nothing_finite_can_be_reported(tmp_path: Path) -> None:
@@ -91,7 +93,7 @@ def test_a_directory_with_something_else_in_it_is_told_in_one_line_or_read(
         return
     with pytest.raises(BadInput, match=message) as told:
         write_report([folder])
-    assert "\n" not in str(told.value) and not (folder / "curves.png").exists()
+    assert "\n" not in str(told.value) and not (folder / "report.html").exists()
 
 
 def test_runs_of_one_name_are_told_apart_and_left_alone_where_a_page_is_named(tmp_path: Path) -> None:
@@ -101,7 +103,7 @@ def test_runs_of_one_name_are_told_apart_and_left_alone_where_a_page_is_named(tm
         folders.append(run_dir(tmp_path / seed, [row(1, accuracy__mean=0.5)]))
     page = write_report(folders, tmp_path / "both.html").read_text()
     assert f"<title>{folders[0]} · {folders[1]}</title>" in page
-    assert not list(tmp_path.rglob("curves.png"))
+    assert [path.name for path in tmp_path.rglob("*.html")] == ["both.html"]
 
 
 def test_samples_of_evaluations_are_those_of_the_last_one(tmp_path: Path) -> None:

@@ -107,7 +107,7 @@ def test_a_run_leaves_what_it_promises(two_ranks: Path) -> None:
         assert {f"critic/value_bias_{p}" for p in (0, 25, 50, 75, 95)} < row.keys()
     assert "evaluation/unseen_avg@2" in steps[2]
     assert json.loads((two_ranks / "evaluation.json").read_text())["sets"][0]["problems"] == 16
-    for name in ("config.yaml", "curves.png", "report.html", "samples/step_000001.jsonl", "tensorboard"):
+    for name in ("config.yaml", "report.html", "samples/step_000001.jsonl", "tensorboard"):
         assert (two_ranks / name).exists(), name
     samples = [json.loads(line) for line in (two_ranks / "samples/step_000002.jsonl").read_text().splitlines()]
     assert all(sample["weight_version"] == steps[2]["rollout/weight_version"] for sample in samples)

@@ -17,7 +17,6 @@ from rich.progress import (
     DownloadColumn,
     MofNCompleteColumn,
     Progress,
-    ProgressColumn,
     SpinnerColumn,
     TextColumn,
     TimeElapsedColumn,
@@ -168,20 +167,14 @@ def _cell(value: float | None, form: str) -> str:
 
 
 @contextmanager
-def stage_bars(in_bytes: bool) -> Iterator[Callable[[str, int], Callable[[int], None]]]:
-    """Bars on standard error: a function that begins a stage of given name and size (0: unknown), and returns one that
-    advances it.
+def stage_bars() -> Iterator[Callable[[str, int], Callable[[int], None]]]:
+    """Bars on standard error: a function that begins a stage of given name and bytes, and returns one that advances it.
 
-    in_bytes: sizes are bytes, and bars stay; others are removed at the end of the block. A file gets plain lines.
+    A file gets plain lines.
     """
-    counted: tuple[ProgressColumn, ...] = (MofNCompleteColumn(), TimeElapsedColumn())
-    if in_bytes:
-        counted = (DownloadColumn(binary_units=True), TransferSpeedColumn(), TimeRemainingColumn())
+    counted = (DownloadColumn(binary_units=True), TransferSpeedColumn(), TimeRemainingColumn())
     columns = (TextColumn("{task.description:>10}"), BarColumn(), *counted)
-    console = Console(stderr=True)
-    # Of bars that go with the block an empty line would be left in a file.
-    hidden = not in_bytes and not console.is_terminal
-    with Progress(*columns, console=console, transient=not in_bytes, disable=hidden) as bars:
+    with Progress(*columns, console=Console(stderr=True)) as bars:
 
         def begin(name: str, total: int) -> Callable[[int], None]:
             task = bars.add_task(name, total=total or None)

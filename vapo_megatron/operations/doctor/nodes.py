@@ -218,11 +218,11 @@ def check_shared_files(meeting: Meeting, root: Path, deadline: float) -> list[Li
 def check_alike(meeting: Meeting, facts: dict[str, str], deadline: float) -> list[Line]:
     """Whether this node's facts and clock are those of most nodes."""
     meeting.put(f"alike/{meeting.index}", facts)
-    of_nodes = [other for other in meeting.get_all("alike", deadline) if other is not None]
+    of_nodes = [answer for answer in meeting.get_all("alike", deadline) if answer is not None]
     meeting.put(f"clock/{meeting.index}", time.time())  # all nodes come here within a moment of the last one
     clocks = [clock for clock in meeting.get_all("clock", deadline) if clock is not None]
     ahead = clocks[meeting.index] - median(clocks) if len(clocks) == len(of_nodes) == len(meeting.nodes) else 0.0
-    usual = json.loads(Counter(json.dumps(other, sort_keys=True) for other in of_nodes).most_common(1)[0][0])
+    usual = json.loads(Counter(json.dumps(answer, sort_keys=True) for answer in of_nodes).most_common(1)[0][0])
     different = [f"{key} {facts[key]}, most nodes have {usual[key]}" for key in facts if facts[key] != usual.get(key)]
     return lines_of(
         ", ".join(f"{key} {value}" for key, value in facts.items()),

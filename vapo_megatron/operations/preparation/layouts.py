@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from operator import itemgetter
+from typing import Any, NamedTuple
 
 from vapo_megatron.errors import BadInput
 from vapo_megatron.rewards.equivalence import quick_comparison
@@ -12,49 +13,33 @@ from vapo_megatron.rewards.normal_form import normal_form, plain_number, words
 from vapo_megatron.rewards.symbolic import equivalent, reads_formula, too_costly
 
 Row = Mapping[str, Any]
+_IDS = ("id", "unique_id", "ID")  # fields that may hold a row's id
 
 # What DAPO-Math-17k writes around each problem; here the config's template does that.
 _DAPO_BEFORE = "Solve the following math problem step by step."
 _DAPO_AFTER = "Remember to put your answer on its own line after"
 
 
-@dataclass(frozen=True)
-class Layout:
-    """How the rows of a published set are read.
-
-    Attributes:
-        name: on the command line.
-        fields: a row has this layout if it has all of them.
-        problem, answer: read their text from a row; None where the row has none.
-        ids: fields that may hold the row's id, the first that does is taken.
-    """
+class Layout(NamedTuple):
+    """How the rows of a published set are read: those that have all `fields`; problem and answer give a row's text, or
+    None where it has none."""
 
     name: str
     fields: tuple[str, ...]
     problem: Callable[[Row], Any]
     answer: Callable[[Row], Any]
-    ids: tuple[str, ...] = ("id", "unique_id", "ID")
 
 
-def _field(name: str) -> Callable[[Row], Any]:
-    return lambda row: row.get(name)
-
-
-def _last_user_message(row: Row) -> Any:
+def _user_message(row: Row) -> Any:
+    """The last user message of a row's prompt, without the instructions of DAPO-Math-17k."""
     prompt = row["prompt"]
-    if isinstance(prompt, str):
+    if not isinstance(prompt, str):
+        prompt = next((message.get("content") for message in reversed(prompt) if message.get("role") == "user"), None)
+    if not isinstance(prompt, str):
         return prompt
-    texts = [message.get("content") for message in prompt if message.get("role") == "user"]
-    return texts[-1] if texts else None
-
-
-def _without_instructions(row: Row) -> Any:
-    text = _last_user_message(row)
-    if not isinstance(text, str):
-        return text
-    if text.startswith(_DAPO_BEFORE):
-        text = text.partition("\n\n")[2]
-    return text.partition(_DAPO_AFTER)[0]
+    if prompt.startswith(_DAPO_BEFORE):
+        prompt = prompt.partition("\n\n")[2]
+    return prompt.partition(_DAPO_AFTER)[0]
 
 
 def _ground_truth(row: Row) -> Any:
@@ -74,21 +59,21 @@ def _after_hashes(row: Row) -> Any:
     return answer.rpartition("####")[2].strip().replace(",", "")
 
 
-# The more demanding first: with --layout auto the first that fits the first row is taken.
+# The more demanding first: the first that fits the first row of a source is taken.
 LAYOUTS = (
     # BytedTsinghua-SIA/DAPO-Math-17k, and whatever else is in verl's form.
-    Layout("verl", ("prompt", "reward_model"), _without_instructions, _ground_truth, ("id",)),
+    Layout("verl", ("prompt", "reward_model"), _user_message, _ground_truth),
     # HuggingFaceH4/MATH-500, HuggingFaceH4/aime_2024, agentica-org/DeepScaleR-Preview-Dataset, math-ai/aime25,
     # and the form that training reads.
-    Layout("answer", ("problem", "answer"), _field("problem"), _field("answer")),
+    Layout("answer", ("problem", "answer"), itemgetter("problem"), itemgetter("answer")),
     # EleutherAI/hendrycks_math, DigitalLearningGmbH/MATH-lighteval: the answer stands in a box of the solution.
-    Layout("math", ("problem", "solution"), _field("problem"), _boxed_answer),
+    Layout("math", ("problem", "solution"), itemgetter("problem"), _boxed_answer),
     # Maxwell-Jia/AIME_2024.
-    Layout("aime", ("Problem", "Answer"), _field("Problem"), _field("Answer")),
+    Layout("aime", ("Problem", "Answer"), itemgetter("Problem"), itemgetter("Answer")),
     # openai/gsm8k ("... #### 72"), opencompass/AIME2025.
-    Layout("question", ("question", "answer"), _field("question"), _after_hashes),
+    Layout("question", ("question", "answer"), itemgetter("question"), _after_hashes),
     # open-r1/DAPO-Math-17k-Processed: the solution is the bare answer.
-    Layout("prompt", ("prompt", "solution"), _without_instructions, _field("solution")),
+    Layout("prompt", ("prompt", "solution"), _user_message, itemgetter("solution")),
 )
 
 
@@ -103,25 +88,16 @@ class RawProblem:
     kept: Mapping[str, Any] = field(default_factory=dict)
 
 
-def find_layout(row: Row, place: str, name: str = "auto") -> Layout:
-    """The layout of a row: the one that is named, or the first that fits.
-
-    Raises:
-        BadInput: no such layout, or the row is not of it.
-    """
-    by_name = {layout.name: layout for layout in LAYOUTS}
-    if name != "auto" and name not in by_name:
-        raise BadInput(f"--layout {name}: no such layout; give auto or one of {', '.join(by_name)}")
-    fitting = [layout for layout in LAYOUTS if all(field in row for field in layout.fields)]
-    if name != "auto":
-        fitting = [layout for layout in fitting if layout.name == name]
-    if not fitting:
-        expected = by_name[name].fields if name != "auto" else [" + ".join(layout.fields) for layout in LAYOUTS]
-        raise BadInput(
-            f"{place}: has the fields {', '.join(sorted(row)) or 'none'}; expected {', or '.join(expected)}: "
-            "rename them in the file"
-        )
-    return fitting[0]
+def find_layout(row: Row, place: str, layout: Layout | None = None) -> Layout:
+    """The layout of a row: that of the rows before it, or the first that fits. Raises BadInput where none does."""
+    layouts = LAYOUTS if layout is None else (layout,)
+    for fitting in layouts:
+        if all(field in row for field in fitting.fields):
+            return fitting
+    expected = ", or ".join(" + ".join(layout.fields) for layout in layouts)
+    raise BadInput(
+        f"{place}: has the fields {', '.join(sorted(row)) or 'none'}; expected {expected}: rename them in the file"
+    )
 
 
 def _bare(answer: str) -> str:
@@ -141,7 +117,7 @@ def read_row(row: Row, layout: Layout, stem: str, number: int, place: str) -> Ra
         answer = str(answer)
     if not isinstance(problem, str) or not isinstance(answer, str) or not problem.strip() or not answer.strip():
         return None
-    row_id = next((row[name] for name in layout.ids if isinstance(row.get(name), (str, int))), None)
+    row_id = next((row[name] for name in _IDS if isinstance(row.get(name), (str, int))), None)
     extra = row.get("extra_info")
     if row_id is None and isinstance(extra, Mapping) and isinstance(extra.get("index"), str):
         row_id = extra["index"]

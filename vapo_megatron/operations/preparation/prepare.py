@@ -3,10 +3,10 @@
 import json
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from vapo_megatron.config.atomic import atomic_write
 from vapo_megatron.config.hub import HUB, hub_files
@@ -14,22 +14,10 @@ from vapo_megatron.config.reward import RewardConfig
 from vapo_megatron.data.jsonl import write_rows
 from vapo_megatron.data.rows import chosen_fields, read_file
 from vapo_megatron.errors import BadInput
-from vapo_megatron.operations.preparation.layouts import RawProblem, find_layout, read_row
+from vapo_megatron.operations.preparation.layouts import RawProblem, find_layout, read_row, readable
 from vapo_megatron.rewards.equivalence import quick_comparison
 from vapo_megatron.rewards.normal_form import normal_form, plain_number
 from vapo_megatron.rewards.pool import Case, VerifierPool
-
-
-def source_rows(source: str) -> Iterator[tuple[Path, int, dict[str, Any]]]:
-    """(file, number of the row from 1, row) of every row of a source.
-
-    Raises:
-        BadInput: see config.hub.hub_files and data.rows.read_file.
-    """
-    for path in hub_files(source) if source.startswith(HUB) else [Path(source)]:
-        for number, row in read_file(path):
-            yield path, number, row
-
 
 N_GRAM = 8
 """Words of an n-gram."""
@@ -72,9 +60,8 @@ class OverlapIndex:
         self._having: defaultdict[tuple[str, ...], set[int]] = defaultdict(set)
         self._problems: list[tuple[str, int]] = []
         for name, text in problems:
-            texts = words(text)
-            self._whole.setdefault(texts, name)
-            grams = _n_grams(texts)
+            self._whole.setdefault(words(text), name)
+            grams = _n_grams(words(text))
             for gram in grams:
                 self._having[gram].add(len(self._problems))
             self._problems.append((name, len(grams)))
@@ -84,22 +71,16 @@ class OverlapIndex:
         text_words = words(text)
         if text_words in self._whole:
             return Match(self._whole[text_words], 1.0)
-        grams = _n_grams(text_words)
-        shared = Counter(number for gram in grams for number in self._having.get(gram, ()))
-        matches = (
-            Match(name, count / min(len(grams), size))
-            for number, count in shared.items()
-            for name, size in (self._problems[number],)
-        )
+        grams, matches = _n_grams(text_words), list[Match]()
+        for number, count in Counter(number for gram in grams for number in self._having.get(gram, ())).items():
+            name, size = self._problems[number]
+            matches.append(Match(name, count / min(len(grams), size)))
         return max(matches, key=lambda match: match.overlap, default=None)
 
 
-def _n_grams(found: Sequence[str]) -> set[tuple[str, ...]]:
-    return {tuple(found[i : i + N_GRAM]) for i in range(len(found) - N_GRAM + 1)}
+def _n_grams(text_words: Sequence[str]) -> set[tuple[str, ...]]:
+    return {tuple(text_words[i : i + N_GRAM]) for i in range(len(text_words) - N_GRAM + 1)}
 
-
-BeginStage = Callable[[str, int], Callable[[int], None]]
-"""From the name of a stage and its number of rows to a function that takes the number of rows done."""
 
 OVERLAP_LIMIT = 0.6
 
@@ -134,13 +115,10 @@ def prepare(
     out: Path,
     against: Sequence[Path] = (),
     *,
-    layout: str = "auto",
     overlap_limit: float = OVERLAP_LIMIT,
     integers_only: bool = False,
-    limit: int | None = None,
     keep: Sequence[str] = (),
     verifier: RewardConfig | None = None,
-    progress: BeginStage = lambda stage, total: lambda count: None,
 ) -> Outcome:
     """Write rows {id, problem, answer} to out, and what was left out and why to <out>.report.json.
 
@@ -153,13 +131,10 @@ def prepare(
         sources: files, or hub:OWNER/NAME[@REVISION][:PART].
         out: a .jsonl file.
         against: prepared files of problems that must not be trained on.
-        layout: of the rows; see layouts.LAYOUTS.
         overlap_limit: share of common 8-grams, of the shorter text, from which on a row counts as contaminated.
         integers_only: as DAPO's data.
-        limit: write the first rows only.
         keep: fields of the source's rows that are written too.
         verifier: workers and limits of the processes that read the ground_truths.
-        progress: for people.
 
     Raises:
         BadInput: a source cannot be read, an id comes twice, or nothing is left.
@@ -169,20 +144,20 @@ def prepare(
     if out.resolve() in {path.resolve() for path in (*map(Path, sources), *against)}:
         raise BadInput(f"--out {out}: is one of the files that are read, and would be lost: name another one")
     left_out: list[LeftOut] = []
-    rows, problems = _read(sources, layout, left_out, progress, keep)
-    index = OverlapIndex((row.id, row.problem) for path in against for row in _prepared(path))
-    distinct, repeated = _distinct(problems, left_out)
-    clean = _uncontaminated(distinct, index, overlap_limit, left_out, progress) if against else distinct
+    rows, problems = _read(sources, left_out, keep)
+    clean, repeated = _distinct(problems, left_out)
+    if against:
+        index = OverlapIndex((row.id, row.problem) for path in against for row in _read([str(path)])[1])
+        clean = _without(clean, "contaminated", lambda row: _overlap(row, index, overlap_limit), left_out)
     if integers_only:
-        clean = _integers(clean, left_out)
+        clean = _without(clean, "not_an_integer", _not_an_integer, left_out)
     _check_ids(clean)
-    readable = _readable(clean, left_out, verifier or RewardConfig(), progress)
-    kept = readable[:limit]
+    unreadable = _unreadable(clean, verifier or RewardConfig())
+    kept = _without(clean, "unreadable_answer", lambda row: unreadable.get(row.id), left_out)
     outcome = Outcome(rows, len(kept), repeated, left_out)
     if not kept:
-        raise BadInput(
-            f"{', '.join(sources)}: no row is left of {rows} ({_told(outcome.counts())}); nothing was written"
-        )
+        counts = ", ".join(f"{count} {reason}" for reason, count in outcome.counts().items()) or "there were none"
+        raise BadInput(f"{', '.join(sources)}: no row is left of {rows} ({counts}); nothing was written")
     write_rows(out, ({**row.kept, "id": row.id, "problem": row.problem, "answer": row.answer} for row in kept))
     with atomic_write(out.with_name(out.name + ".report.json")) as file:
         report = {
@@ -198,35 +173,51 @@ def prepare(
     return outcome
 
 
-def _told(counts: dict[str, int]) -> str:
-    return ", ".join(f"{count} {reason}" for reason, count in counts.items()) or "there were none"
-
-
 def _read(
-    sources: Sequence[str], layout: str, left_out: list[LeftOut], progress: BeginStage, keep: Sequence[str] = ()
+    sources: Sequence[str], left_out: list[LeftOut] | None = None, keep: Sequence[str] = ()
 ) -> tuple[int, list[RawProblem]]:
-    """Number of rows, and those with a problem and an answer."""
+    """Number of rows of all sources, and those with a problem and an answer."""
     problems: list[RawProblem] = []
     count = 0
     for source in sources:
-        advance, columns = progress(f"reading {source}", 0), None
-        for path, number, row in source_rows(source):
-            place = f"{path}:{number}"
-            columns = columns or find_layout(row, place, layout)
-            if any(field not in row for field in columns.fields):
-                find_layout(row, place, columns.name)
-            problem = read_row(row, columns, path.name.partition(".")[0], number, place)
-            if problem is None:
-                left_out.append(LeftOut("", place, "empty", "no text in its problem or answer"))
-            else:
-                problems.append(replace(problem, kept=chosen_fields(row, keep, place)) if keep else problem)
-            count += 1
-            advance(1)
+        layout = None
+        for path in hub_files(source) if source.startswith(HUB) else [Path(source)]:
+            for number, row in read_file(path):
+                place, count = f"{path}:{number}", count + 1
+                layout = find_layout(row, place, layout)
+                problem = read_row(row, layout, path.name.partition(".")[0], number, place)
+                if problem is not None:
+                    problems.append(replace(problem, kept=chosen_fields(row, keep, place)) if keep else problem)
+                elif left_out is not None:
+                    left_out.append(LeftOut("", place, "empty", "no text in its problem or answer"))
     return count, problems
 
 
-def _prepared(path: Path) -> list[RawProblem]:
-    return _read([str(path)], "auto", [], lambda stage, total: lambda count: None)[1]
+def _without(
+    problems: Sequence[RawProblem], reason: str, detail_of: Callable[[RawProblem], str | None], left_out: list[LeftOut]
+) -> list[RawProblem]:
+    """The problems of which detail_of says nothing; what it says of the others goes into left_out."""
+    kept: list[RawProblem] = []
+    for row in problems:
+        detail = detail_of(row)
+        if detail is None:
+            kept.append(row)
+        else:
+            left_out.append(LeftOut(row.id, row.place, reason, detail))
+    return kept
+
+
+def _overlap(row: RawProblem, index: OverlapIndex, limit: float) -> str | None:
+    match = index.nearest(row.problem)
+    if match is None or match.overlap < limit:
+        return None
+    return f"{match.overlap:.0%} of its 8-grams are in evaluation problem {match.id}"
+
+
+def _not_an_integer(row: RawProblem) -> str | None:
+    number = plain_number(normal_form(row.answer))
+    is_integer = number is not None and number.exact and number.value.denominator == 1
+    return None if is_integer else f"answer {row.answer[:80]}"
 
 
 def _distinct(problems: Sequence[RawProblem], left_out: list[LeftOut]) -> tuple[list[RawProblem], int]:
@@ -251,58 +242,22 @@ def _distinct(problems: Sequence[RawProblem], left_out: list[LeftOut]) -> tuple[
     return list(first.values()), repeated
 
 
-def _uncontaminated(
-    problems: Sequence[RawProblem], index: OverlapIndex, limit: float, left_out: list[LeftOut], progress: BeginStage
-) -> list[RawProblem]:
-    clean: list[RawProblem] = []
-    advance = progress("comparing with the evaluation sets", len(problems))
-    for row in problems:
-        match = index.nearest(row.problem)
-        if match is not None and match.overlap >= limit:
-            detail = f"{match.overlap:.0%} of its 8-grams are in evaluation problem {match.id}"
-            left_out.append(LeftOut(row.id, row.place, "contaminated", detail))
-        else:
-            clean.append(row)
-        advance(1)
-    return clean
-
-
-def _integers(problems: Sequence[RawProblem], left_out: list[LeftOut]) -> list[RawProblem]:
-    kept: list[RawProblem] = []
-    for row in problems:
-        number = plain_number(normal_form(row.answer))
-        if number is not None and number.exact and number.value.denominator == 1:
-            kept.append(row)
-        else:
-            left_out.append(LeftOut(row.id, row.place, "not_an_integer", f"answer {row.answer[:80]}"))
-    return kept
-
-
-def _readable(
-    problems: Sequence[RawProblem], left_out: list[LeftOut], verifier: RewardConfig, progress: BeginStage
-) -> list[RawProblem]:
-    """Those whose answer ground_truths.readable accepts, each read once in a process of its own limits."""
-    advance = progress("reading the answers", len(problems))
-    function = {
-        "verifier": "function",
-        "function": "vapo_megatron.operations.preparation.layouts:readable",
-        "correct_above": 0.5,
-    }
+def _unreadable(problems: Sequence[RawProblem], verifier: RewardConfig) -> dict[str, str]:
+    """By id, the answers that layouts.readable does not accept; each is read in a process of its own limits."""
+    function = {"verifier": "function", "function": f"{readable.__module__}:{readable.__name__}", "correct_above": 0.5}
     with VerifierPool(verifier.model_copy(update=function)) as pool:
         cases = [Case(row.answer, "", problem=row.problem) for row in problems]
-        grades = pool.grade_batch(cases, on_done=lambda *_: advance(1))
+        grades = pool.grade_batch(cases)
         # Once more what a busy machine may have been to blame for.
         again = [number for number, grade in enumerate(grades) if grade.reason in ("timeout", "crashed")]
         for number, grade in zip(again, pool.grade_batch([cases[number] for number in again]), strict=True):
             grades[number] = grade
-    kept: list[RawProblem] = []
-    for row, grade in zip(problems, grades, strict=True):
-        if grade.correct:
-            kept.append(row)
-            continue
-        why = "no number, formula or few words" if grade.reason == "scored" else grade.reason
-        left_out.append(LeftOut(row.id, row.place, "unreadable_answer", f"{why}: {row.answer[:200]}"))
-    return kept
+    reasons = {"scored": "no number, formula or few words"}
+    return {
+        row.id: f"{reasons.get(grade.reason, grade.reason)}: {row.answer[:200]}"
+        for row, grade in zip(problems, grades, strict=True)
+        if not grade.correct
+    }
 
 
 def _check_ids(problems: Sequence[RawProblem]) -> None:

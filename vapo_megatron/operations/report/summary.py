@@ -1,58 +1,27 @@
 """What a run's metrics say, in sentences and in a table."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 from vapo_megatron.monitoring import names
 from vapo_megatron.monitoring.alarms import ALARMS
-from vapo_megatron.operations.report.panels import series
+from vapo_megatron.operations.report.panels import Rows, series
 from vapo_megatron.operations.report.runs import Run
 
 
-@dataclass(frozen=True)
-class TableRow:
-    """A metric's first, best and last value and the steps they were reached at."""
-
-    name: str
-    first: str
-    best: str
-    last: str
-
-
-@dataclass(frozen=True)
-class PhaseRow:
-    """A phase over a whole run: seconds, their share of all phases' seconds, its highest memory in GiB by gauge."""
-
-    name: str
-    seconds: float
-    share: float
-    peaks: Mapping[str, float]
-
-
-@dataclass(frozen=True)
-class AlarmRow:
-    """An alarm that went off; steps: in how many, from which one to which."""
-
-    name: str
-    steps: str
-    meaning: str
-    remedy: str
-
-
-def alarms_of(rows: Sequence[Mapping[str, Any]]) -> list[AlarmRow]:
-    """The alarms that went off, in the order of docs/alarms.md."""
+def alarms_of(rows: Rows) -> list[dict[str, str]]:
+    """The alarms that went off, in the order of docs/alarms.md; steps: in how many, from which one to which."""
     table = []
     for alarm in ALARMS:
         steps = [row["step"] for row in rows if row.get(names.ALARM + alarm.name)]
         if steps:
             span = f"{len(steps)}: {steps[0]}" + (f" to {steps[-1]}" if len(steps) > 1 else "")
-            table.append(AlarmRow(alarm.name, span, alarm.meaning, alarm.remedy))
+            table.append({"name": alarm.name, "steps": span, "meaning": alarm.meaning, "remedy": alarm.remedy})
     return table
 
 
-def summarise(rows: Sequence[Mapping[str, Any]]) -> list[TableRow]:
-    """First, best and last of every evaluation, of accuracy and reward; those that never occur are left out."""
+def summarise(rows: Rows) -> list[tuple[str, str, str, str]]:
+    """Name, first, best and last of every evaluation, of accuracy and reward; those that never occur are left out."""
     present = set[str]().union(*rows)
     evaluations = {name for name in present if name.startswith(names.EVALUATION) and "@" in name}
     table = []
@@ -61,12 +30,13 @@ def summarise(rows: Sequence[Mapping[str, Any]]) -> list[TableRow]:
         if points:
             # The first of equal values: when it was reached.
             best = max(points, key=lambda point: point[1])
-            table.append(TableRow(name, *map(_at_step, (points[0], best, points[-1]))))
+            first, most, last = map(_at_step, (points[0], best, points[-1]))
+            table.append((name, first, most, last))
     return table
 
 
-def phases(rows: Sequence[Mapping[str, Any]]) -> list[PhaseRow]:
-    """Every phase, the longest first."""
+def phases(rows: Rows) -> list[dict[str, Any]]:
+    """Every phase, the longest first: seconds, their share of all phases' seconds, highest memory in GiB by gauge."""
     timed = [row for row in rows if row["step"] > 0]
     present = set[str]().union(*timed)
     metrics = {name for name in present if name.startswith(names.TIME)} - {names.STEP_TIME}
@@ -77,8 +47,8 @@ def phases(rows: Sequence[Mapping[str, Any]]) -> list[PhaseRow]:
         phase = metric.removeprefix(names.TIME)
         gauges = sorted(name for name in present if name.endswith(f"/{phase}_gib"))
         peaks = {name.partition("/")[0]: max(row.get(name) or 0.0 for row in timed) for name in gauges}
-        share = seconds[metric] / total if total else 0.0
-        shares.append(PhaseRow(phase.replace("_", " "), seconds[metric], share, peaks))
+        row = {"name": phase.replace("_", " "), "seconds": seconds[metric], "peaks": peaks}
+        shares.append(row | {"share": seconds[metric] / total if total else 0.0})
     return shares
 
 
@@ -86,7 +56,7 @@ def sentences(run: Run) -> list[str]:
     """What somebody who knows nothing of the run should be told first."""
     parts = [_size(run), *_evaluations(run), _training(run), _critic(run), _time(run)]
     if run.rows:
-        alarms = [alarm.name.replace("_", " ") for alarm in alarms_of(run.rows)]
+        alarms = [alarm["name"].replace("_", " ") for alarm in alarms_of(run.rows)]
         parts.append(f"Alarms: {', '.join(alarms)}." if alarms else "No alarm went off.")
     return [sentence for sentence in parts if sentence]
 
@@ -144,10 +114,10 @@ def _critic(run: Run) -> str:
 def _time(run: Run) -> str:
     shares = phases(run.rows)
     total = sum(row.get(names.STEP_TIME) or 0.0 for row in run.rows)
-    if sum(row.seconds for row in shares) < 0.5 * total or not total:
+    if sum(row["seconds"] for row in shares) < 0.5 * total or not total:
         return ""  # a fine-tuning times little of what it does
-    longest = shares[:3]
-    return f"Most of the time went into {', '.join(f'{row.name} ({row.share:.0%})' for row in longest)}."
+    longest = ", ".join(f"{row['name']} ({row['share']:.0%})" for row in shares[:3])
+    return f"Most of the time went into {longest}."
 
 
 def _ends(values: Sequence[float]) -> tuple[float, float] | None:
