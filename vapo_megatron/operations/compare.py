@@ -70,31 +70,24 @@ def differing_sampling(a: Path, b: Path) -> dict[str, tuple[Any, Any]]:
 
 def _compare_set(name: str, a: Path, b: Path) -> Comparison:
     first, second = _problems(a), _problems(b)
-    for key in sorted(first.keys() ^ second.keys()):
-        raise BadInput(
-            f"set {name}: problem {key} was answered in one evaluation alone: evaluate both on the same file"
-        )
-    for key in sorted(first):
+    for key in sorted(first.keys() | second.keys()):
+        if key not in first or key not in second:
+            raise BadInput(
+                f"set {name}: problem {key} was answered in one evaluation alone: evaluate both on the same file"
+            )
         if first[key][0] != second[key][0]:
             raise BadInput(
                 f"{a} and {b}: problem {key} has another text or another answer in the two: evaluate both on the same "
                 "file"
             )
     shares = np.array([(first[key][1], second[key][1]) for key in sorted(first)])
-    differences = shares[:, 1] - shares[:, 0]
-    interval = bootstrap_interval(differences.tolist())
-    mean_a, mean_b = shares.mean(axis=0).tolist()
+    differences = (shares[:, 1] - shares[:, 0]).tolist()
+    interval, (mean_a, mean_b) = bootstrap_interval(differences), shares.mean(axis=0).tolist()
+    p_value = sign_flip_p_value(differences)
+    better, worse = (sum(sign * difference > 0 for difference in differences) for sign in (1, -1))
+    difference = float(np.mean(differences))
     return Comparison(
-        name=name,
-        problems=len(differences),
-        a=mean_a,
-        b=mean_b,
-        difference=float(differences.mean()),
-        low=interval.low,
-        high=interval.high,
-        p_value=sign_flip_p_value(differences.tolist()),
-        better=int((differences > 0).sum()),
-        worse=int((differences < 0).sum()),
+        name, len(differences), mean_a, mean_b, difference, interval.low, interval.high, p_value, better, worse
     )
 
 

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from vapo_megatron.algorithms.critic_probes import described
 from vapo_megatron.checkpoint.checkpoints import HF_FOLDER
 from vapo_megatron.config.critic_probes import ProbedRunConfig
 from vapo_megatron.config.run_directory import check_room
@@ -76,7 +77,7 @@ def probe_critic(settings: ProbedRunConfig) -> None:
     report = probed(drawn, values_on_ranks(config, drawn, ranks), config.algorithm.advantage.gamma, probes)
     places = write_page(report, facts, config, folder)
     console.note(f"conclusion: {report.conclusion.text}")
-    for fault in report.faults:
+    for fault in described(report.conclusion.faults):
         console.alarm(fault)
     console.closing(f"{config.run.name}: critic probed", places)
 

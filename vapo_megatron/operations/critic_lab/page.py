@@ -3,9 +3,8 @@
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -26,27 +25,13 @@ from vapo_megatron.config.critic_probes import CriticProbesConfig, ProbedRunConf
 from vapo_megatron.operations.critic_lab.probe_rollouts import Drawn
 
 
-@dataclass(frozen=True)
-class ProbeReport:
-    """What probes say.
-
-    Attributes:
-        figures: of algorithms.critic_probes.figures, with their intervals.
-        conclusion: what it comes to.
-        reward: mean of the responses; truncated: share of the continuations that were cut.
-        length: mean tokens of a response.
-    """
+class ProbeReport(NamedTuple):
+    """What probes say: algorithms.critic_probes.figures with their intervals, what they come to, and figures of the
+    responses: reward, tokens, share of continuations that were cut."""
 
     figures: dict[str, Interval]
     conclusion: Conclusion
-    reward: float
-    truncated: float
-    length: float
-
-    @property
-    def faults(self) -> list[str]:
-        """Each with what it means."""
-        return described(self.conclusion.faults)
+    responses: dict[str, float]
 
 
 def probed(drawn: Drawn, values: Tensor, gamma: float, config: CriticProbesConfig) -> ProbeReport:
@@ -70,9 +55,11 @@ def probed(drawn: Drawn, values: Tensor, gamma: float, config: CriticProbesConfi
     return ProbeReport(
         estimates,
         conclusion_of(estimates, faults),
-        float(drawn.responses.mean()),
-        float(batch.truncated.float().mean()),
-        float(drawn.lengths.float().mean()),
+        {
+            "mean reward": float(drawn.responses.mean()),
+            "mean tokens of a response": float(drawn.lengths.float().mean()),
+            "share of continuations cut at sampling.max_new_tokens": float(batch.truncated.float().mean()),
+        },
     )
 
 
@@ -105,34 +92,19 @@ def write_page(
 
 
 def _lines(report: ProbeReport, facts: Mapping[str, object], config: ProbedRunConfig) -> Iterator[str]:
-    yield f"# The critic of {config.run.name}, probed"
-    yield ""
-    yield f"**Conclusion: {report.conclusion.text}.**"
-    yield ""
+    yield f"# The critic of {config.run.name}, probed\n"
+    yield f"**Conclusion: {report.conclusion.text}.**\n"
     yield from (f"- {reason}" for reason in report.conclusion.reasons)
-    yield from (f"- FAULT {fault}" for fault in report.faults)
-    yield ""
-    yield "Brackets are 95 % bootstrap intervals over prompts. docs/critic.md says how to read this page."
-    yield ""
-    yield from _table(("", ""), [(name, str(fact)) for name, fact in facts.items()])
-    yield from _table(
-        ("responses", ""),
-        [
-            ("mean reward", f"{report.reward:.3f}"),
-            ("mean tokens of a response", f"{report.length:.1f}"),
-            ("continuations cut at sampling.max_new_tokens", f"{report.truncated:.1%}"),
-        ],
-    )
-    yield from _table(
-        ("figure", "[95 %]", "what it is"), [(f"`{key}`", str(report.figures[key]), meaning) for key, meaning in _ROWS]
-    )
-    yield "## Bias along the response"
-    yield ""
+    yield from (f"- FAULT {fault}" for fault in described(report.conclusion.faults))
+    yield "\nBrackets are 95 % bootstrap intervals over prompts. docs/critic.md says how to read this page.\n"
+    responses = {name: f"{value:.3g}" for name, value in report.responses.items()}
+    yield from _table(("", ""), [(name, str(fact)) for name, fact in (*facts.items(), *responses.items())])
+    lines = [(f"`{key}`", str(report.figures[key]), meaning) for key, meaning in _ROWS]
+    yield from _table(("figure", "[95 %]", "what it is"), lines)
+    yield "## Bias along the response\n"
     places = enumerate(config.critic_probes.quantiles)
-    yield from _table(
-        ("tokens before", "value less true value"),
-        [(f"{quantile:.0%}", str(report.figures[f"bias_{place}"])) for place, quantile in places],
-    )
+    biases = [(f"{quantile:.0%}", str(report.figures[f"bias_{place}"])) for place, quantile in places]
+    yield from _table(("tokens before", "value less true value"), biases)
 
 
 def _table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
@@ -142,18 +114,13 @@ def _table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str
     yield ""
 
 
-def _plain(interval: Interval) -> dict[str, float | None]:
-    """NaN, a figure that is not defined, has no place in JSON."""
-    return {name: None if math.isnan(x) else x for name, x in interval._asdict().items()}
-
-
 def _content(report: ProbeReport, facts: Mapping[str, object], config: ProbedRunConfig) -> dict[str, Any]:
+    ends = {name: interval._asdict().items() for name, interval in report.figures.items()}
     return {
         "facts": {name: str(fact) for name, fact in facts.items()},
         "probes": config.critic_probes.model_dump(mode="json"),
         "conclusion": report.conclusion._asdict() | {"text": report.conclusion.text},
-        "figures": {name: _plain(interval) for name, interval in report.figures.items()},
-        "mean_reward": report.reward,
-        "truncated": report.truncated,
-        "mean_tokens": report.length,
+        # NaN, a figure that is not defined, has no place in JSON.
+        "figures": {name: {key: None if math.isnan(x) else x for key, x in row} for name, row in ends.items()},
+        "responses": report.responses,
     }
