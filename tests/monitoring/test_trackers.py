@@ -1,8 +1,11 @@
 """Trackers hold what metrics.jsonl holds; none of them stops a run, whatever becomes of it."""
 
 import json
+import re
+import sys
 import time
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,10 +15,12 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from test_samples import sample
 
 from vapo_megatron.config.run import MonitoringConfig
+from vapo_megatron.errors import BadInput
 from vapo_megatron.monitoring import recorder as recorder_file
 from vapo_megatron.monitoring import trackers
 from vapo_megatron.monitoring.metrics import read_metrics
 from vapo_megatron.monitoring.recorder import Recorder
+from vapo_megatron.run import first_look
 
 KL = "actor/train_infer_kl"  # one above the limit raises an alarm
 
@@ -29,14 +34,14 @@ def write(record: Recorder, step: int, **metrics: float) -> None:
     record.write(step)
 
 
-def tensorboard_of(run_dir: Path) -> EventAccumulator:
-    events = EventAccumulator(str(run_dir / "tensorboard"))
+def tensorboard_of(run_dir: Path, group: str = "") -> EventAccumulator:
+    events = EventAccumulator(str(run_dir / "tensorboard" / group))
     events.Reload()
     return events
 
 
-def scalars(run_dir: Path, name: str) -> list[tuple[int, float]]:
-    return [(event.step, event.value) for event in tensorboard_of(run_dir).Scalars(name)]
+def scalars(run_dir: Path, name: str, group: str = "") -> list[tuple[int, float]]:
+    return [(event.step, event.value) for event in tensorboard_of(run_dir, group).Scalars(name)]
 
 
 def test_tensorboard_holds_a_repeated_step_once_and_alarms_as_text(tmp_path: Path) -> None:
@@ -56,10 +61,10 @@ def test_a_group_with_a_counter_of_its_own_is_drawn_against_it(tmp_path: Path) -
             record.write_pretraining(updates, updates * 8)
         write(record, 1, a__x=1.0)
     expected = [(1, 0.25), (2, 0.5), (3, 0.75)]
-    assert scalars(tmp_path, "value_pretraining/value_loss") == expected
-    with recorder(tmp_path, start_step=2):  # its purge takes what was drawn at 2 and beyond; those points come back
-        pass
-    assert sorted(set(scalars(tmp_path, "value_pretraining/value_loss"))) == expected
+    with recorder(tmp_path, start_step=1) as record:  # its purge takes what was drawn at 1 and beyond, of steps alone
+        write(record, 1, a__x=2.0)
+    assert scalars(tmp_path, "value_pretraining/value_loss", "value_pretraining") == expected
+    assert scalars(tmp_path, "a/x") == [(1, 2.0)]
 
 
 def test_what_value_pretraining_skips_raises_the_alarm_of_training(
@@ -196,3 +201,71 @@ def test_estimates_are_those_of_their_tokens(tmp_path: Path, monkeypatch: pytest
         "advantages": [-6.0, -7.0, -8.0],
     }
     assert "estimates" not in rows[1]
+
+
+class FakeMLflow(ModuleType):
+    """MLflow's API as far as it is called, with what its server keeps: a run takes a parameter once."""
+
+    def __init__(self) -> None:
+        super().__init__("mlflow")
+        self.calls: list[tuple[str, str]] = []
+        self.params: dict[str, dict[str, str]] = {}
+        self.metrics: list[tuple[str, int, str, float]] = []
+        self.ended: list[tuple[str, str]] = []
+        self.active: str | None = None
+
+    def set_tracking_uri(self, uri: str) -> None:
+        self.calls.append(("uri", uri))
+
+    def set_experiment(self, experiment_name: str) -> None:
+        self.calls.append(("experiment", experiment_name))
+
+    def start_run(self, run_id: str | None = None, run_name: str | None = None) -> Any:
+        assert self.active is None and (run_id is None or run_id in self.params)
+        self.active = run_id or f"{run_name}-{len(self.params)}"
+        self.params.setdefault(self.active, {})
+        return SimpleNamespace(info=SimpleNamespace(run_id=self.active))
+
+    def log_params(self, params: dict[str, str]) -> None:
+        assert self.active is not None and len(params) <= 100
+        assert not params.keys() & self.params[self.active].keys(), "a parameter that is there is refused"
+        self.params[self.active] |= params
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        assert self.active is not None and step is not None
+        for name, value in metrics.items():
+            assert re.fullmatch(r"[\w\-./ ]+", name), "MLflow refuses other names"
+            self.metrics.append((self.active, step, name, value))
+
+    def end_run(self, status: str = "FINISHED") -> None:
+        assert self.active is not None
+        self.ended.append((self.active, status))
+        self.active = None
+
+
+def test_a_resumed_run_goes_on_with_its_run_of_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mlflow = FakeMLflow()
+    monkeypatch.setitem(sys.modules, "mlflow", mlflow)
+    monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "tests")
+    sections = {"run": {"seed": 7}, "many": {f"key{number}": number for number in range(150)}}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(sections))
+    with pytest.raises(RuntimeError), recorder(tmp_path, tensorboard=False, mlflow="http://host:5000") as record:
+        record.add({"critic/value_loss": 0.5})
+        record.write_pretraining(3, 24)
+        write(record, 1, **{"evaluation/sums_avg@4": 0.25})
+        raise RuntimeError
+    with recorder(tmp_path, 2, tensorboard=False, mlflow="http://host:5000") as record:
+        write(record, 2, a__x=2.0)
+    (run_id,) = mlflow.params
+    assert mlflow.calls == [("uri", "http://host:5000"), ("experiment", "tests")] * 2
+    assert mlflow.params[run_id]["run.seed"] == "7" and mlflow.params[run_id]["many.key149"] == "149"
+    assert mlflow.ended == [(run_id, "FAILED"), (run_id, "FINISHED")]
+    written = {(step, name, value) for name_of_run, step, name, value in mlflow.metrics if name_of_run == run_id}
+    assert {(3, "value_pretraining/value_loss", 0.5), (1, "evaluation/sums_avg_4", 0.25), (2, "a/x", 2.0)} <= written
+    assert len(mlflow.metrics) == len(written)
+
+
+def test_mlflow_that_is_not_installed_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(first_look, "find_spec", lambda name: None)
+    with pytest.raises(BadInput, match=r"monitoring\.mlflow=file:runs: the package mlflow is not installed"):
+        first_look.check_trackers(MonitoringConfig(mlflow="file:runs"))

@@ -182,6 +182,12 @@ class MonitoringConfig(Section):
         "say where). online: unless WANDB_MODE says otherwise; offline: written under wandb/ in the run directory, "
         "sent later by `wandb sync`",
     )
+    mlflow: str | None = Field(
+        None,
+        min_length=1,
+        description="URI of an MLflow server or store (`pip install vapo-megatron[mlflow]`; the experiment is "
+        "MLFLOW_EXPERIMENT_NAME's)",
+    )
     alarms: AlarmsConfig = AlarmsConfig()
 
 

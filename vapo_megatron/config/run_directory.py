@@ -21,6 +21,7 @@ _BEFORE_RESULTS = {
     "environment.json",
     "logs",
     "metrics.jsonl",
+    "mlflow_run_id",
     "samples",
     "tensorboard",
     "wandb",

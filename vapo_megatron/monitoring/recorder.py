@@ -51,7 +51,7 @@ class Recorder:
         self._trackers = Trackers(self.console.note)
         if is_main_rank:
             write_environment(run_dir)
-            self._trackers = start_trackers(config, run_dir, start_step, kept, self.console.note)
+            self._trackers = start_trackers(config, run_dir, start_step, self.console.note)
 
     @contextmanager
     def phase(self, name: str, total: int | None = None) -> Iterator[Advance]:

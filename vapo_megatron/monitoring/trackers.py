@@ -1,9 +1,10 @@
-"""Where a run's metrics, samples and alarms go besides its own files: TensorBoard, Weights & Biases."""
+"""Where a run's metrics, samples and alarms go besides its own files: TensorBoard, Weights & Biases, MLflow."""
 
 import os
+import re
 import secrets
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -78,54 +79,110 @@ class Trackers:
             self.note(f"{name}: {reason_of(error)} ({consequence})")
 
 
-def start_trackers(
-    config: MonitoringConfig, run_dir: Path, start_step: int, kept: Iterable[Row], note: Callable[[str], None]
-) -> Trackers:
+def start_trackers(config: MonitoringConfig, run_dir: Path, start_step: int, note: Callable[[str], None]) -> Trackers:
     """The trackers that config asks for.
 
     Args:
         run_dir: with config.yaml, where the run has one.
         start_step: the first step of this attempt, 0 of a new run.
-        kept: the rows of metrics.jsonl before it.
         note: says a line to people.
     """
     trackers = Trackers(note)
     if config.tensorboard:
-        trackers.start("TensorBoard", lambda: TensorBoard(run_dir, start_step, kept))
+        trackers.start("TensorBoard", lambda: TensorBoard(run_dir, start_step))
     if config.wandb != "disabled":
         trackers.start("Weights & Biases", lambda: WeightsAndBiases(config.wandb == "offline", run_dir))
+    if config.mlflow is not None:
+        uri = config.mlflow
+        trackers.start("MLflow", lambda: MLflow(uri, run_dir))
     return trackers
 
 
 class TensorBoard:
-    """Under run_dir/tensorboard: scalars against the step, or against the counter of their group; alarms as text."""
+    """Under run_dir/tensorboard: scalars against the step, alarms as text; what has a counter of its own is a folder
+    below, named as its group."""
 
-    def __init__(self, run_dir: Path, start_step: int = 0, kept: Iterable[Row] = ()) -> None:
-        """start_step: what was drawn at it or beyond, by an earlier attempt, is forgotten; 0 for a new run.
-        kept: the rows of metrics.jsonl before it.
-        """
+    def __init__(self, run_dir: Path, start_step: int = 0) -> None:
+        """start_step: what was drawn at it or beyond, by an earlier attempt, is forgotten; 0 for a new run."""
         from torch.utils.tensorboard import SummaryWriter  # takes a second, and only rank 0 has use for it
 
-        self._writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=start_step or None)
-        for row in kept:
-            record = Record(row["step"], {name: value for name, value in row.items() if value is not None})
-            for name in record.metrics.keys() - {"step"}:
-                counter, place = record.place(name)
-                # Forgotten with the steps, though another counter than theirs put it there.
-                if counter != "step" and place >= start_step:
-                    self._writer.add_scalar(name, record.metrics[name], place)
+        self._make, self._folder = SummaryWriter, run_dir / "tensorboard"
+        self._writers = {"step": SummaryWriter(str(self._folder), purge_step=start_step or None)}
 
     def write(self, record: Record) -> None:
         """Take in a step."""
         for name, value in record.metrics.items():
-            self._writer.add_scalar(name, value, record.place(name)[1])
+            counter, place = record.place(name)
+            if counter not in self._writers:
+                self._writers[counter] = self._make(str(self._folder / counter.partition("/")[0]))
+            self._writers[counter].add_scalar(name, value, place)
         for line in record.alarms:
-            self._writer.add_text("alarms", line, record.step)
-        self._writer.flush()
+            self._writers["step"].add_text("alarms", line, record.step)
+        for writer in self._writers.values():
+            writer.flush()
 
     def close(self, failed: bool) -> None:
-        """End the file."""
-        self._writer.close()
+        """End the files."""
+        for writer in self._writers.values():
+            writer.close()
+
+
+PARAMS_AT_ONCE = 100  # that a server of MLflow takes in one request
+PARAM_CHARACTERS = 500
+
+
+class MLflow:
+    """One run of MLflow, whose id is kept in run_dir/mlflow_run_id: a resumed run goes on with it.
+
+    MLFLOW_EXPERIMENT_NAME says where, credentials are in the variables that MLflow reads. Steps that are done again
+    after a resume are written again, with the same values.
+    """
+
+    def __init__(self, uri: str, run_dir: Path) -> None:
+        """uri: of the tracking server or store. Raises whatever keeps it from starting."""
+        # A server that does not answer must not hold up a step for MLflow's own minutes.
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
+        import mlflow  # an extra, which few install
+
+        self._mlflow, path = mlflow, run_dir / "mlflow_run_id"
+        mlflow.set_tracking_uri(uri)
+        mlflow.set_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME") or "vapo-megatron")
+        if path.is_file():
+            mlflow.start_run(run_id=path.read_text(encoding="utf-8").strip())
+            return
+        run = mlflow.start_run(run_name=run_dir.name)
+        with atomic_write(path) as file:
+            file.write(run.info.run_id)
+        params = list(_flat(_run_config(run_dir)))
+        for start in range(0, len(params), PARAMS_AT_ONCE):
+            mlflow.log_params(dict(params[start : start + PARAMS_AT_ONCE]))
+
+    def write(self, record: Record) -> None:
+        """Take in a step."""
+        by_place: dict[int, dict[str, float]] = {}
+        for name, value in record.metrics.items():
+            by_place.setdefault(record.place(name)[1], {})[_mlflow_name(name)] = value
+        for place, metrics in by_place.items():
+            self._mlflow.log_metrics(metrics, step=place)
+
+    def close(self, failed: bool) -> None:
+        """End the run."""
+        self._mlflow.end_run("FAILED" if failed else "FINISHED")
+
+
+def _mlflow_name(name: str) -> str:
+    """MLflow takes letters, digits and these marks."""
+    return re.sub(r"[^\w\-./ ]", "_", name)
+
+
+def _flat(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Dotted keys and texts of everything in nested sections."""
+    for key, value in section.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield _mlflow_name(f"{prefix}{key}"), str(value)[:PARAM_CHARACTERS]
 
 
 START_SECONDS = 30.0  # longest wait for its server when the run starts

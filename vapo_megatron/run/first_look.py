@@ -54,3 +54,8 @@ def check_trackers(config: MonitoringConfig) -> None:
             f"monitoring.wandb={config.wandb}: the package wandb is not installed: pip install "
             "'vapo-megatron[wandb]', or set it to disabled"
         )
+    if config.mlflow is not None and find_spec("mlflow") is None:
+        raise BadInput(
+            f"monitoring.mlflow={config.mlflow}: the package mlflow is not installed: pip install "
+            "'vapo-megatron[mlflow]', or set it to null"
+        )
