@@ -35,6 +35,7 @@ setup(
     packages=find_packages(include=["vapo_megatron", "vapo_megatron.*"]),
     package_data={
         "vapo_megatron": [
+            "config/*.yaml",
             "config/presets/*.yaml",
             "operations/report/templates/*",
             "operations/plan/sizes/*/config.json",

@@ -16,11 +16,15 @@ from vapo_megatron.cli import PRESETS
 from vapo_megatron.config.atomic import atomic_write
 from vapo_megatron.config.base import Section
 from vapo_megatron.config.critic_probes import ProbedRunConfig
+from vapo_megatron.config.explain import OTHER_TRAINERS
 from vapo_megatron.config.plan import PlanConfig
 from vapo_megatron.config.sft import SftConfig
 from vapo_megatron.config.train import EvaluateConfig, TrainConfig
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
+GLOSSARY = PAGE.with_name("glossary.md")
+# Where the part of the glossary begins that is written here.
+KEYS_OF_OTHERS = "## Keys of other trainers\n"
 COMMANDS: dict[str, type[Section]] = {
     "train": TrainConfig,
     "sft": SftConfig,
@@ -87,10 +91,28 @@ class Described:
 def main(
     out: Annotated[Path, typer.Option(help="file to write")] = PAGE,
 ) -> None:
-    """Write the page."""
+    """Write the page, and the glossary's table of other trainers' keys."""
     with atomic_write(out) as file:
         file.write(page())
+    if out == PAGE:
+        text = GLOSSARY.read_text(encoding="utf-8").partition(KEYS_OF_OTHERS)[0]
+        with atomic_write(GLOSSARY) as file:
+            file.write(text + keys_of_others())
     typer.echo(out)
+
+
+def keys_of_others() -> str:
+    """What keys of other trainers are called here: the end of docs/glossary.md."""
+    lines = [
+        KEYS_OF_OTHERS,
+        "<!-- Written by tools/describe_config.py from vapo_megatron/config/other_trainers.yaml. -->\n",
+        "A config with one of these keys is refused, and the message names ours.\n",
+        "| | theirs | here |",
+        "|---|---|---|",
+    ]
+    for trainer, keys in OTHER_TRAINERS.items():
+        lines += [f"| {trainer} | `{key}` | {ours} |" for key, ours in keys.items()]
+    return "\n".join(lines) + "\n"
 
 
 def page() -> str:

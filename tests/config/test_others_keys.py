@@ -5,13 +5,14 @@ import re
 import pytest
 
 from vapo_megatron.config.base import known_keys
-from vapo_megatron.config.explain import OURS, named_here
+from vapo_megatron.config.explain import OTHER_TRAINERS, named_here
 from vapo_megatron.config.train import TrainConfig
 
 
 def test_every_name_given_for_another_trainers_key_is_one_of_ours() -> None:
     known = known_keys(TrainConfig)
-    named = [name for text in OURS.values() for name in re.split(", or |, | and ", text.partition(" (")[0])]
+    texts = [text for keys in OTHER_TRAINERS.values() for text in keys.values()]
+    named = [name for text in texts for name in re.split(", or |, | and ", text.partition(" (")[0])]
     assert [name for name in named if name not in known] == []
 
 

@@ -32,22 +32,9 @@ def test_presets_keep_them_at_their_own_length(tmp_path: Path, name: str) -> Non
     ("overrides", "told"),
     [
         (["sampling.max_new_tokens=32"], "alpha=0.05: lambda is clamped to 0 for responses of 20 tokens or fewer"),
-        (["algorithm.advantage.length_adaptive_alpha=1.0"], "length_adaptive_alpha=1: the horizon, 1 of the response"),
-        (
-            ["preset=vapo_without_length_adaptive_gae", "sampling.max_new_tokens=64"],
-            "lambda_policy=0.95: its horizon of 20 tokens is above half of a response of 32",
-        ),
-        (
-            ["preset=vapo_without_decoupled_gae", "sampling.max_new_tokens=64"],
-            "lambda_critic=0.95: its horizon of 20 tokens is above half of a response of 32",
-        ),
         (["preset=vapo_direct", "critic.kind=probe"], "critic.optimizer.lr=2e-06 with critic.kind=probe"),
         (["critic.optimizer.lr=1e-7"], "critic.optimizer.lr=1e-07 is below actor.optimizer.lr=1e-06"),
         (["reward.incorrect=0"], "positive_nll.coef=0.1 weighs 2 times what it does at -1 and 1"),
-        (
-            ["preset=dr_grpo", "algorithm.policy_loss.kind=reinforce"],
-            "16 updates of a rollout with policy_loss.kind=reinforce",
-        ),
     ],
 )
 def test_what_leaves_them_is_named(tmp_path: Path, overrides: list[str], told: str) -> None:

@@ -16,6 +16,11 @@ def test_the_page_is_up_to_date() -> None:
     assert written == describe_config.page(), "run .venv/bin/python tools/describe_config.py"
 
 
+def test_the_glossary_ends_with_the_keys_of_others() -> None:
+    written = describe_config.GLOSSARY.read_text(encoding="utf-8")
+    assert written.endswith(describe_config.keys_of_others()), "run .venv/bin/python tools/describe_config.py"
+
+
 def test_the_page_has_every_key_of_every_command() -> None:
     page = describe_config.page()
     rows: dict[str, set[str]] = {}

@@ -1,7 +1,5 @@
 """Where a config leaves the proportions that its algorithm was published with (docs/algorithms.md has the reasons)."""
 
-from collections.abc import Iterator
-
 from vapo_megatron.config.train import TrainConfig
 
 # At which the head of a probe learns within a few rollouts.
@@ -15,7 +13,16 @@ def proportions_left(config: TrainConfig, response_tokens: float | None = None) 
     """
     length = response_tokens or config.sampling.max_new_tokens / 2
     algorithm = config.algorithm
-    proportions = list(_lambdas(config, length)) if algorithm.uses_critic else []
+    settings, proportions = algorithm.advantage, []
+    adaptive = "length_adaptive" in (settings.lambda_policy, settings.lambda_critic)
+    alpha, is_alpha_vapos = settings.length_adaptive_alpha, not algorithm.policy_loss.of_rollout
+    if algorithm.uses_critic and adaptive and is_alpha_vapos and length <= 1 / alpha:
+        proportions.append(
+            f"algorithm.advantage.length_adaptive_alpha={alpha:g}: lambda is clamped to "
+            f"{settings.length_adaptive_floor:g} for responses of {1 / alpha:g} tokens or fewer, and most are planned "
+            f"to be about {length:g} (at most {config.sampling.max_new_tokens}): a later token tells nothing of an "
+            "earlier one"
+        )
     actor, critic = config.actor.optimizer.lr, config.critic.optimizer.lr
     if algorithm.uses_critic and critic < actor:
         proportions.append(
@@ -26,12 +33,6 @@ def proportions_left(config: TrainConfig, response_tokens: float | None = None) 
         proportions.append(
             f"critic.optimizer.lr={critic:g} with critic.kind=probe: it is the learning rate of a model, a new head "
             f"wants about {_PROBE_LR:g}"
-        )
-    updates = config.updates_per_rollout("actor")
-    if algorithm.policy_loss.kind == "reinforce" and algorithm.advantage.estimator != "raft" and updates > 1:
-        proportions.append(
-            f"algorithm.update: {updates} updates of a rollout with policy_loss.kind=reinforce, which has no ratio "
-            "that accounts for all but the first: set minibatches=1 and epochs=1"
         )
     nll, reward = algorithm.policy_loss.positive_nll, config.reward
     spread = reward.correct - reward.incorrect
@@ -44,34 +45,3 @@ def proportions_left(config: TrainConfig, response_tokens: float | None = None) 
             else "reward.incorrect equals reward.correct: there is nothing to learn"
         )
     return proportions
-
-
-def _lambdas(config: TrainConfig, length: float) -> Iterator[str]:
-    settings, longest = config.algorithm.advantage, config.sampling.max_new_tokens
-    adaptive = "length_adaptive" in (settings.lambda_policy, settings.lambda_critic)
-    # SAO's and BPCO's alphas are their own.
-    if adaptive and not config.algorithm.policy_loss.of_rollout:
-        alpha = settings.length_adaptive_alpha
-        if length <= 1 / alpha:
-            yield (
-                f"algorithm.advantage.length_adaptive_alpha={alpha:g}: lambda is clamped to "
-                f"{settings.length_adaptive_floor:g} for responses of {1 / alpha:g} tokens or fewer, and most are "
-                f"planned to be about {length:g} (at most {longest}): a later token tells nothing of an earlier one"
-            )
-        elif alpha > 0.5:
-            yield (
-                f"algorithm.advantage.length_adaptive_alpha={alpha:g}: the horizon, {alpha:g} of the response, is "
-                "above half of it, so that the last reward reaches the first token and little is asked of the critic: "
-                "VAPO's is 0.05"
-            )
-    for key in ("lambda_policy", "lambda_critic"):
-        lam = getattr(settings, key)
-        if not isinstance(lam, float) or lam in (0.0, 1.0):
-            continue
-        horizon = 1 / (1 - lam)
-        if horizon > length / 2:
-            yield (
-                f"algorithm.advantage.{key}={lam:g}: its horizon of {horizon:.3g} tokens is above half of a response "
-                f"of {length:g}; over the papers' 10,000 tokens 0.95 forgets within 0.2 % of them: set "
-                f"{max(0.0, 1 - 1 / max(1.0, 0.002 * length)):.3g} for the same share, or take length_adaptive"
-            )
