@@ -111,7 +111,7 @@ def keys_of_others() -> str:
         "|---|---|---|",
     ]
     for trainer, keys in OTHER_TRAINERS.items():
-        lines += [f"| {trainer} | `{key}` | {ours} |" for key, ours in keys.items()]
+        lines += [f"| {trainer} | {key} | {ours} |" for key, ours in keys.items()]
     return "\n".join(lines) + "\n"
 
 
