@@ -103,17 +103,13 @@ def engine(
     overrides: OverridesArgument = None,
     port: Annotated[int, typer.Option(min=0, max=65535, help="to listen on; 0: a free one")] = 30000,
     host: Annotated[str, typer.Option(help="address of this machine to listen on")] = "127.0.0.1",
-    nodes: Annotated[int, typer.Option(min=1, help="nodes that share the engine; the command runs on each")] = 1,
-    node: Annotated[int, typer.Option(min=0, help="which of the nodes this is, from 0")] = 0,
-    meet: Annotated[str, typer.Option(help="HOST:PORT of the first of several nodes, where they meet")] = "",
 ) -> None:
     """Serve rollouts of a training config from GPUs that the trainer does not use; see rollout.external_urls."""
     settings = _load(TrainConfig, config, overrides)
     _read_model(settings.model.path)
-    from vapo_megatron.engines.node_part import NodePart
-    from vapo_megatron.engines.serve import serve_engine
+    from vapo_megatron.engines.remote_engines import serve_engine
 
-    serve_engine(settings, host, port, NodePart(node, nodes, meet))
+    serve_engine(settings, host, port)
 
 
 @app.command()

@@ -25,20 +25,17 @@ def config_of(folder: Path, **rollout: Any) -> TrainConfig:
     return TrainConfig.model_validate(train_config(folder, make_model(folder / "model")) | {"rollout": rollout})
 
 
-@pytest.mark.parametrize(("tp", "gpus", "nodes"), [(1, "4", None), (2, "4,5", None), (8, "4,5", "4")])
-def test_arguments_are_those_of_the_first_nodes_part(tmp_path: Path, tp: int, gpus: str, nodes: str | None) -> None:
+@pytest.mark.parametrize(("tp", "gpus"), [(1, "4"), (2, "4,5")])
+def test_arguments_are_those_of_the_first_engine(tmp_path: Path, tp: int, gpus: str) -> None:
     server = preflight.first_engine(config_of(tmp_path, tp=tp, server_args={"ep_size": tp}), None)
     assert server._environment(tmp_path)["CUDA_VISIBLE_DEVICES"] == gpus
-    given = server._engine_args()
-    assert (given[given.index("--nnodes") + 1] if "--nnodes" in given else None) == nodes
+    assert server._engine_args()[-2:] == ["--ep-size", str(tp)]
 
 
-def test_nodes_share_no_memory(tmp_path: Path) -> None:
-    config = config_of(tmp_path, tp=4, sync={"transport": "shared_memory"})
-    with pytest.raises(BadInput, match=r"rollout\.tp=4 is on several nodes of 2 GPUs, which share no memory"):
-        first_checks.check_rollout_groups(config, 8)
-    for fits in (config_of(tmp_path, tp=2, sync={"transport": "shared_memory"}), config_of(tmp_path, tp=4)):
-        first_checks.check_rollout_groups(fits, 8)
+def test_an_engine_is_on_one_node(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match=r"rollout\.tp=4 does not divide the 2 GPUs of a node"):
+        first_checks.check_rollout_groups(config_of(tmp_path, tp=4), 8)
+    first_checks.check_rollout_groups(config_of(tmp_path, tp=2), 8)
 
 
 def test_files_that_may_not_hold_a_bucket_are_named_at_the_start(

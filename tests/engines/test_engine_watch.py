@@ -5,6 +5,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,8 @@ from stub_engine import StubServer
 
 from vapo_megatron.config.rollout import HealthConfig, RolloutConfig
 from vapo_megatron.engines import keeper
-from vapo_megatron.engines.keeper import EngineKeeper, ask_health
-from vapo_megatron.engines.remote_engines import ExternalServer
+from vapo_megatron.engines.keeper import EngineKeeper, ExternalServer, ask_health
+from vapo_megatron.engines.remote_engines import take_back
 
 CONFIG = RolloutConfig(health=HealthConfig(answer_s=1.0, max_failures=1))
 DEADLINE = 20
@@ -35,9 +36,12 @@ def stub(tmp_path: Path) -> Iterator[StubServer]:
     server.stop()
 
 
+def external(stub: StubServer, agreed: dict[str, Any]) -> ExternalServer:
+    return ExternalServer(stub.address, partial(take_back, answer_s=CONFIG.health.answer_s, agreed=agreed))
+
+
 def watched(stub: StubServer, agreed: dict[str, Any], lost: list[str]) -> EngineKeeper:
-    server = ExternalServer(stub.address, CONFIG.health.answer_s, agreed)
-    watch = EngineKeeper(server, CONFIG, start_timeout_s=math.inf)
+    watch = EngineKeeper(external(stub, agreed), CONFIG, start_timeout_s=math.inf)
     watch.when_lost = lost.append
     watch.wait_until_ready()
     return watch
@@ -125,7 +129,7 @@ def test_one_whose_keeper_stumbles_while_it_is_gone_never_says_it_serves(
                 states.append(value)
             super().__setattr__(name, value)
 
-    watch = Told(ExternalServer(stub.address, CONFIG.health.answer_s, {}), CONFIG, start_timeout_s=math.inf)
+    watch = Told(external(stub, {}), CONFIG, start_timeout_s=math.inf)
     watch.wait_until_ready()
     monkeypatch.setattr("vapo_megatron.engines.remote_engines.check_identity", stumble)
     try:

@@ -16,9 +16,7 @@ from ranks import run_ranks
 from vapo_megatron.config.model import ActorConfig, LayoutConfig, ModelConfig
 from vapo_megatron.config.rollout import RolloutConfig, SamplingConfig
 from vapo_megatron.data.sample import Prompt
-from vapo_megatron.engines import placement
 from vapo_megatron.engines.engines import Engines
-from vapo_megatron.engines.node_part import BESIDE_MEETING, NodePart
 from vapo_megatron.engines.placement import TARGETS_FILE, EngineSettings, Placement
 from vapo_megatron.engines.request import GenerationRequest
 from vapo_megatron.engines.server import DIRECT
@@ -110,46 +108,17 @@ def test_resharded_weights_arrive_and_a_stale_engine_is_named(model_dir: Path, t
         assert message.count("differs") == 1
 
 
-def placed(model_dir: Path, tp: int, **server_args: Any) -> tuple[NodePart, list[int], bool] | None:
-    """Of this rank's server on nodes of two GPUs: its part, its GPUs, whether requests come to it."""
+def placed(model_dir: Path, tp: int) -> list[int] | None:
+    """GPUs of this rank's server on nodes of two."""
     device = torch.device("cuda", dist.get_rank() % 2)
     platform: Any = SimpleNamespace(is_cuda=True, device=device, device_count=lambda: 2)
-    config = RolloutConfig(tp=tp, server_args=server_args)
-    found = Placement(EngineSettings(config, model_dir, "bfloat16", Path("logs")), platform)
-    if found.keeper is None:
-        return None
+    found = Placement(EngineSettings(RolloutConfig(tp=tp), model_dir, "bfloat16", Path("logs")), platform)
     keeper: Any = found.keeper
-    server = keeper._server
-    assert keeper._health.max_failures == (0 if server._part.of > 1 else 3), "one on several nodes is not started again"
-    return server._part, list(server._devices), found.leads
+    return None if keeper is None else list(keeper._server._devices)
 
 
-@pytest.mark.parametrize(
-    ("tp", "parts"),
-    [
-        (1, {0: (0, 1), 1: (0, 1), 2: (0, 1), 3: (0, 1)}),
-        (2, {0: (0, 1), 2: (0, 1)}),
-        (4, {0: (0, 2), 2: (1, 2)}),
-    ],
-)
-def test_an_engine_is_started_on_every_node_that_it_is_on(
-    model_dir: Path, tp: int, parts: dict[int, tuple[int, int]]
+@pytest.mark.parametrize(("tp", "devices"), [(1, [[0], [1], [0], [1]]), (2, [[0, 1], None, [0, 1], None])])
+def test_the_first_of_the_ranks_that_share_an_engine_owns_it(
+    model_dir: Path, tp: int, devices: list[list[int] | None]
 ) -> None:
-    found = run_ranks(4, placed, model_dir, tp)
-    assert {rank: (one[0].index, one[0].of) for rank, one in enumerate(found) if one is not None} == parts
-    for rank, one in enumerate(found):
-        if one is not None:
-            part, devices, leads = one
-            assert devices == [rank % 2 + i for i in range(min(tp, 2))] and leads is (part.index == 0)
-            assert bool(part.meeting) is (part.of > 1) and part.meeting == found[0][0].meeting  # type: ignore[index]
-
-
-def placed_with_attention_apart(model_dir: Path) -> Any:
-    return placed(model_dir, 4, attn_dp_size=2)
-
-
-def test_where_parts_meet_the_ports_beside_are_free_too(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(placement, "free_port", lambda beside: 20000 + sum(beside))
-    for function, *rest, port in ((placed, 4, 20000), (placed_with_attention_apart, 20000 + sum(BESIDE_MEETING))):
-        first = run_ranks(4, function, model_dir, *rest)[0]  # type: ignore[arg-type]
-        assert first[0].meeting == f"127.0.0.1:{port}"
+    assert run_ranks(4, placed, model_dir, tp) == devices

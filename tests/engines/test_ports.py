@@ -9,19 +9,18 @@ import pytest
 
 from vapo_megatron.config.rollout import RolloutConfig
 from vapo_megatron.engines import server
-from vapo_megatron.engines.node_part import BESIDE_MEETING, BESIDE_SERVER, free_port
+from vapo_megatron.engines.ports import BESIDE_SERVER, free_port
 from vapo_megatron.engines.server import EngineServer
 from vapo_megatron.errors import TryAgain
 
 
-@pytest.mark.parametrize("beside", [BESIDE_SERVER, BESIDE_MEETING])
-def test_a_port_whose_neighbour_is_taken_is_not_chosen(beside: tuple[int, ...]) -> None:
-    first = free_port(beside)
-    for distance in (0, *beside):
+def test_a_port_whose_neighbour_is_taken_is_not_chosen() -> None:
+    first = free_port(BESIDE_SERVER)
+    for distance in (0, *BESIDE_SERVER):
         with socket.create_server(("127.0.0.1", first + distance)):
-            assert free_port(beside, [first, first + 256]) == first + 256
+            assert free_port(BESIDE_SERVER, [first, first + 256]) == first + 256
             with pytest.raises(TryAgain, match="no port of this machine is free together with"):
-                free_port(beside, [first])
+                free_port(BESIDE_SERVER, [first])
 
 
 def test_servers_that_start_at_once_share_no_port() -> None:
@@ -48,7 +47,6 @@ def test_they_are_those_of_the_installed_sglang() -> None:
     text = (srt / "server_args.py").read_text()
     derived = {int(n) for n in re.findall(r"_port = port_base \+ (\d)$", text, re.MULTILINE)}
     assert {0, *derived} == set(range(6)) and "port_base = dist_init_port + 1\n" in text
-    assert (*(1 + port for port in range(6)), 13) == BESIDE_MEETING
     assert (13, *range(233, 240)) == BESIDE_SERVER
     for name, value in (("ZMQ_TCP_PORT_DELTA", 233), ("DP_ATTENTION_HANDSHAKE_PORT_DELTA", 13)):
         assert f"\n{name} = {value}\n" in text

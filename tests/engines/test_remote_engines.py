@@ -26,9 +26,8 @@ from vapo_megatron.engines.client import EngineClient
 from vapo_megatron.engines.dispatcher import Dispatcher
 from vapo_megatron.engines.inside.broadcast_group import BroadcastGroup
 from vapo_megatron.engines.keeper import ask_health
-from vapo_megatron.engines.remote_engines import PROTOCOL, take_over_engines, what_must_agree
+from vapo_megatron.engines.remote_engines import PROTOCOL, serve_engine, take_over_engines, what_must_agree
 from vapo_megatron.engines.request import GenerationRequest
-from vapo_megatron.engines.serve import serve_engine
 from vapo_megatron.engines.server import EngineAddress, EngineServer
 from vapo_megatron.engines.weight_sync.session import WeightSync
 from vapo_megatron.engines.weight_sync.transports import DistributedTransport

@@ -2,6 +2,7 @@ import pytest
 from pydantic import ValidationError
 
 from vapo_megatron.config.rollout import RolloutConfig, SamplingConfig
+from vapo_megatron.engines.engine_limits import check_engine_size
 from vapo_megatron.errors import BadInput
 
 
@@ -60,3 +61,17 @@ def test_a_key_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> No
         config.api_key()
     monkeypatch.setenv("VAPO_NO_KEY", "k")
     assert config.api_key() == "k"
+
+
+@pytest.mark.parametrize("name", ["nnodes", "node_rank", "dist_init_addr", "dp_size", "pp_size"])
+def test_sizes_that_no_weight_sync_knows_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=rf"server_args\.{name} is set by the trainer"):
+        RolloutConfig(server_args={name: 2})
+
+
+@pytest.mark.parametrize(("tp", "fits"), [(1, True), (4, True), (3, False), (16, False)])
+def test_an_engine_has_a_part_of_a_node(tp: int, fits: bool) -> None:
+    if fits:
+        return check_engine_size(tp, 8)
+    with pytest.raises(BadInput, match=rf"rollout\.tp={tp} does not divide the 8 GPUs of a node"):
+        check_engine_size(tp, 8)

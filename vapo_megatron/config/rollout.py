@@ -106,7 +106,7 @@ class EpisodeConfig(Section):
 
 
 class RolloutConfig(Section):
-    """The SGLang servers. One server takes `tp` devices, of one node or of several as whole ones."""
+    """The SGLang servers. One server takes `tp` devices of one node."""
 
     external_urls: tuple[str, ...] = Field(
         (),
@@ -172,49 +172,35 @@ class RolloutConfig(Section):
     episode: EpisodeConfig = EpisodeConfig()
 
     @model_validator(mode="after")
-    def _agents_fit(self) -> "RolloutConfig":
-        partial = self.partial_responses.oversampling
-        for key, on, remedy in (
-            (f"partial_responses.oversampling={partial}", self.partial_responses.enabled, "null"),
-            (f"windows={self.windows}", self.windows > 1, "1"),
-            ("router_replay=true", self.router_replay, "false"),
-        ):
-            if on and self.agent is not None:
-                raise ValueError(f"agent={self.agent} with {key}: an episode is trained whole, set {remedy}")
-        return self
-
-    @model_validator(mode="after")
-    def _responses_that_go_on_fit(self) -> "RolloutConfig":
-        ahead, partial = self.asynchronous, self.partial_responses.oversampling
+    def _modes_fit(self) -> "RolloutConfig":
+        ahead, oversampling = self.asynchronous, self.partial_responses.oversampling
         if ahead.weight_sync in ("retract", "in_place") and self.deterministic is True:
             raise ValueError(
                 f"asynchronous.weight_sync={ahead.weight_sync} with deterministic=true: where a response changes "
                 "weights depends on time, set weight_sync=wait or deterministic=false"
             )
-        if ahead.max_staleness and self.router_replay:
-            raise ValueError(
-                f"router_replay=true with asynchronous.max_staleness={ahead.max_staleness}: the experts of old weights "
-                "are not those that the policy would choose, set one of them back"
-            )
-        for key, on in (
-            (f"asynchronous.max_staleness={ahead.max_staleness}", ahead.max_staleness > 0),
-            (f"partial_responses.oversampling={partial}", self.partial_responses.enabled),
-            ("router_replay=true", self.router_replay),
+        staleness = (f"asynchronous.max_staleness={ahead.max_staleness}", ahead.max_staleness > 0)
+        partial = (f"partial_responses.oversampling={oversampling}", self.partial_responses.enabled)
+        windows = (f"windows={self.windows}", self.windows > 1)
+        agent = (f"agent={self.agent}", self.agent is not None)
+        replay = ("router_replay=true", self.router_replay)
+        always = ("deterministic=true", self.deterministic is True)
+        whole, old_experts = "an episode is trained whole", "the experts of old weights are not those of the policy"
+        own = "a step trains what the weights before it have written, and all of it"
+        for (key, is_on), (other, other_is_on), why in (
+            (agent, partial, whole),
+            (agent, windows, whole),
+            (agent, replay, whole),
+            (replay, staleness, old_experts),
+            (windows, staleness, own),
+            (windows, partial, own),
+            (windows, replay, own),
+            (partial, staleness, "responses go on there too"),
+            (partial, always, "which responses are finished depends on time"),
+            (partial, replay, old_experts),
         ):
-            if on and self.windows > 1:
-                raise ValueError(
-                    f"windows={self.windows} with {key}: a step trains what the weights before it have written, and "
-                    "all of it; set windows=1, or the other one back"
-                )
-        if not self.partial_responses.enabled:
-            return self
-        for key, on, why in (
-            (f"asynchronous.max_staleness={ahead.max_staleness}", ahead.max_staleness > 0, "responses go on there too"),
-            ("deterministic=true", self.deterministic is True, "which responses are finished depends on time"),
-            ("router_replay=true", self.router_replay, "the experts of old weights are not those of the policy"),
-        ):
-            if on:
-                raise ValueError(f"partial_responses.oversampling={partial} with {key}: {why}, set one of them back")
+            if is_on and other_is_on:
+                raise ValueError(f"{key} with {other}: {why}, set one of them back")
         return self
 
     @model_validator(mode="after")
@@ -307,9 +293,9 @@ _SET_BY_US = {
     "admin_api_key": "the trainer makes a key, or use rollout.api_key_variable",
     "host": "127.0.0.1, or the node's own address where ranks are on several nodes",
     "port": "a free one is taken",
-    "nnodes": "it follows from rollout.tp, or use `vapo-megatron engine --nodes`",
-    "node_rank": "use `vapo-megatron engine --node`",
-    "dist_init_addr": "use `vapo-megatron engine --meet`",
+    "nnodes": "an engine is on one node",
+    "node_rank": "an engine is on one node",
+    "dist_init_addr": "an engine is on one node",
     "dp_size": "SGLang takes no weight sync then: start more engines, or use attn_dp_size",
     "pp_size": "engines are cut by rollout.tp alone",
     "model_path": "use model.path",

@@ -34,7 +34,7 @@ _logger = logging.getLogger(__name__)
 
 
 @dataclass
-class _Engine:
+class _Outstanding:
     """A server and what it has been given that is not back yet."""
 
     client: EngineClient
@@ -63,7 +63,7 @@ class _Waiting:
 
     number: int
     group: GroupRequest = field(compare=False)
-    engine: "asyncio.Future[_Engine | None]" = field(compare=False)
+    engine: "asyncio.Future[_Outstanding | None]" = field(compare=False)
 
 
 class Dispatcher:
@@ -97,7 +97,7 @@ class Dispatcher:
     ) -> None:
         self._config, self._vocabulary = config, vocabulary
         self._stop_token_ids, self._are_replaced = list(stop_token_ids), are_replaced
-        self._engines = [_Engine(client(address, config.collect_timeout_s)) for address in engines]
+        self._engines = [_Outstanding(client(address, config.collect_timeout_s)) for address in engines]
         self._waiting: list[_Waiting] = []
         self._running: dict[int, tuple[EngineClient, list[str]]] = {}
         self._numbers = itertools.count()
@@ -259,7 +259,7 @@ class Dispatcher:
             engine.lost = engine.client.address.url not in urls
         self._give_out()
 
-    def _give_up(self, engine: _Engine, error: TryAgain | EngineWrong) -> None:
+    def _give_up(self, engine: _Outstanding, error: TryAgain | EngineWrong) -> None:
         """A server has failed; raises the error where nobody could do its work, now or later."""
         if not self._are_replaced and all(remaining.lost for remaining in self._engines if remaining is not engine):
             raise error
@@ -295,7 +295,9 @@ class Dispatcher:
             raise _first(errors) from None
         return [sample for task in groups for sample in task.result()]
 
-    async def _ask(self, engine: _Engine, number: int, group: GroupRequest, left: Sequence[Sample]) -> list[Completion]:
+    async def _ask(
+        self, engine: _Outstanding, number: int, group: GroupRequest, left: Sequence[Sample]
+    ) -> list[Completion]:
         """What a server adds to the samples that are left of a group."""
         prompts = [[*group.prompt.token_ids, *sample.response_ids.tolist()] for sample in left]
         params = [self._sampling_params(group, sample) for sample in left]
@@ -309,7 +311,7 @@ class Dispatcher:
         finally:
             del self._running[number]
 
-    async def _engine_for(self, number: int, group: GroupRequest) -> _Engine | None:
+    async def _engine_for(self, number: int, group: GroupRequest) -> _Outstanding | None:
         """Wait for a server with room; the group is counted as given to it. None: stop() was called."""
         waiting = _Waiting(number, group, asyncio.get_running_loop().create_future())
         heapq.heappush(self._waiting, waiting)
@@ -336,7 +338,7 @@ class Dispatcher:
                 first.engine.set_result(engine)
             heapq.heappop(self._waiting)
 
-    def _has_room(self, engine: _Engine, n: int) -> bool:
+    def _has_room(self, engine: _Outstanding, n: int) -> bool:
         limit = _QUEUED_PER_RUNNING * self._config.max_running_requests
         return engine.requests == 0 or engine.requests + n <= limit
 

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import vapo_megatron
 from vapo_megatron.config.rollout import RolloutConfig
-from vapo_megatron.engines.node_part import NodePart
 from vapo_megatron.weights.fp8 import BlockFp8
 
 _CPU_TOTAL_TOKENS = 65536
@@ -56,7 +55,6 @@ def engine_environment(
     offloads: bool = False,
     elsewhere: bool = False,
     tp: int = 1,
-    nodes: int = 1,
 ) -> dict[str, str]:
     """Variables of a server by name.
 
@@ -68,7 +66,6 @@ def engine_environment(
         offloads: whether it gives its memory away for a while.
         elsewhere: whether its GPUs are not those of the ranks that feed it.
         tp: its tensor-parallel ranks.
-        nodes: on which they are.
     """
     environment = {
         name: value
@@ -80,9 +77,8 @@ def engine_environment(
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     environment["TMPDIR"] = str(scratch)
     environment["SGLANG_EXTERNAL_MODEL_PACKAGE"] = "vapo_megatron.engines.inside.served_models"
-    if nodes == 1:
-        # A file instead of a TCP port for the rendezvous of its ranks: two servers cannot clash.
-        environment["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = f"file://{scratch}/rendezvous"
+    # A file instead of a TCP port for the rendezvous of its ranks: two servers cannot clash.
+    environment["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = f"file://{scratch}/rendezvous"
     if devices is None:
         environment["SGLANG_USE_CPU_ENGINE"] = "1"
         # Where the machine has GPUs as well, SGLang would take half of its code for them.
@@ -119,7 +115,6 @@ def _cpu_binding(tp: int) -> str:
 def engine_arguments(
     config: RolloutConfig,
     dtype: str,
-    part: NodePart,
     fp8: BlockFp8 | None,
     on_gpus: bool,
     offloads: bool,
@@ -130,7 +125,6 @@ def engine_arguments(
     Args:
         config: the rollout section; its server_args come last.
         dtype: in which the server computes.
-        part: of a server on several nodes, that of this one.
         fp8: how its weights are quantised; None where they are not.
         on_gpus: whether it has GPUs.
         offloads: whether it gives their memory to a trainer for a while.
@@ -181,7 +175,7 @@ def engine_arguments(
         }
     if config.episode.tool_parser is not None:
         args["tool_call_parser"] = config.episode.tool_parser
-    args |= config.server_args | part.arguments()
+    args |= config.server_args
     return [text for name, value in args.items() for text in _option(name, value)]
 
 

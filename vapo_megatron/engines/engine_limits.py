@@ -56,6 +56,12 @@ def engine_fp8(config: RolloutConfig, precision: PrecisionConfig, spec: ModelSpe
     return BlockFp8(precision.fp8 == "blockwise", kept)
 
 
+def check_engine_size(tp: int, node_gpus: int) -> None:
+    """Raises BadInput where engines of so many GPUs cannot share those of a node."""
+    if node_gpus % tp:
+        raise BadInput(f"rollout.tp={tp} does not divide the {node_gpus} GPUs of a node: choose a divisor")
+
+
 def check_context(
     max_prompt_tokens: int, key: str, max_new_tokens: int, config: RolloutConfig, model_context: int
 ) -> None:

@@ -85,7 +85,6 @@ class Engines:
         self._count = 0
         self._seen: dict[str, int] = {}
         self._sync_again: Callable[[], None] | None = None
-        self._first_difference: LogprobDifference | None = None
         self.version = self.count = 0
         self.failure: EnginesFailed | None = None
         self.sync_seconds: dict[str, float] = {}
@@ -196,16 +195,12 @@ class Engines:
         except VapoError as error:
             lost = error
         gaps = {url: gap for rank in gather_values(mine) for url, gap in rank.items()}
-        if self._first_difference is not None:
-            limits = limits.at_least(self._first_difference)
         excess = {url: text for url, gap in gaps.items() if (text := limits.excess(gap)) is not None}
         if gaps and len(excess) == len(gaps):
             self.offload_kv_cache()
-            self._refuse_or_remember(actor, next(iter(excess.values())), LogprobDifference.worst(list(gaps.values())))
+            self._refuse_or_warn(actor, next(iter(excess.values())), LogprobDifference.worst(list(gaps.values())))
             before_asking()
             excess = {}
-        elif gaps and self._first_difference is None:
-            self._first_difference = LogprobDifference.worst([])
         if lost is not None:
             self._placement.fail(str(lost))
         for url in mine.keys() & excess.keys():
@@ -228,32 +223,29 @@ class Engines:
             return limits_of(self._config.sync, "fp8")
         return limits_of(self._config.sync, self._dtype)
 
-    def _refuse_or_remember(self, actor: Trainable, excess: str, difference: LogprobDifference) -> None:
+    def _refuse_or_warn(self, actor: Trainable, excess: str, difference: LogprobDifference) -> None:
         """Collective: what follows from log-probs that differ too much on all engines (excess: in words).
 
-        The kernels of trainer and engine may differ by more than the tolerances foresee, with every tensor equal. In
-        bfloat16 and FP8 the first comparison of a run is then a warning and what later ones are compared with.
+        The kernels of trainer and engine may differ by more than the estimates for bfloat16 and FP8 foresee, with every
+        tensor equal: that is a warning.
 
         Raises:
-            RunFailed: tensors differ, or the log-probs differ in float32 or by more than they did at first.
+            RunFailed: tensors differ, or the limit is no estimate.
         """
         assert self._sync is not None
         lines = gather_values(self._sync.differing_tensors(self._buckets(actor, PartTimes())))
         named = list(dict.fromkeys(itertools.chain.from_iterable(lines)))
-        is_finite = math.isfinite(difference.largest)
-        if not named and self._first_difference is None and self.limits.are_estimates and is_finite:
-            self._first_difference = difference
-            if dist.get_rank() == 0:
-                _logger.warning(
-                    "log-probs of engine and trainer differ %s, though every tensor is equal: their kernels round "
-                    "differently. The run goes on and refuses a difference twice as large",
-                    excess,
-                )
-            return
-        raise RunFailed(
-            f"log-probs of engine and trainer differ after the weight sync of version {self.version} {excess}: "
-            f"{some_of(named) or 'every tensor is equal, so the two compute differently'}"
-        )
+        if named or not self.limits.are_estimates or not math.isfinite(difference.largest):
+            raise RunFailed(
+                f"log-probs of engine and trainer differ after the weight sync of version {self.version} {excess}: "
+                f"{some_of(named) or 'every tensor is equal, so the two compute differently'}"
+            )
+        if dist.get_rank() == 0:
+            _logger.warning(
+                "log-probs of engine and trainer differ %s, though every tensor is equal: their kernels round "
+                "differently, set rollout.sync.tolerance to what is normal there",
+                excess,
+            )
 
     def _buckets(self, actor: Trainable, times: PartTimes) -> Iterator[NamedTensors]:
         """Collective, as they are gone through: the actor's weights as the engines of this rank take them."""
@@ -314,10 +306,7 @@ class Engines:
 
     def offload(self) -> None:
         """Collective: the engines give their GPU memory to the trainer."""
-        if self.share_device:
-            self._let_start(False)
-            self._ask_for_memory(EngineClient.release_memory, "kv_cache", "weights")
-            self._offloaded = {"kv_cache", "weights"}
+        self._give("kv_cache", "weights")
 
     @contextmanager
     def kv_cache_offloaded(self) -> Iterator[None]:
@@ -329,12 +318,14 @@ class Engines:
 
     def offload_kv_cache(self) -> bool:
         """Collective: engines with a KV cache give it up until onload("kv_cache"). Returns whether they do."""
-        gives = self.share_device and not self._offloaded
-        if gives:
+        return not self._offloaded and self._give("kv_cache")
+
+    def _give(self, *tags: MemoryTag) -> bool:
+        if self.share_device:
             self._let_start(False)
-            self._ask_for_memory(EngineClient.release_memory, "kv_cache")
-            self._offloaded = {"kv_cache"}
-        return gives
+            self._ask_for_memory(EngineClient.release_memory, *tags)
+            self._offloaded = set(tags)
+        return self.share_device
 
     def onload(self, tag: MemoryTag) -> None:
         """Collective: the engines take memory again; "weights" before a weight sync, "kv_cache" after it."""

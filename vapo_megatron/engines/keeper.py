@@ -1,9 +1,9 @@
 """Watches one server: ends it when it is dead, stopped, silent or found to be wrong, and has it started again.
 
-The server is this run's own, or one that somebody else owns (remote_engines.ExternalServer): that one is left out until
-its owner has started it again. The address stays the same. Whoever has a request in a server that is ended hears of it
-at once, by a broken connection; a server that was started again has no weights of ours (NO_WEIGHTS) until the next
-weight sync.
+The server is this run's own (EngineServer), or one that somebody else owns (ExternalServer): that one is left out
+until its owner has started it again. The address stays the same. Whoever has a request in a server that is ended hears
+of it at once, by a broken connection; a server that was started again has no weights of ours (NO_WEIGHTS) until the
+next weight sync.
 """
 
 import contextlib
@@ -18,13 +18,13 @@ import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from vapo_megatron.config.rollout import RolloutConfig
 from vapo_megatron.engines.client import REQUEST_SECONDS
 from vapo_megatron.engines.inside.heartbeat import END_PATH, HEALTH_PATH
-from vapo_megatron.engines.server import DIRECT, EngineAddress
-from vapo_megatron.errors import BadInput
+from vapo_megatron.engines.server import DIRECT, EngineAddress, EngineServer
+from vapo_megatron.errors import BadInput, VapoError
 
 _logger = logging.getLogger(__name__)
 
@@ -56,19 +56,38 @@ class Kept:
     cause: str
 
 
-class Server(Protocol):
-    """What is watched: server.EngineServer says what its methods do."""
+class ExternalServer:
+    """An engine that somebody else started, and starts again.
 
-    @property
-    def address(self) -> EngineAddress: ...
-    def start(self) -> None: ...
-    def wait_until_ready(self) -> None: ...
-    def ended(self) -> str | None: ...
-    def lost(self) -> str | None: ...
-    def is_ready(self) -> bool: ...
-    def end(self, cause: str) -> Path: ...
-    def start_again(self) -> None: ...
-    def stop(self) -> None: ...
+    take_back: called with its address where it answers again; raises a VapoError where it is another one now.
+    """
+
+    def __init__(self, address: EngineAddress, take_back: Callable[[EngineAddress], None]) -> None:
+        self.address, self._take_back, self._refusal = address, take_back, ""
+
+    def _leave_to_owner(self) -> None: ...
+
+    # Its process is not ours to see; its owner starts it, and it lives on.
+    start = wait_until_ready = ended = lost = start_again = stop = _leave_to_owner
+
+    def end(self, cause: str) -> Path:
+        """Tell it to end, if it still can."""
+        end_server(self.address, cause)
+        return Path(self.address.log_file)
+
+    def is_ready(self) -> bool:
+        """Whether it is back and taken over; one that is another one now is not taken."""
+        health = ask_health(self.address, LOOK_SECONDS)
+        if health is None or health["lost"]:
+            return False
+        try:
+            self._take_back(self.address)
+        except VapoError as error:
+            if str(error) != self._refusal:
+                _logger.warning("engine %s is not taken back: %s", self.address.url, error)
+            self._refusal = str(error)
+            return False
+        return True
 
 
 class EngineKeeper:
@@ -83,7 +102,9 @@ class EngineKeeper:
         when_lost: called with its URL where it fails, from any thread.
     """
 
-    def __init__(self, server: Server, config: RolloutConfig, start_timeout_s: float | None = None) -> None:
+    def __init__(
+        self, server: EngineServer | ExternalServer, config: RolloutConfig, start_timeout_s: float | None = None
+    ) -> None:
         self._start_seconds = config.start_timeout_s if start_timeout_s is None else start_timeout_s
         self.when_lost: Callable[[str], None] | None = None
         self._server, self._config, self._health = server, config, config.health

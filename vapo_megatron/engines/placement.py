@@ -1,9 +1,8 @@
 """Where the engines of a run live: who owns their servers, how weights reach them, and whose memory they use.
 
-With GPUs, `rollout.tp` consecutive ranks share their GPUs with one engine, which the first of them starts and owns; of
-one on several nodes, the first rank on each owns that node's part (engines/node_part.py). Without, each of the first
-ranks owns one. Engines of rollout.external_urls run on devices of their own and were started by somebody else; rank 0
-feeds all of them, by one broadcast.
+With GPUs, `rollout.tp` consecutive ranks share their GPUs with one engine, which the first of them starts and owns.
+Without, each of the first ranks owns one. Engines of rollout.external_urls run on devices of their own and were
+started by somebody else; rank 0 feeds all of them, by one broadcast.
 """
 
 import json
@@ -11,7 +10,8 @@ import math
 import os
 import socket
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +24,8 @@ from vapo_megatron.config.rollout import Dtype, RolloutConfig
 from vapo_megatron.engines.client import REQUEST_SECONDS, EngineClient
 from vapo_megatron.engines.engine_home import HomedKeeper
 from vapo_megatron.engines.inside.broadcast_group import address_towards
-from vapo_megatron.engines.keeper import EngineKeeper, Kept, is_named
-from vapo_megatron.engines.node_part import BESIDE_MEETING, WHOLE, NodePart, free_port, not_replaced, part_of_ranks
-from vapo_megatron.engines.remote_engines import ExternalServer, take_over_engines, what_must_agree
+from vapo_megatron.engines.keeper import EngineKeeper, ExternalServer, Kept, is_named
+from vapo_megatron.engines.remote_engines import take_back, take_over_engines, what_must_agree
 from vapo_megatron.engines.server import EngineAddress, EngineServer
 from vapo_megatron.engines.weight_sync.transports import (
     DistributedTransport,
@@ -61,7 +60,6 @@ class Placement:
         keepers: of the engines that this rank feeds: of its own server, or on rank 0 of all external ones.
         shares_memory: whether engines use memory of the trainer's device, so that the two have to take turns.
         is_external: whether they run on devices of their own; then the run ends where all are given up, else at one.
-        leads: whether this rank's server takes requests; a further node's part of one does not.
     """
 
     def __init__(self, settings: EngineSettings, platform: Platform, home: Path | None = None) -> None:
@@ -74,7 +72,7 @@ class Placement:
         self.is_external = bool(self._config.external_urls)
         self.shares_memory = platform.is_cuda and not self.is_external
         self.keepers: list[EngineKeeper | HomedKeeper] = []
-        self.leads, self._addresses, self._group = True, list[EngineAddress](), None
+        self._addresses, self._group = list[EngineAddress](), None
         self._engines_on_gpus = platform.is_cuda
         if not platform.is_cuda and self._config.sync.transport == "ipc":
             raise BadInput("rollout.sync.transport=ipc needs GPUs and there are none: set it to auto")
@@ -91,21 +89,13 @@ class Placement:
                 f"rollout.asynchronous.max_staleness={staleness} with engines on the trainer's GPUs: they cannot "
                 "generate while it updates, give rollout.external_urls (vapo-megatron engine), or set max_staleness=0"
             )
-        host, rank, tp, platform = _reachable_host(), dist.get_rank(), self._config.tp, self._platform
+        host, rank, tp, first = _reachable_host(), dist.get_rank(), self._config.tp, self._platform.device.index
         self._group = _engine_group(tp)
-        part = part_of_ranks(rank, tp, platform.device_count())
-        beside = BESIDE_MEETING if self._config.attention_parts > 1 else ()
-        meeting = _meeting(host, self._group, beside) if tp > platform.device_count() else ""
-        if part is not None:
-            first, part, self.leads = platform.device.index, replace(part, meeting=meeting), part.leads
-            if part.of > 1:
-                self._config = not_replaced(self._config)
-            self.keepers = [self._keeper(rank // tp, range(first, first + tp // part.of), host, part)]
+        if rank % tp == 0:
+            self.keepers = [self._keeper(rank // tp, range(first, first + tp), host)]
 
-    def _keeper(
-        self, index: int, devices: range | None, host: str, part: NodePart = WHOLE
-    ) -> EngineKeeper | HomedKeeper:
-        arguments = (self._settings, index, devices, host, part)
+    def _keeper(self, index: int, devices: range | None, host: str) -> EngineKeeper | HomedKeeper:
+        arguments = (self._settings, index, devices, host)
         if self._home is None:
             return EngineKeeper(make_server(*arguments), self._config)
         # How much of the trainer's GPU one holds that shares it is not known after a kill: those are started anew.
@@ -136,7 +126,7 @@ class Placement:
         else:
             if self.keeper is not None:
                 self.keeper.wait_until_ready()
-                self._addresses = [self.keeper.address] if self.leads else []
+                self._addresses = [self.keeper.address]
             addresses = [address for of_rank in gather_values(self._addresses) for address in of_rank]
         if dist.get_rank() == 0 and self._config.server_args.get("enable_metrics"):
             write_targets(self._settings.log_dir / TARGETS_FILE, addresses)
@@ -148,7 +138,8 @@ class Placement:
         addresses, self._engines_on_gpus = on_rank_zero(lambda: take_over_engines(config, agreed))
         if dist.get_rank() == 0:
             self._addresses = list(addresses)
-            servers = [ExternalServer(address, config.health.answer_s, agreed) for address in addresses]
+            again = partial(take_back, answer_s=config.health.answer_s, agreed=agreed)
+            servers = [ExternalServer(address, again) for address in addresses]
             self.keepers = [EngineKeeper(server, config, start_timeout_s=math.inf) for server in servers]
             for keeper in self.keepers:
                 keeper.wait_until_ready()
@@ -174,9 +165,7 @@ class Placement:
 
     def engines(self) -> list[Kept]:
         """How the engines are that this rank feeds."""
-        engines = [keeper.look() for keeper in self.keepers]
-        # A part of an engine is reported when it fails: then the engine has.
-        return engines if self.leads else [engine for engine in engines if engine.state != "serving"]
+        return [keeper.look() for keeper in self.keepers]
 
     def fail(self, cause: str, served: bool = True) -> None:
         """An engine that this rank feeds was found to be wrong: the one that the cause names, else those that are
@@ -210,20 +199,16 @@ class Placement:
             keeper.stop()
 
 
-def make_server(
-    made: EngineSettings, index: int, devices: range | None, host: str, part: NodePart = WHOLE
-) -> EngineServer:
-    """The server with this number; devices: of the GPUs it uses, None without; part: of it, this node's."""
-    log_file = made.log_dir / (f"engine_{index}.log" if part.leads else f"engine_{index}_node_{part.index}.log")
+def make_server(made: EngineSettings, index: int, devices: range | None, host: str) -> EngineServer:
+    """The server with this number; devices: of the GPUs it uses, None without."""
     return EngineServer(
         made.model_dir,
         made.config,
         made.dtype,
-        log_file,
+        made.log_dir / f"engine_{index}.log",
         devices,
         host=host,
         fp8=made.fp8,
-        part=part,
         offloads=devices is not None,
     )
 
@@ -244,17 +229,6 @@ def _engine_group(tp: int) -> Any:
         if dist.get_rank() in ranks:
             my_group = group
     return my_group
-
-
-def _meeting(host: str, group: Any, beside: Sequence[int]) -> str:
-    """Collective over the ranks of one engine: where its parts on several nodes meet, a port of the first that is free
-    now, as are those at these distances above it."""
-    first, box = dist.get_process_group_ranks(group)[0], [""]
-    if dist.get_rank() == first:
-        port = free_port(beside)
-        box = [f"[{host}]:{port}" if ":" in host else f"{host}:{port}"]
-    dist.broadcast_object_list(box, src=first, group=group)
-    return box[0]
 
 
 def write_targets(path: Path, addresses: Sequence[EngineAddress]) -> None:

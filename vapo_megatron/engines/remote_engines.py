@@ -1,7 +1,7 @@
 """Engines that the trainer did not start: on devices of their own, from the same config, by `vapo-megatron engine`.
 
 Such an engine outlives the trainers that it serves, one after another. A trainer therefore asks first what the engine
-is, and takes it over: what an earlier trainer may have begun on it ends.
+is, and takes it over: what an earlier trainer may have begun on it ends. serve_engine() is that command.
 """
 
 import asyncio
@@ -9,6 +9,7 @@ import dataclasses
 import logging
 import secrets
 import socket
+import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,12 +18,17 @@ from typing import Any
 from pydantic import JsonValue, TypeAdapter
 
 from vapo_megatron.config.rollout import Dtype, RolloutConfig
+from vapo_megatron.config.run_directory import check_room
+from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.engines.client import REQUEST_SECONDS, EngineClient
-from vapo_megatron.engines.keeper import LOOK_SECONDS, ask_health, end_server
-from vapo_megatron.engines.server import EngineAddress
-from vapo_megatron.errors import BadInput, TryAgain, VapoError
+from vapo_megatron.engines.engine_limits import engine_fp8, first_engine_devices
+from vapo_megatron.engines.keeper import EngineKeeper
+from vapo_megatron.engines.server import EngineAddress, EngineServer
+from vapo_megatron.errors import BadInput, TryAgain
+from vapo_megatron.megatron.platform import current_platform
+from vapo_megatron.signals import listen, stop_requested
 from vapo_megatron.weights.fp8 import BlockFp8
-from vapo_megatron.weights.spec import ModelSpec
+from vapo_megatron.weights.spec import ModelSpec, read_spec
 
 _logger = logging.getLogger(__name__)
 
@@ -33,6 +39,8 @@ says how many batches it has ended, and ends several responses in one request.""
 
 _ANSWER_SECONDS = 30.0
 _POLL_SECONDS = 1.0
+_LOOK_SECONDS = 0.5
+_LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 def what_must_agree(config: RolloutConfig, spec: ModelSpec, dtype: Dtype, fp8: BlockFp8 | None) -> dict[str, JsonValue]:
@@ -64,57 +72,18 @@ def identity_of_engine(agreed: Mapping[str, JsonValue], is_cuda: bool, log_file:
     }
 
 
-class ExternalServer:
-    """An engine that somebody else started, and starts again, for an EngineKeeper: it serves already.
+def take_back(address: EngineAddress, answer_s: float, agreed: Mapping[str, JsonValue]) -> None:
+    """Meet an engine that was lost, and take it over again.
 
-    agreed: what engine and trainer must have in common (what_must_agree).
+    Raises:
+        BadInput, TryAgain: see take_over_engines.
     """
 
-    def __init__(self, address: EngineAddress, answer_s: float, agreed: Mapping[str, JsonValue]) -> None:
-        self.address, self._answer_s, self._agreed = address, answer_s, agreed
-        self._refusal = ""
+    async def meet_and_take_over() -> None:
+        check_identity(address.url, await meet(address.url, address.key, answer_s), agreed)
+        await take_over(address)
 
-    def start(self) -> None:
-        """Its owner did."""
-
-    def wait_until_ready(self) -> None:
-        """It answered when it was taken over."""
-
-    def ended(self) -> None:
-        """Its process is not ours to see."""
-
-    def lost(self) -> None:
-        """Nor are its others."""
-
-    def end(self, cause: str) -> Path:
-        """Tell it to end, if it still can."""
-        end_server(self.address, cause)
-        return Path(self.address.log_file)
-
-    def start_again(self) -> None:
-        """Its owner does."""
-
-    def is_ready(self) -> bool:
-        """Whether it is back and taken over; one that is another one now is not taken."""
-        health = ask_health(self.address, LOOK_SECONDS)
-        if health is None or health["lost"]:
-            return False
-        try:
-            asyncio.run(self._take_back())
-        except VapoError as error:
-            if str(error) != self._refusal:
-                _logger.warning("engine %s is not taken back: %s", self.address.url, error)
-            self._refusal = str(error)
-            return False
-        return True
-
-    def stop(self) -> None:
-        """It lives on."""
-
-    async def _take_back(self) -> None:
-        identity = await meet(self.address.url, self.address.key, self._answer_s)
-        check_identity(self.address.url, identity, self._agreed)
-        await take_over(self.address)
+    asyncio.run(meet_and_take_over())
 
 
 def take_over_engines(config: RolloutConfig, agreed: Mapping[str, JsonValue]) -> tuple[tuple[EngineAddress, ...], bool]:
@@ -197,3 +166,63 @@ def check_identity(url: str, identity: Mapping[str, Any], agreed: Mapping[str, J
                 f"rollout.external_urls: {url} was started with {key}={theirs.get(key)} and this run has "
                 f"{agreed.get(key)}: start both from the same config"
             )
+
+
+def serve_engine(config: TrainConfig, host: str, port: int) -> None:
+    """Start the engine of a training config on this machine, and return once SIGTERM or SIGUSR1 asks for its end.
+
+    It takes the first rollout.tp GPUs that this process sees. Its log is run.root/<run.name>-engines/<host>_<port>.log.
+
+    Args:
+        config: that of the trainer.
+        host: address of this machine to listen on.
+        port: likewise; 0: a free one.
+
+    Raises:
+        BadInput: the config cannot work here, or it would listen on a network without a key.
+        RunFailed: the engine did not start.
+        TryAgain: it failed and was started again too often (rollout.health.max_failures).
+    """
+    listen()
+    key = config.rollout.api_key()
+    if key is None and host not in _LOOPBACK:
+        raise BadInput(
+            f"--host {host} without rollout.api_key_variable: whoever reaches the engine could run programs on this "
+            "machine: name an environment variable that holds a key of yours"
+        )
+    rollout = config.rollout
+    devices = first_engine_devices(rollout.tp, current_platform())
+    spec = read_spec(Path(config.model.path))
+    fp8 = engine_fp8(rollout, config.actor.precision, spec)
+    check_room(Path(config.run.directory))
+    folder = Path(config.run.directory).with_name(f"{config.run.name}-engines")
+    log_file = (folder / f"{socket.gethostname()}_{port or time.time_ns()}.log").absolute()
+    agreed = what_must_agree(rollout, spec, config.model.dtype, fp8)
+    server = EngineServer(
+        config.model.path,
+        rollout,
+        config.model.dtype,
+        log_file,
+        devices,
+        host=host,
+        fp8=fp8,
+        port=port,
+        key=key or "",
+        identity=identity_of_engine(agreed, devices is not None, str(log_file)),
+    )
+    server.check_arguments()
+    keeper = EngineKeeper(server, rollout)
+    try:
+        keeper.start()
+        keeper.wait_until_ready()
+        _logger.info("engine at %s, log %s", keeper.address.url, log_file)
+        idle = threading.Event()
+        while stop_requested() is None:
+            if (kept := keeper.look()).state == "given up":
+                raise TryAgain(
+                    f"{log_file}: the engine failed {kept.in_a_row} times in a row, the last time {kept.cause} "
+                    "(rollout.health.max_failures)"
+                )
+            idle.wait(_LOOK_SECONDS)
+    finally:
+        keeper.stop()

@@ -28,7 +28,7 @@ from vapo_megatron.engines.engine_environment import engine_arguments, engine_en
 from vapo_megatron.engines.inside.heartbeat import lost_processes, stands_still
 from vapo_megatron.engines.inside.owner_guard import remove_shared_memory, start_guard
 from vapo_megatron.engines.inside.server_main import KEY_VARIABLE
-from vapo_megatron.engines.node_part import BESIDE_SERVER, WHOLE, NodePart, free_port
+from vapo_megatron.engines.ports import BESIDE_SERVER, free_port
 from vapo_megatron.errors import BadInput, RunFailed
 from vapo_megatron.weights.fp8 import BlockFp8
 
@@ -103,7 +103,6 @@ class EngineServer:
         port: on which it listens; 0: a free one.
         key: that requests must carry; None makes one, which the address has; empty: none is wanted.
         identity: what it tells of itself to a trainer that did not start it; see remote_engines.
-        part: of a server on several nodes, that of this one.
         offloads: whether it shares its GPUs with a trainer, to which it gives its memory for a while.
     """
 
@@ -120,7 +119,6 @@ class EngineServer:
         port: int = 0,
         key: str | None = None,
         identity: Mapping[str, JsonValue] | None = None,
-        part: NodePart = WHOLE,
         offloads: bool = False,
     ) -> None:
         self._model_path, self._config, self._dtype = Path(model_path), config, dtype
@@ -133,7 +131,7 @@ class EngineServer:
         self._port = port
         # A process of another user on this machine could reach the port as well.
         self._key = secrets.token_urlsafe(32) if key is None else key
-        self._identity, self._part = dict(identity or {}), part
+        self._identity = dict(identity or {})
         self._started_at = 0.0
 
     @property
@@ -315,7 +313,7 @@ class EngineServer:
         """The port, to be inherited, so that nobody else gets it. Not listening yet: early calls are refused."""
         listener = None
         if not self._port:  # one that nobody gets by chance between two servers on it
-            self._port = free_port(BESIDE_SERVER if self._part.of == 1 and self._config.attention_parts > 1 else ())
+            self._port = free_port(BESIDE_SERVER if self._config.attention_parts > 1 else ())
         try:
             family, kind, protocol, _, address = socket.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)[0]
             listener = socket.socket(family, kind, protocol)
@@ -340,14 +338,12 @@ class EngineServer:
             offloads=self._offloads,
             elsewhere=bool(self._identity),
             tp=self._config.tp,
-            nodes=self._part.of,
         )
 
     def _engine_args(self) -> list[str]:
         return engine_arguments(
             self._config,
             self._dtype,
-            self._part,
             self._fp8,
             on_gpus=self._devices is not None,
             offloads=self._offloads,

@@ -6,8 +6,7 @@ from typing import Literal
 from vapo_megatron.config.model import TrainableConfig
 from vapo_megatron.config.sft import SftConfig
 from vapo_megatron.config.train import EvaluateConfig, TrainConfig
-from vapo_megatron.engines.engine_limits import check_context
-from vapo_megatron.engines.node_part import check_engine_size
+from vapo_megatron.engines.engine_limits import check_context, check_engine_size
 from vapo_megatron.errors import BadInput
 from vapo_megatron.megatron.mesh import check_layout, check_model_layout
 from vapo_megatron.megatron.platform import current_platform
@@ -129,10 +128,4 @@ def check_rollout_groups(config: TrainConfig, world_size: int) -> None:
                 "one engine at most, lower it"
             )
         return
-    local = min(world_size, platform.device_count())
-    check_engine_size(rollout.tp, local, world_size)
-    if rollout.tp > local and rollout.sync.transport == "shared_memory":
-        raise BadInput(
-            f"rollout.sync.transport=shared_memory: an engine of rollout.tp={rollout.tp} is on several nodes of "
-            f"{local} GPUs, which share no memory: leave it out"
-        )
+    check_engine_size(rollout.tp, min(world_size, platform.device_count()))

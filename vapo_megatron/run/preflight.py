@@ -21,7 +21,6 @@ from vapo_megatron.data.records import Records
 from vapo_megatron.data.sample import Prompt
 from vapo_megatron.data.tokenizer import TextTokenizer
 from vapo_megatron.engines.engine_limits import engine_fp8
-from vapo_megatron.engines.node_part import WHOLE, NodePart
 from vapo_megatron.engines.server import EngineServer
 from vapo_megatron.errors import BadInput
 from vapo_megatron.megatron.platform import current_platform
@@ -167,13 +166,9 @@ def check_records(config: TrainConfig, tokenizer: TextTokenizer, words: int, fac
 
 
 def first_engine(config: TrainConfig, fp8: BlockFp8 | None) -> EngineServer:
-    """The first engine of a run, or its part on the first node, to be asked about its arguments."""
-    platform, devices, part = current_platform(), None, WHOLE
-    if platform.is_cuda:
-        nodes = max(1, config.rollout.tp // platform.device_count())
-        devices, part = range(config.rollout.tp // nodes), NodePart(0, nodes, "127.0.0.1:1")
-    nowhere = Path(os.devnull)
-    return EngineServer(config.model.path, config.rollout, config.model.dtype, nowhere, devices, fp8=fp8, part=part)
+    """The first engine of a run, to be asked about its arguments."""
+    devices = range(config.rollout.tp) if current_platform().is_cuda else None
+    return EngineServer(config.model.path, config.rollout, config.model.dtype, Path(os.devnull), devices, fp8=fp8)
 
 
 def check_sft(config: SftConfig, world_size: int) -> None:

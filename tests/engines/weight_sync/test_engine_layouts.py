@@ -2,13 +2,9 @@
 what the trainer does after a weight sync by every transport."""
 
 import asyncio
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 from tiny_qwen3 import chosen_experts, largest_difference, make_moe, token_logprobs
@@ -17,7 +13,6 @@ from transformers import Qwen3MoeForCausalLM
 from vapo_megatron.config.rollout import RolloutConfig
 from vapo_megatron.engines.client import Completion, EngineClient
 from vapo_megatron.engines.keeper import ask_health
-from vapo_megatron.engines.node_part import BESIDE_MEETING, NodePart, free_port
 from vapo_megatron.engines.server import EngineServer
 from vapo_megatron.engines.weight_sync.session import WeightSync
 from vapo_megatron.engines.weight_sync.transports import DistributedTransport, SharedMemoryTransport
@@ -32,19 +27,14 @@ EXPERT = "model.layers.1.mlp.experts.{}.up_proj.weight"
 DEADLINE = 120.0
 
 
-def schedulers() -> set[int]:
-    """Processes that servers of this test have forked: a server looks at ports before its first one."""
-    pids = set()
-    for child in psutil.Process().children(recursive=True):
-        with suppress(psutil.Error):
-            if all("server_main" in " ".join(process.cmdline()) for process in (child, child.parent())):
-                pids.add(child.pid)
-    return pids
-
-
-@contextmanager
-def engine(model_path: Path, folder: Path, nodes: int, **server_args: Any) -> Iterator[Sequence[EngineServer]]:
-    """The parts of an engine of two ranks, on as many nodes of this machine."""
+@pytest.mark.parametrize("server_args", [{"ep_size": 2}, {"attn_dp_size": 2}])
+def test_an_engine_computes_what_the_trainer_does(tmp_path: Path, server_args: dict[str, Any]) -> None:
+    """One key-value head, which both ranks hold."""
+    before, after = (make_moe(seed, num_key_value_heads=1) for seed in (1, 2))
+    paths = {model: tmp_path / name for model, name in ((before, "before"), (after, "after"))}
+    for model, path in paths.items():
+        model.save_pretrained(path)
+    tensors = {model: weights(path) for model, path in paths.items()}
     config = RolloutConfig(
         tp=2,
         max_running_requests=8,
@@ -53,43 +43,8 @@ def engine(model_path: Path, folder: Path, nodes: int, **server_args: Any) -> It
         router_replay=True,
         server_args=server_args,
     )
-    meeting = f"127.0.0.1:{free_port(BESIDE_MEETING)}"
-    parts = [NodePart(index, nodes, meeting if nodes > 1 else "") for index in range(nodes)]
-    servers = [
-        EngineServer(model_path, config, "float32", folder / f"engine_{part.index}.log", part=part) for part in parts
-    ]
-    deadline = time.monotonic() + DEADLINE
-    with ExitStack() as stack:
-        # Later nodes ask for the first one's ports to be free on their machine, which here is the same one.
-        for part, server in reversed(list(zip(parts, servers, strict=True))):
-            running = schedulers()
-            stack.callback(server.stop)
-            server.start()
-            while part.index and not schedulers() - running:
-                assert time.monotonic() < deadline, "the second node started no scheduler"
-                time.sleep(0.1)
-        for server in servers:
-            server.wait_until_ready()
-        yield servers
-
-
-@pytest.mark.parametrize(
-    ("nodes", "server_args"),
-    [
-        (2, {"ep_size": 2}),
-        pytest.param(1, {"attn_dp_size": 2}, marks=pytest.mark.full),
-        pytest.param(2, {"attn_dp_size": 2}, marks=pytest.mark.full),
-    ],
-)
-def test_an_engine_computes_what_the_trainer_does(tmp_path: Path, nodes: int, server_args: dict[str, Any]) -> None:
-    """One key-value head, which both ranks hold."""
-    before, after = (make_moe(seed, num_key_value_heads=1) for seed in (1, 2))
-    paths = {model: tmp_path / name for model, name in ((before, "before"), (after, "after"))}
-    for model, path in paths.items():
-        model.save_pretrained(path)
-    tensors = {model: weights(path) for model, path in paths.items()}
-    with engine(paths[before], tmp_path, nodes, **server_args) as servers:
-        client = EngineClient(servers[0].address, DEADLINE)
+    with EngineServer(paths[before], config, "float32", tmp_path / "engine.log") as server:
+        client = EngineClient(server.address, DEADLINE)
         transports = (
             SharedMemoryTransport(client, 2),
             DistributedTransport([client], 2, DEADLINE),
@@ -104,9 +59,8 @@ def test_an_engine_computes_what_the_trainer_does(tmp_path: Path, nodes: int, se
         check_experts(client, before)
         with WeightSync(SharedMemoryTransport(client, 2)) as sync:
             check_refusals(sync, tensors[after])
-        for server in servers:
-            health = ask_health(server.address, 10)
-            assert health is not None and not health["lost"]
+        health = ask_health(server.address, 10)
+        assert health is not None and not health["lost"]
 
 
 def check_experts(client: EngineClient, model: Qwen3MoeForCausalLM) -> None:

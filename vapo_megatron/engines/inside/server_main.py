@@ -22,7 +22,6 @@ import os
 import signal
 import socket
 import sys
-import threading
 import time
 import urllib.error
 import urllib.request
@@ -73,7 +72,6 @@ def main(argv: list[str]) -> None:
     heartbeat = Heartbeat(lambda: manager().rid_to_state, lambda: manager().is_pause)
     app.add_api_route(f"/{HEALTH_PATH}", heartbeat.health)
     app.add_api_route(f"/{END_PATH}", heartbeat.end, methods=["POST"])
-    engine.launch_dummy_health_check_server = functools.partial(_tell_of_followers, key)
     if key:
         add_api_key_middleware(app, api_key=key, admin_api_key=None)
         http_server._freeze_gc_after_server_warmup = functools.partial(_freeze_gc, key)
@@ -119,22 +117,6 @@ def _answer_in_columns(app: Any, manager: Callable[[], Any]) -> None:
 
     app.add_api_route(f"/{columns.PATH}", generate, methods=["POST"])
     app.add_api_route(f"/{columns.ABORT_PATH}", abort, methods=["POST"])
-
-
-def _tell_of_followers(key: str, host: str, port: int, *_: object) -> None:
-    """On a further node of a server: answer there how its processes are. Requests come to the first node."""
-    import fastapi
-    import uvicorn
-    from sglang.srt.utils.auth import add_api_key_middleware
-
-    app, heartbeat = fastapi.FastAPI(openapi_url=None), Heartbeat(tuple)
-    app.add_api_route("/health", lambda: {})
-    app.add_api_route(f"/{HEALTH_PATH}", heartbeat.health)
-    app.add_api_route(f"/{END_PATH}", heartbeat.end, methods=["POST"])
-    if key:
-        add_api_key_middleware(app, api_key=key, admin_api_key=None)
-    server = uvicorn.Server(uvicorn.Config(app, host, port, log_config=None, log_level="warning"))
-    threading.Thread(target=server.run, name="health", daemon=True).start()
 
 
 def _freeze_gc(key: str, server_args: "ServerArgs") -> None:

@@ -6,7 +6,7 @@ by much more.
 """
 
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass
 from itertools import chain, cycle, islice
 from typing import Literal
 
@@ -61,11 +61,6 @@ class Limits:
     quantile: float
     mean: float
     are_estimates: bool = False
-
-    def at_least(self, difference: LogprobDifference) -> "Limits":
-        """Limits that allow twice a difference that was measured with equal tensors."""
-        quantile, mean = max(self.quantile, 2 * difference.quantile), max(self.mean, 2 * difference.mean)
-        return replace(self, quantile=quantile, mean=mean)
 
     def excess(self, found: LogprobDifference) -> str | None:
         """What is above its limit, in words; None where nothing is."""

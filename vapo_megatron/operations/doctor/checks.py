@@ -21,7 +21,7 @@ from vapo_megatron.config.plan import PlanConfig
 from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.engines.client import REQUEST_SECONDS, EngineClient
 from vapo_megatron.engines.engine_limits import engine_fp8
-from vapo_megatron.engines.node_part import free_port
+from vapo_megatron.engines.ports import free_port
 from vapo_megatron.engines.server import EngineAddress, EngineServer
 from vapo_megatron.errors import VapoError
 from vapo_megatron.megatron.platform import current_platform

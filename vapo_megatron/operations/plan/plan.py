@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from vapo_megatron.config.plan import PlanConfig
-from vapo_megatron.engines.node_part import check_engine_size
+from vapo_megatron.engines.engine_limits import check_engine_size
 from vapo_megatron.errors import BadInput
 from vapo_megatron.megatron.offload import Phase
 from vapo_megatron.operations.hardware import Hardware
@@ -281,7 +281,7 @@ def make_plan(config: PlanConfig, world: int, evaluation_samples: int = 0) -> Pl
     hardware, lengths = Hardware(config.hardware), planned_lengths(config)
     models = planned_models(config, world)
     if not config.rollout.external_urls:
-        check_engine_size(config.rollout.tp, min(world, hardware.gpus_per_node), world)
+        check_engine_size(config.rollout.tp, min(world, hardware.gpus_per_node))
     if world > hardware.gpus_per_node and world % hardware.gpus_per_node:
         raise BadInput(
             f"{world} GPUs are no whole number of nodes of hardware.gpus_per_node={hardware.gpus_per_node}: choose a "
