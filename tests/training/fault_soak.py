@@ -1,9 +1,8 @@
-"""A run under a seeded stream of faults, started again for as long as it ends with a code that says so.
+"""A run under faults of each kind in each of its phases, started again for as long as it ends with a code that says so.
 
 What a person would do is done: a checkpoint that is named as damaged is removed, then the same command is given again.
 """
 
-import json
 import multiprocessing
 import os
 import random
@@ -13,7 +12,7 @@ import signal
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,6 +22,7 @@ import attempts
 import psutil
 from engine_faults import reset_connections, set_the_clock, slow_down_the_disk
 
+from vapo_megatron import logs
 from vapo_megatron.checkpoint.host_memory import host_memory_of
 from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.run import rank
@@ -30,9 +30,10 @@ from vapo_megatron.run import rank
 _DISK_LIMIT = 64 << 10
 _STOPPED_SECONDS = 2.0
 _CLOCK_SECONDS = 7200
-_EARLY = 0.3
+_EARLY = 0.5
+_HELD_SECONDS = 20.0
 # How likely an attempt is to begin with a fault of its surroundings.
-_SURROUNDED = 0.5
+_SURROUNDED = 0.25
 
 
 @dataclass
@@ -44,12 +45,14 @@ class Soak:
         seconds: from each fault to the end of the step that was next, by kind.
         codes: of the attempts, the last one's included.
         left: processes and files that should not be there any more.
+        cells: how many were done of each family in each phase.
     """
 
     faults: Counter[str] = field(default_factory=Counter)
     seconds: dict[str, list[float]] = field(default_factory=dict)
     codes: Counter[int] = field(default_factory=Counter)
     left: list[str] = field(default_factory=list)
+    cells: Counter[tuple[str, str]] = field(default_factory=Counter)
 
     def table(self) -> str:
         """A line for each kind of fault: how many, and the median and largest of their seconds."""
@@ -131,7 +134,6 @@ SIGNALS: dict[str, tuple[str, list[int]]] = {
     "verifier: kill -9": ("verifier", [signal.SIGKILL]),
     "verifier: stopped for a while": ("verifier", [signal.SIGSTOP, signal.SIGCONT]),
 }
-_ENGINES = re.compile("engine|scheduler|detokenizer|home")
 ASKED = {"run: SIGTERM": signal.SIGTERM, "run: SIGUSR1": signal.SIGUSR1, "run: kill -9": signal.SIGKILL}
 # All but the process that started the run stand still when that is killed.
 STANDING = "run: all stopped, kill -9"
@@ -141,30 +143,89 @@ COPIES = ("copy in memory: cut file", "copy in memory: flipped bit")
 SURROUNDINGS = ("disk: full", "disk: slow", "network: reset", "clock: set forward", "clock: set back")
 KINDS = (*SIGNALS, *ASKED, STANDING, *FILES, *COPIES, *SURROUNDINGS)
 
+# The phases of a run as the table of faults has them, of phases of rank 0's timer.
+PHASES = {
+    "start": ("load_models", "start_engines"),
+    "rollout": ("rollout", "rollout_greedy"),
+    "scores": ("broadcast", "score_policy", "score_reference", "score_values", "advantages"),
+    "critic": ("update_critic",),
+    "policy": ("update_policy",),
+    "wait for engines": ("wait_for_engines",),
+    "weight sync": ("weight_sync", "sync_check"),
+    "evaluation": ("evaluation",),
+    "save": ("save_checkpoint", "copy_state"),
+}
+_PHASE_OF = {phase: group for group, phases in PHASES.items() for phase in phases}
+# Kinds that are one column of the table: which of them is done is left to chance.
+_ENGINE = ("engine", "scheduler", "detokenizer")
+FAMILIES: dict[str, tuple[str, ...]] = {
+    "rank killed": ("rank: kill -9",),
+    "rank stopped": ("rank: stopped", "rank: stopped for a while"),
+    "engine killed": tuple(f"{role}: kill -9" for role in _ENGINE),
+    "engine stopped": (*(f"{role}: stopped" for role in _ENGINE), "engine: stopped for a while"),
+    "home killed": ("home of engines: kill -9",),
+    "home stopped": ("home of engines: stopped for a while",),
+    "verifier killed": ("verifier: kill -9",),
+    "verifier stopped": ("verifier: stopped for a while",),
+    "asked to stop": ("run: SIGTERM", "run: SIGUSR1"),
+    "run killed": ("run: kill -9", STANDING),
+    "copy damaged": COPIES,
+}
+
+
+def cells(waits: bool, evaluates: bool) -> set[tuple[str, str]]:
+    """Phase and family of every fault that a run can meet. waits: it waits for engines; evaluates: it has evaluations.
+    A stopped engine that has not served yet is waited for, as for a slow start, and a copy comes after a step."""
+    missing = {"wait for engines"} if not waits else set()
+    phases = PHASES.keys() - missing - ({"evaluation"} if not evaluates else set())
+    started = {"engine killed", "engine stopped", "home stopped", "verifier killed", "verifier stopped", "copy damaged"}
+    return {(phase, family) for phase in phases for family in FAMILIES if phase != "start" or family not in started}
+
+
+def hold_phases(folder: Path) -> None:
+    """Before ranks are forked: rank 0 stands at the begin of a phase that `wanted` names until `reached` is removed."""
+    set_phase = logs.set_phase
+
+    def held(phase: str | None) -> None:
+        set_phase(phase)
+        reached, group = folder / "reached", _PHASE_OF.get(phase or "")
+        if logs._place["rank"] != "0" or group is None:
+            return
+        with suppress(OSError):
+            if group in (folder / "wanted").read_text().split(","):
+                (folder / "wanted").unlink()
+                reached.write_text(group)
+        end = time.monotonic() + _HELD_SECONDS
+        while reached.exists() and time.monotonic() < end:
+            time.sleep(0.005)
+
+    logs.set_phase = held
+
 
 class Fuzzer:
     """Disturbs one run until it is finished.
 
     Args:
         config: of the run, with run.resume=auto.
-        random: chooses faults and times.
-        kinds: what to choose from.
+        chance: chooses the kinds of a family, and faults of the surroundings.
         most: faults in this run.
         soak: gets what was done.
-        plan: steps after which a fault is done, and its kind, instead of what chance says.
+        wanted: phases and families; those that were done least come first.
+        plan: steps after which a fault is done, and its kind, instead of these.
     """
 
     def __init__(
         self,
         config: TrainConfig,
         chance: random.Random,
-        kinds: Sequence[str],
         most: int,
         soak: Soak,
+        wanted: Collection[tuple[str, str]] = (),
         plan: Sequence[tuple[int, str]] = (),
     ) -> None:
         self._plan = list(plan)
-        self._config, self._chance, self._kinds, self._soak = config, chance, kinds, soak
+        self._config, self._chance, self._wanted, self._soak = config, chance, sorted(wanted), soak
+        self._gate = Path(tempfile.mkdtemp(prefix="gate-", dir="/tmp"))
         self._left = len(self._plan) or most
         self._run_dir = Path(config.run.directory)
         self._groups: set[int] = set()
@@ -185,15 +246,17 @@ class Fuzzer:
             )
             if code == 2 or "cannot be saved" in said:
                 self._mend(said)
+        shutil.rmtree(self._gate)
         self._soak.left += self._left_behind()
 
     def _attempt(self, end: float) -> tuple[int, str]:
-        attempt, began = Attempt(self._config, self._prepare()), time.time()
-        next_at, known = time.monotonic() + self._chance.uniform(0.5, 15), rows_of(self._run_dir)
-        may = self._chance.random() < _EARLY  # disturb it before it has done a step
+        for file in self._gate.iterdir():
+            file.unlink()
+        attempt = Attempt(self._config, self._prepare())
+        known, may = rows_of(self._run_dir), self._chance.random() < _EARLY  # disturb it before it has done a step
         while attempt.process.is_alive():
             assert time.monotonic() < end, "the run does not end"
-            time.sleep(0.1)
+            time.sleep(0.02)
             if (rows := rows_of(self._run_dir)) > known:
                 known, may = rows, True
                 self._progress(rows)
@@ -201,21 +264,29 @@ class Fuzzer:
                 if rows >= self._plan[0][0] and self._signal(attempt, self._plan[0][1]):
                     del self._plan[0]
                 continue
-            due = may and self._left and time.monotonic() >= next_at
-            if due and self._signal(attempt, self._any(self._serves(began))):
-                next_at = time.monotonic() + self._chance.uniform(0.5, 5)
+            if may and self._left > 0:
+                may = not self._disturb(attempt)
         found = attempt.end(10)
         self._progress(rows_of(self._run_dir))
-        if self._left and found[0] != 0 and self._chance.random() < 0.4:
+        if self._left > 0 and found[0] != 0 and self._chance.random() < 0.4:
             self._damage()
         return found
 
     def _prepare(self) -> Callable[[], None]:
-        kinds = [kind for kind in self._kinds if kind in SURROUNDINGS]
-        if not (kinds and self._left and self._chance.random() < _SURROUNDED):
-            return lambda: None
-        kind = self._chance.choice(kinds)
+        hold = partial(hold_phases, self._gate) if self._wanted else (lambda: None)
+        if not (self._wanted and self._left > 0 and self._chance.random() < _SURROUNDED):
+            return hold
+        kind = min(SURROUNDINGS, key=lambda kind: (self._soak.faults[kind], self._chance.random()))
         self._did(kind)
+        surround = self._surroundings(kind)
+
+        def prepare() -> None:
+            hold()
+            surround()
+
+        return prepare
+
+    def _surroundings(self, kind: str) -> Callable[[], None]:
         if kind == "disk: full":
             return partial(attempts.fill_the_disk, _DISK_LIMIT)
         if kind == "disk: slow":
@@ -225,18 +296,29 @@ class Fuzzer:
         by = _CLOCK_SECONDS if kind == "clock: set forward" else -_CLOCK_SECONDS
         return partial(set_the_clock, self._chance.uniform(2, 10), by)
 
-    def _serves(self, began: float) -> bool:
-        """Whether engines serve, as far as rank 0 says where it is."""
-        try:
-            told = json.loads((self._run_dir / "logs" / "heartbeat_00000.json").read_text())
-        except (OSError, ValueError):
+    def _disturb(self, attempt: Attempt) -> bool:
+        """Do a fault where rank 0 stands at the begin of a phase that has one left; whether one was done."""
+        reached, wanted = self._gate / "reached", self._gate / "wanted"
+        if not reached.exists():
+            if not wanted.exists():
+                wanted.with_suffix(".part").write_text(",".join({phase for phase, _ in self._least()}))
+                wanted.with_suffix(".part").rename(wanted)
             return False
-        return bool(told["beat"] > began and told["phase"] not in ("-", "load_models", "start_engines"))
+        phase = reached.read_text()
+        families = [family for place, family in self._least() if place == phase]
+        family = self._chance.choice(families) if families else ""
+        try:
+            if not family or not self._signal(attempt, self._chance.choice(FAMILIES[family])):
+                return False
+            self._soak.cells[phase, family] += 1
+            return True
+        finally:
+            reached.unlink(missing_ok=True)
 
-    def _any(self, serves: bool) -> str:
-        """A kind. One that only stops an engine's start would be waited for, as for a slow start."""
-        kinds = [kind for kind in self._kinds if kind in (*SIGNALS, *ASKED, STANDING, *COPIES)]
-        return self._chance.choice([kind for kind in kinds if serves or not _ENGINES.match(kind)])
+    def _least(self) -> list[tuple[str, str]]:
+        """What was done least so far."""
+        least = min(self._soak.cells[cell] for cell in self._wanted)
+        return [cell for cell in self._wanted if self._soak.cells[cell] == least]
 
     def _signal(self, attempt: Attempt, kind: str) -> bool:
         """Whether a fault was done."""
@@ -282,11 +364,10 @@ class Fuzzer:
         return harmed
 
     def _damage(self) -> None:
-        kinds = [kind for kind in self._kinds if kind in FILES]
         checkpoints = sorted((self._run_dir / "checkpoints").glob("step_*"))
-        if not kinds or len(checkpoints) < 2:
+        if not self._wanted or len(checkpoints) < 2:
             return
-        kind = self._chance.choice(kinds)
+        kind = self._chance.choice(FILES)
         if self._harm(checkpoints[-1], kind):
             self._did(kind)
 
