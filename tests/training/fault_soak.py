@@ -173,11 +173,11 @@ FAMILIES: dict[str, tuple[str, ...]] = {
 }
 
 
-def cells(waits: bool, evaluates: bool) -> set[tuple[str, str]]:
-    """Phase and family of every fault that a run can meet. waits: it waits for engines; evaluates: it has evaluations.
+def cells(waits: bool) -> set[tuple[str, str]]:
+    """Phase and family of every fault that a run can meet. waits: it waits for engines before a weight sync.
     A stopped engine that has not served yet is waited for, as for a slow start, and a copy comes after a step."""
     missing = {"wait for engines"} if not waits else set()
-    phases = PHASES.keys() - missing - ({"evaluation"} if not evaluates else set())
+    phases = PHASES.keys() - missing
     started = {"engine killed", "engine stopped", "home stopped", "verifier killed", "verifier stopped", "copy damaged"}
     return {(phase, family) for phase in phases for family in FAMILIES if phase != "start" or family not in started}
 

@@ -33,11 +33,9 @@ class Holder:
     Attributes:
         host: for people.
         machine: boot and process namespace in which `pid` means something.
-        pid: of the process.
         born: when it started, in clock ticks since boot: process ids come again.
         job: Slurm's id of its job; empty outside Slurm.
         restart: how often Slurm had requeued that job, and which attempt of that try it is (slurm/lib.sh).
-        token: of this holder alone.
     """
 
     host: str

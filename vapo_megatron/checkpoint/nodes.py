@@ -27,11 +27,7 @@ _CHUNK_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class Nodes:
-    """Ranks by the folder that they share.
-
-    Attributes:
-        places: of each rank, in words that only ranks of its node have.
-    """
+    """Ranks by the folder that they share. places: of each rank, in words that only ranks of its node have."""
 
     places: tuple[str, ...]
 
@@ -157,15 +153,8 @@ def _mapped(path: Path, size: int, writes: bool = False) -> torch.Tensor:
 
 @dataclass
 class NodeCopy:
-    """A copy, as this rank's node has it.
-
-    Attributes:
-        path: its folder on this node.
-        manifest: of the whole copy.
-        nodes: of the run.
-        group: a CPU process group of all ranks.
-        held: by rank, which files its node has.
-    """
+    """A copy, as this rank's node has it. path: its folder on this node; group: a CPU process group of all ranks;
+    held: by rank, which files its node has."""
 
     path: Path
     manifest: Manifest

@@ -109,16 +109,8 @@ class Outcome:
 
 @dataclass(frozen=True)
 class _Save:
-    """What one rank writes of a checkpoint; everything in it is a copy that training leaves alone.
-
-    Attributes:
-        name: of the checkpoint.
-        folder: hidden, where the checkpoint is written.
-        models: this rank's part of each model.
-        writers: of this rank's other files; each is given the folder and may raise OSError or BadInput.
-        manifest: what rank 0 writes at the end; its files are filled in.
-        began: by time.monotonic().
-    """
+    """What one rank writes of a checkpoint, all of it copies that training leaves alone: its part of each model, and
+    by `writers`, which are given the hidden folder, its other files. Rank 0 fills files into the manifest."""
 
     name: CheckpointName
     folder: Path

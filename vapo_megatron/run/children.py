@@ -54,12 +54,7 @@ def end_children(children: Iterable[Any]) -> None:
 
 
 class Companion:
-    """A process beside the ranks, which outlives them. Use as a context manager; nothing runs before ensure().
-
-    Args:
-        body: what it does until it is ended.
-        name: of the process.
-    """
+    """A process beside the ranks, which outlives them. Use as a context manager; nothing runs before ensure()."""
 
     def __init__(self, body: Callable[[], None], name: str) -> None:
         self._body, self._name = body, name

@@ -43,16 +43,7 @@ _FEWEST_DISTINCT = 0.9
 def cautions(
     config: TrainConfig, prompts: Sequence[Prompt], evaluations: Mapping[str, Sequence[Prompt]]
 ) -> Iterator[str]:
-    """One line for each.
-
-    Args:
-        config: of the run.
-        prompts: of training.
-        evaluations: prompts of each set of data.eval, by its name.
-    """
-    kl, reward = config.algorithm.kl, config.reward
-    if kl.placement == "advantage" and kl.reference_path is None and reward.correct == reward.incorrect:
-        yield "the teacher is model.path itself and all rewards are alike: set algorithm.kl.reference_path"
+    """One line for each. prompts: of training; evaluations: prompts of each set of data.eval, by its name."""
     largest, bucket = resource.getrlimit(resource.RLIMIT_FSIZE)[0], config.rollout.sync.bucket_mib
     if 0 <= largest < bucket << 20:  # -1: any size
         yield (
@@ -94,19 +85,7 @@ def cautions(
                 f"data.eval: {seen} of the {len(rows)} problems of {name} are in data.train: their accuracy says "
                 "nothing of new problems (tools/prepare_data.py --against leaves them out)"
             )
-    yield from _mini_batch(config)
     yield from proportions_left(config)
-
-
-def _mini_batch(config: TrainConfig) -> Iterator[str]:
-    update, batch = config.algorithm.update, config.batch
-    groups = update.minibatch_unit == "groups"
-    rollout = batch.prompts_per_step * (1 if groups else batch.samples_per_prompt)
-    if update.minibatch_size is not None and update.minibatch_size > rollout:
-        yield (
-            f"algorithm.update.minibatch_size={update.minibatch_size} is above the {rollout} {update.minibatch_unit} "
-            "of a step: each pass over a rollout is one update"
-        )
 
 
 def check_train(config: TrainConfig, world_size: int | None, facts: list[str] | None = None) -> None:

@@ -31,19 +31,17 @@ def last_collectives() -> list[str]:
             entries += json.loads(dump()).get("entries", [])  # without: none was begun
     entries.sort(key=lambda entry: int(entry["time_created_ns"]))
     # What NCCL begins as one (a pipeline's sends and receives) has one number, and a state only in its last entry.
-    over = {_named(entry) for entry in entries if entry["retired"] or entry["state"] == "completed"}
-    return [_line(entry, _named(entry) in over) for entry in entries[-_LINES:]]
+    over = {_name_of(entry) for entry in entries if entry["retired"] or entry["state"] == "completed"}
+    return [
+        f"{entry['profiling_name']} {name}, sizes {entry['input_sizes']}: {'over' if name in over else 'NOT OVER'}"
+        for entry in entries[-_LINES:]
+        if (name := _name_of(entry))
+    ]
 
 
-def _named(entry: dict[str, Any]) -> tuple[str, bool, int]:
+def _name_of(entry: dict[str, Any]) -> str:
     number = entry["p2p_seq_id" if entry["is_p2p"] else "collective_seq_id"]
-    return " ".join(entry["process_group"]), entry["is_p2p"], number
-
-
-def _line(entry: dict[str, Any], over: bool) -> str:
-    group, _, number = _named(entry)
-    state = "over" if over else "NOT OVER"
-    return f"{entry['profiling_name']} number {number} of group {group}, sizes {entry['input_sizes']}: {state}"
+    return f"{'p2p ' if entry['is_p2p'] else ''}number {number} of group {' '.join(entry['process_group'])}"
 
 
 _KNOWN = 3  # times that a phase was ended before its own history counts
