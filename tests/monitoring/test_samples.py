@@ -80,6 +80,10 @@ def test_estimates_of_an_episode_stand_at_what_the_policy_wrote(tmp_path: Path) 
     count = int(episode.loss_mask.sum())  # type: ignore[union-attr]
     writer.add_estimates(3, torch.arange(count) / 10, None, torch.tensor([0, count]))
     (row,) = writer.take()
+    ids = episode.response_ids.tolist()
+    shown = [(turn["observed"], turn["text"]) for turn in row["turns"]]
+    texts = ["".join(f"<{number}>" for number in part) for part in (ids[:1], ids[1:3], ids[3:])]
+    assert shown == [(False, texts[0]), (True, texts[1]), (False, texts[2])]
     assert row["estimates"]["values"][:4] == [0.0, None, None, 0.1] and len(row["estimates"]["values"]) == count + 2
     assert (
         row["estimates"]["rewards"][:2] == [0.5, None] and row["tokens"] == count and row["episode"] == {"turns": 2.0}

@@ -16,13 +16,11 @@ from vapo_megatron.config.critic_probes import ProbedRunConfig
 from vapo_megatron.config.load import load_config
 from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.data.sample import Sample
-from vapo_megatron.data.tokenizer import TextTokenizer
 from vapo_megatron.engines.request import GenerationRequest
 from vapo_megatron.errors import BadInput
 from vapo_megatron.operations.critic_lab import command as critic_command
 from vapo_megatron.operations.critic_lab import probe_rollouts
 from vapo_megatron.operations.critic_lab.command import probe_critic
-from vapo_megatron.operations.critic_lab.probe_rollouts import choose_prompts
 from vapo_megatron.rewards.grading import grade_samples
 
 
@@ -123,6 +121,7 @@ def test_states_are_continued_and_judged(config: Path, monkeypatch: pytest.Monke
         (["critic_probes.checkpoint=step_000003"], "hf/step_000003/critic holds no critic"),
         (["critic_probes.checkpoint=null"], "critic.init=policy: a new head has learnt nothing"),
         (["critic_probes.set=none_such"], "critic_probes.set=none_such: data.eval has sums"),
+        (["data.eval=[]"], "data.eval has no set"),
         (["preset=grpo"], "has no critic to probe"),
         (["preset=vapo_direct", "critic.kind=probe"], "critic.kind=probe: "),
     ],
@@ -131,29 +130,6 @@ def test_what_cannot_be_probed_is_refused_in_one_line(config: Path, overrides: l
     with pytest.raises(BadInput) as refused:
         probe_critic(load(config, *overrides))
     assert said in str(refused.value) and "\n" not in str(refused.value)
-
-
-DYNAMIC = ("algorithm.dynamic_sampling.max_rounds=10", "algorithm.dynamic_sampling.oversampling=1")
-
-
-@pytest.mark.parametrize(
-    ("overrides", "said"),
-    [
-        ((), "not drawn by the run"),
-        (("run.steps=3",), "MAY HAVE LEARNT FROM"),
-        (("value_pretraining.enabled=true", "value_pretraining.iterations=1"), "MAY HAVE LEARNT FROM"),
-        ((*DYNAMIC, "algorithm.dynamic_sampling.max_rounds=1"), "not drawn by the run"),
-        ((*DYNAMIC, "algorithm.dynamic_sampling.max_rounds=2"), "MAY HAVE LEARNT FROM"),
-    ],
-)
-def test_it_says_whether_the_run_may_have_learnt_from_its_prompts(
-    config: Path, overrides: Sequence[str], said: str
-) -> None:
-    """Of eight prompts the last four are probed; a step trains two."""
-    run = ("run.steps=2", "value_pretraining.enabled=false", "data.eval=[]")
-    settings = load(config, *run, *overrides)
-    what, prompts = choose_prompts(settings, TextTokenizer(Path(settings.model.path), settings.data.prompt))
-    assert what.endswith(said) and len(prompts) == 4
 
 
 def test_training_refuses_the_section(config: Path) -> None:

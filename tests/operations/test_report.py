@@ -11,7 +11,7 @@ from vapo_megatron.monitoring.facts import environment_facts
 from vapo_megatron.operations.report.panels import panels_of, series
 from vapo_megatron.operations.report.report import write_report
 from vapo_megatron.operations.report.runs import Run, read_run
-from vapo_megatron.operations.report.summary import sentences, summarise
+from vapo_megatron.operations.report.summary import headline, summarise
 
 
 def row(step: int, **metrics: float | None) -> dict[str, Any]:
@@ -125,7 +125,7 @@ def test_environment_names_what_is_there_and_what_is_not() -> None:
     assert facts["python"].startswith("3.")
 
 
-def test_sentences_say_what_was_reached_and_what_the_critic_adds() -> None:
+def test_figures_say_what_was_reached_and_what_the_critic_adds() -> None:
     critic = {"critic__explained_variance": 0.6, "critic__baseline_loo_ev": 0.4, "critic__baseline_position_ev": 0.1}
     rows = [
         row(
@@ -140,7 +140,7 @@ def test_sentences_say_what_was_reached_and_what_the_critic_adds() -> None:
         for step in range(1, 11)
     ]
     rows[0] |= {"evaluation/unseen_avg@4": 0.25}
-    rows[-1] |= {"evaluation/unseen_avg@4": 0.75, "critic/gain": 0.2, "alarm/train_infer_gap": 1.0}
+    rows[-1] |= {"evaluation/unseen_avg@4": 0.75, "alarm/train_infer_gap": 1.0}
     result = {
         "name": "unseen",
         "samples": 4,
@@ -151,13 +151,33 @@ def test_sentences_say_what_was_reached_and_what_the_critic_adds() -> None:
         "pass_at_k": 0.9,
     }
     run = Run(Path("run"), rows, {"sets": [result]}, config="preset: vapo\nrun: {steps: 20}\n")
-    said = " ".join(sentences(run))
-    assert "10 of 20 steps of VAPO in 10.0 minutes" in said
-    assert "unseen: avg@4 0.750 (before training 0.250), 95 % interval [0.700, 0.800] on 50 problems" in said
-    assert "training accuracy went from 0.100 to 1.000" in said
-    assert "explained 60% of the variance" in said and "responses explains 40%, the position 10%" in said
-    assert "rollout (75%)" in said
-    assert "Alarms: train infer gap." in said
+    assert headline(run) == [
+        ("unseen, avg@4", "0.750", "95 % interval 0.700 to 0.800, 50 problems, before training 0.250"),
+        ("accuracy in training", "1.000", "last tenth of steps; first 0.100"),
+        ("the critic explains", "60%", "of the variance of returns, last tenth; for free 40%"),
+        ("steps", "10 of 20", "in 10.0 minutes"),
+        ("longest phase", "75%", "rollout"),
+        ("alarms", "1", "train infer gap"),
+    ]
+
+
+def test_the_first_responses_to_many_problems_come_before_second_ones(tmp_path: Path) -> None:
+    folder = run_dir(tmp_path, [row(1)])
+    (folder / "samples").mkdir()
+    rows = [{"group": group, "index": index, "response": "x" * 1000} for group in range(3) for index in range(2)]
+    (folder / "samples" / "step_000001.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in rows))
+    order = [(sample["group"], sample["index"]) for sample in read_run(folder).samples()]
+    assert order == [(0, 0), (1, 0), (2, 0), (0, 1), (1, 1), (2, 1)]
+
+
+def test_a_run_says_what_it_was_on_top(tmp_path: Path) -> None:
+    folder = run_dir(tmp_path, [row(1)])
+    (folder / "config.yaml").write_text("preset: vapo\nmodel: {path: m}\ndata: {train: [a.jsonl, b.jsonl]}\n")
+    (folder / "environment.json").write_text('{"hostname": "n1", "cpu_cores": 2, "commit": "0123456789abcdef"}')
+    facts = read_run(folder).facts()
+    assert facts.pop("date").startswith("20")
+    expected = {"preset": "vapo", "model": "m", "data": "a.jsonl, b.jsonl"}
+    assert facts == expected | {"machine": "n1 (2 cores)", "commit": "0123456789"}
 
 
 def test_samples_are_of_steps_from_the_first_to_the_last_and_bounded(tmp_path: Path) -> None:

@@ -19,8 +19,7 @@ class CriticProbesConfig(Section):
     )
     set: str | None = Field(
         None,
-        description="name of the set of data.eval that prompts come from; none: the first one, or without any the end "
-        "of data.train",
+        description="name of the set of data.eval that prompts come from; none: the first one",
     )
     prompts: int = Field(64, ge=2, description="of the set, drawn at random; fewer where it has fewer")
     responses_per_prompt: int = Field(4, ge=2, description="responses that states are taken from")

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ class SampleWriter:
         groups = set(sorted({sample.group for sample in samples})[: self._groups])
         chosen = [(place, sample) for place, sample in enumerate(samples) if sample.group in groups]
         self._kept = sorted(chosen, key=lambda entry: (entry[1].group, entry[1].index))
-        self._rows = [_row(sample, with_ids=step <= 1) for _, sample in self._kept]
+        self._rows = [_row(sample, step <= 1, self._decode) for _, sample in self._kept]
         return self._save(step) if self._rows else None
 
     def with_tokens_among(self, group_ids: Tensor) -> int:
@@ -131,7 +132,18 @@ def _of_both_kinds(samples: Sequence[Sample], wanted: int) -> list[int]:
     return sorted(good + others[: wanted - len(good)])
 
 
-def _row(sample: Sample, with_ids: bool) -> dict[str, Any]:
+def _turns(sample: Sample, decode: Decode) -> list[dict[str, Any]]:
+    """What the policy wrote and what it was given, by turns."""
+    assert sample.loss_mask is not None
+    bounds = [0, *(np.flatnonzero(np.diff(sample.loss_mask)) + 1).tolist(), len(sample.response_ids)]
+    return [
+        {"observed": not bool(sample.loss_mask[start]), "text": decode(sample.response_ids[start:end].tolist())}
+        for start, end in pairwise(bounds)
+        if end > start
+    ]
+
+
+def _row(sample: Sample, with_ids: bool, decode: Decode | None = None) -> dict[str, Any]:
     """with_ids: the policy was not updated yet, its tokens may serve for value_pretraining.from."""
     ids = {"prompt_ids": list(sample.prompt.token_ids), "response_ids": sample.response_ids.tolist()}
     return {
@@ -148,5 +160,6 @@ def _row(sample: Sample, with_ids: bool) -> dict[str, Any]:
         "grade_reason": sample.grade_reason,
         "weight_version": sample.weight_version,
         **({} if sample.episode is None else {"episode": sample.episode}),
+        **({} if sample.loss_mask is None or decode is None else {"turns": _turns(sample, decode)}),
         **(ids if with_ids and sample.loss_mask is None else {}),
     }

@@ -12,7 +12,7 @@ from torch import Tensor
 from vapo_megatron.algorithms.baselines import leave_one_out
 from vapo_megatron.config.critic_probes import CriticProbesConfig, ProbedRunConfig
 from vapo_megatron.data.batch import ExperienceBatch, from_samples
-from vapo_megatron.data.prompts import PromptSource, eval_prompts, train_prompts
+from vapo_megatron.data.prompts import eval_prompts
 from vapo_megatron.data.sample import Prompt, Sample
 from vapo_megatron.data.tokenizer import TextTokenizer
 from vapo_megatron.engines.dispatcher import Dispatcher
@@ -22,7 +22,6 @@ from vapo_megatron.evaluation.command import WEIGHT_VERSION
 from vapo_megatron.rewards.grading import grade_samples
 from vapo_megatron.rewards.pool import VerifierPool
 from vapo_megatron.training.advantages import shaped_rewards
-from vapo_megatron.training.collect import step_rule
 
 Phase = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
 
@@ -55,29 +54,14 @@ def choose_prompts(config: ProbedRunConfig, tokenizer: TextTokenizer) -> tuple[s
         BadInput: critic_probes.set is no set of data.eval, or its file cannot be used.
     """
     probes, sets = config.critic_probes, {entry.name: entry for entry in config.data.eval}
-    if probes.set is not None and probes.set not in sets:
+    if not sets or (probes.set is not None and probes.set not in sets):
         raise BadInput(f"critic_probes.set={probes.set}: data.eval has {', '.join(sets) or 'no set'}: name one of them")
-    if sets:
-        entry = sets[probes.set] if probes.set is not None else config.data.eval[0]
-        prompts, origin = eval_prompts(entry, config.data, tokenizer), f"set {entry.name} of data.eval"
-        chosen = random.Random(probes.seed).sample(prompts, min(probes.prompts, len(prompts)))
-    else:
-        prompts = train_prompts(config.data, tokenizer)
-        source = PromptSource(prompts, config.run.seed, config.data.shuffle, config.data.weights)
-        source.take(max(0, len(prompts) - probes.prompts))
-        chosen = source.take(min(probes.prompts, len(prompts)))
-        origin = "end of data.train's first epoch" + _seen(config, len(prompts), len(chosen))
+    entry = sets[probes.set or config.data.eval[0].name]
+    prompts = eval_prompts(entry, config.data, tokenizer)
+    chosen = random.Random(probes.seed).sample(prompts, min(probes.prompts, len(prompts)))
     if len(chosen) < 2:
-        raise BadInput(f"critic_probes: {origin} has {len(chosen)} prompt, expected two at least: give a larger set")
-    return origin, [replace(prompt, cursor=cursor) for cursor, prompt in enumerate(chosen)]
-
-
-def _seen(config: ProbedRunConfig, found: int, wanted: int) -> str:
-    rule = step_rule(config.batch, config.algorithm.dynamic_sampling, config.run.steps, config.rollout)
-    drawn = config.run.steps * (rule.most_draws or config.batch.prompts_per_step)
-    if config.value_pretraining.enabled:
-        drawn += config.value_pretraining.rollouts(config.samples) * config.batch.prompts_per_step
-    return ", not drawn by the run" if drawn + wanted <= found else ", WHICH THE RUN MAY HAVE LEARNT FROM"
+        raise BadInput(f"critic_probes.set={entry.name}: has {len(chosen)} prompt, expected two at least")
+    return f"set {entry.name} of data.eval", [replace(prompt, cursor=place) for place, prompt in enumerate(chosen)]
 
 
 def draw(

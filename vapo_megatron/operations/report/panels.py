@@ -113,6 +113,24 @@ PANELS: tuple[Panel, ...] = (
         "Level, with few spikes.",
         log=True,
     ),
+    Panel(
+        "Episodes: turns, tool errors",
+        (Curve(names.AGENT_TURNS, "turns", smooth=True), Curve("agent/tool_errors", "tool errors", smooth=True)),
+        "Means over episodes. Turns that fall to 1: agents answer without their tools.",
+        bottom=0,
+    ),
+    Panel(
+        "Tokens of an episode",
+        (Curve("agent/tokens_written", "written"), Curve("agent/tokens_observed", "observed")),
+        "What the policy wrote, and what it was given on the way.",
+        bottom=0,
+    ),
+    Panel(
+        "Seconds of an episode",
+        (Curve("agent/engine_seconds", "engines", smooth=True), Curve("agent/tool_seconds", "tools", smooth=True)),
+        bottom=0,
+    ),
+    Panel("Share of episodes that broke", (Curve(names.AGENT_BROKEN, "broken"),), bottom=0),
     Panel("Tokens per second", (Curve(names.TOKENS_PER_SECOND, "tokens per second"),), "", bottom=0),
     Panel(
         "Value pretraining: loss and explained variance",

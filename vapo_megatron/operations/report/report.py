@@ -15,9 +15,10 @@ from vapo_megatron.config.atomic import atomic_write
 from vapo_megatron.config.run_directory import PROFILE
 from vapo_megatron.errors import BadInput
 from vapo_megatron.monitoring import names
+from vapo_megatron.operations.compare import compare_runs, shown_p_value
 from vapo_megatron.operations.report.panels import panels_of, series
 from vapo_megatron.operations.report.runs import Run, read_run
-from vapo_megatron.operations.report.summary import alarms_of, number, phases, sentences, summarise
+from vapo_megatron.operations.report.summary import alarms_of, headline, number, phases, summarise
 
 _TEMPLATES = Path(__file__).parent / "templates"
 _SCRIPTS = ("charts.js", "samples.js", "page.js")
@@ -66,6 +67,7 @@ def content(runs: Sequence[Run]) -> dict[str, Any]:
     metrics |= {curve[part] for curve in curves for part in ("metric", "low", "high") if curve[part]}
     return {
         "panels": list(panels.values()),
+        "comparisons": [row for run in runs[1:] for row in _compared(runs[0], run)],
         "runs": [_run_content(run, name, metrics) for run, name in zip(runs, _names(runs), strict=True)],
     }
 
@@ -76,13 +78,24 @@ def _names(runs: Sequence[Run]) -> list[str]:
     return short if len(set(short)) == len(short) else [str(run.directory) for run in runs]
 
 
+def _compared(first: Run, second: Run) -> list[dict[str, Any]]:
+    """The last evaluations of two runs, problem by problem; nothing where they have no set in common."""
+    try:
+        comparisons = compare_runs(first.directory, second.directory)
+    except BadInput:
+        return []
+    pair = {"first": first.name, "second": second.name}
+    return [pair | asdict(row) | {"p": shown_p_value(row.p_value)} for row in comparisons]
+
+
 def _run_content(run: Run, name: str, metrics: set[str]) -> dict[str, Any]:
     curves = {name: series(run.rows, name) for name in sorted(metrics)}
     return {
         "name": name,
         "directory": str(run.directory.resolve()),
         "steps": run.rows[-1]["step"] if run.rows else 0,
-        "summary": sentences(run),
+        "headline": headline(run),
+        "facts": run.facts(),
         "alarms": alarms_of(run.rows),
         "series": {name: points for name, points in curves.items() if points[0]},
         "sets": list(run.sets.values()),

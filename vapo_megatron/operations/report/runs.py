@@ -2,10 +2,13 @@
 
 import json
 import re
+import time
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +55,23 @@ class Run:
             return {}
         return settings if isinstance(settings, dict) else {}
 
+    def facts(self) -> dict[str, str]:
+        """Date, preset, model, data and machine, as far as its files tell."""
+        settings, machine = self.settings, self.environment
+        sections = {name: section for name, section in settings.items() if isinstance(section, Mapping)}
+        data = sections.get("data", {}).get("train")
+        written = [self.directory / METRICS_FILE, self.directory / "evaluation.json"]
+        newest = max((path.stat().st_mtime for path in written if path.is_file()), default=None)
+        facts = {
+            "date": "" if newest is None else time.strftime("%Y-%m-%d %H:%M", time.localtime(newest)),
+            "preset": settings.get("preset"),
+            "model": sections.get("model", {}).get("path"),
+            "data": ", ".join(map(str, data)) if isinstance(data, list) else data,
+            "machine": machine.get("hostname") and f"{machine['hostname']} ({machine.get('cpu_cores')} cores)",
+            "commit": str(machine.get("commit") or "")[:10],
+        }
+        return {name: str(fact) for name, fact in facts.items() if fact}
+
     def samples(self) -> list[dict[str, Any]]:
         """Responses to browse, each with the `step` or `set` it is of: of some steps, from the first to the last.
 
@@ -85,9 +105,13 @@ class Run:
 
 
 def _within(path: Path, size: int) -> Iterator[dict[str, Any]]:
-    """The first rows of a file that take `size` bytes together."""
-    taken = 0
+    """Rows of a file that take `size` bytes together: the first response to each problem, then the second, and on."""
+    seen, rows, taken = Counter[str](), [], 0
     for _, row in islice(read_rows(path), 4096):
+        problem = str(row.get("group", row.get("id")))
+        rows.append((seen[problem], row))
+        seen[problem] += 1
+    for _, row in sorted(rows, key=itemgetter(0)):
         taken += len(json.dumps(row))
         if taken > size:
             return

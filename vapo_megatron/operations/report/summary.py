@@ -52,72 +52,39 @@ def phases(rows: Rows) -> list[dict[str, Any]]:
     return shares
 
 
-def sentences(run: Run) -> list[str]:
-    """What somebody who knows nothing of the run should be told first."""
-    parts = [_size(run), *_evaluations(run), _training(run), _critic(run), _time(run)]
-    if run.rows:
-        alarms = [alarm["name"].replace("_", " ") for alarm in alarms_of(run.rows)]
-        parts.append(f"Alarms: {', '.join(alarms)}." if alarms else "No alarm went off.")
-    return [sentence for sentence in parts if sentence]
-
-
-def _size(run: Run) -> str:
-    steps = [row for row in run.rows if row["step"] > 0]
-    if not steps:
-        return ""
-    algorithm = str(run.settings.get("preset") or "").upper().replace("_", " ")
-    section = run.settings.get("run")
-    planned = section.get("steps") if isinstance(section, dict) else None
-    of = f" of {planned}" if isinstance(planned, int) and planned != steps[-1]["step"] else ""
-    seconds = sum(row.get(names.STEP_TIME) or 0.0 for row in steps)
-    tokens = sum(row.get("rollout/tokens") or 0.0 for row in steps)
-    size = f"{steps[-1]['step']}{of} steps{' of ' + algorithm if algorithm else ''} in {duration(seconds)}"
-    return f"{size}, on {tokens:,.0f} response tokens." if tokens else f"{size}."
-
-
-def _evaluations(run: Run) -> list[str]:
-    lines = []
+def headline(run: Run) -> list[tuple[str, str, str]]:
+    """What somebody who knows nothing of the run should see first: label, figure, what stands beside it."""
+    figures = []
     for name, entry in run.sets.items():
         first = series(run.rows, f"{names.EVALUATION}{name}_avg@{entry['samples']}")[1]
-        before = f" (before training {first[0]:.3f})" if len(first) > 1 else ""
-        lines.append(
-            f"{name}: avg@{entry['samples']} {entry['avg_at_k']:.3f}{before}, 95 % interval [{entry['low']:.3f}, "
-            f"{entry['high']:.3f}] on {entry['problems']} problems; pass@{entry['samples']} {entry['pass_at_k']:.3f}."
-        )
-    return lines
-
-
-def _training(run: Run) -> str:
-    accuracy, length = (_ends(series(run.rows, name)[1]) for name in (names.ACCURACY, names.LENGTH))
-    if accuracy is None or length is None:
-        return ""
-    return (
-        f"From the first tenth of the steps to the last, training accuracy went from {accuracy[0]:.3f} to "
-        f"{accuracy[1]:.3f} and responses from {length[0]:,.0f} to {length[1]:,.0f} tokens."
-    )
-
-
-def _critic(run: Run) -> str:
-    critic, group, position, gain = (
+        before = f", before training {first[0]:.3f}" if len(first) > 1 else ""
+        interval = f"95 % interval {entry['low']:.3f} to {entry['high']:.3f}, {entry['problems']} problems{before}"
+        figures.append((f"{name}, avg@{entry['samples']}", f"{entry['avg_at_k']:.3f}", interval))
+    accuracy, critic, group, position = (
         _ends(series(run.rows, name)[1])
-        for name in (names.EXPLAINED_VARIANCE, names.BASELINE_LOO, names.BASELINE_POSITION, names.CRITIC_GAIN)
+        for name in (names.ACCURACY, names.EXPLAINED_VARIANCE, names.BASELINE_LOO, names.BASELINE_POSITION)
     )
-    if critic is None:
-        return ""
-    text = f"In the last tenth the critic explained {critic[1]:.0%} of the variance of returns"
-    if group is None or position is None:
-        return text + "."
-    text += f"; for free, the mean of the other responses explains {group[1]:.0%}, the position {position[1]:.0%}"
-    return text + (f"; beyond both the critic adds {gain[1]:.0%}." if gain is not None else ".")
-
-
-def _time(run: Run) -> str:
-    shares = phases(run.rows)
-    total = sum(row.get(names.STEP_TIME) or 0.0 for row in run.rows)
-    if sum(row["seconds"] for row in shares) < 0.5 * total or not total:
-        return ""  # a fine-tuning times little of what it does
-    longest = ", ".join(f"{row['name']} ({row['share']:.0%})" for row in shares[:3])
-    return f"Most of the time went into {longest}."
+    if accuracy is not None:
+        figures.append(("accuracy in training", f"{accuracy[1]:.3f}", f"last tenth of steps; first {accuracy[0]:.3f}"))
+    if critic is not None:
+        free = "of the variance of returns, last tenth"
+        if group is not None and position is not None:
+            free += f"; for free {max(group[1], position[1]):.0%}"
+        figures.append(("the critic explains", f"{critic[1]:.0%}", free))
+    steps = [row for row in run.rows if row["step"] > 0]
+    if steps:
+        planned = run.settings.get("run")
+        total = planned.get("steps") if isinstance(planned, dict) else None
+        seconds = sum(row.get(names.STEP_TIME) or 0.0 for row in steps)
+        tokens = sum(row.get("rollout/tokens") or 0.0 for row in steps)
+        size = f"in {duration(seconds)}" + (f", {tokens:,.0f} response tokens" if tokens else "")
+        figures.append(("steps", f"{steps[-1]['step']}{f' of {total}' if isinstance(total, int) else ''}", size))
+    if longest := phases(run.rows)[:1]:
+        figures.append(("longest phase", f"{longest[0]['share']:.0%}", longest[0]["name"]))
+    if run.rows:
+        alarms = [alarm["name"].replace("_", " ") for alarm in alarms_of(run.rows)]
+        figures.append(("alarms", str(len(alarms) or "none"), ", ".join(alarms)))
+    return figures
 
 
 def _ends(values: Sequence[float]) -> tuple[float, float] | None:

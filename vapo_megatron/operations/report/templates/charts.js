@@ -5,6 +5,16 @@
 const COLORS = ["#2563eb", "#ea7317", "#16a34a", "#9333ea", "#dc2626", "#0d9488", "#db2777", "#ca8a04", "#60a5fa", "#8b8b8b"];
 const SIZE = { width: 420, height: 210, left: 46, right: 10, top: 8, bottom: 24 };
 
+const colorOf = (run) => COLORS[run % COLORS.length];
+
+// A piece of a line as it is drawn in the charts.
+function swatch(color, dash = "", kind = "line") {
+  const mark = kind === "area" ? element("path", { d: "M0 1H22V9H0Z", fill: color, opacity: 0.8 })
+    : kind === "points" ? element("circle", { cx: 11, cy: 5, r: 3.4, fill: color })
+    : element("path", { d: "M0 5H22", stroke: color, "stroke-width": 1.8, "stroke-dasharray": dash });
+  return element("svg", { class: "swatch", viewBox: "0 0 22 10", width: 22, height: 10 }, mark);
+}
+
 // The only way to make an element: text is text, whatever is in it.
 function element(name, attributes = {}, ...children) {
   const svg = ["svg", "g", "path", "line", "text", "circle"].includes(name);
@@ -58,7 +68,7 @@ function linesOf(panel, runs) {
     const found = run.series[curve.metric];
     if (!found) return;
     const label = several ? (panel.curves.length > 1 ? run.name + ": " + curve.label : run.name) : curve.label;
-    const color = COLORS[(several ? r : c) % COLORS.length];
+    const color = colorOf(several ? r : c);
     const bounds = [curve.low, curve.high].map((name) => (name && run.series[name] ? run.series[name][1] : null));
     const bounded = bounds.every((values) => values && values.length === found[0].length);
     lines.push({ curve, label, color, dash: several ? dashes[c % dashes.length] : "", steps: found[0], values: found[1],
@@ -139,7 +149,7 @@ function drawLine(group, line, x, y) {
 function legendOf(panel, lines, step) {
   return lines.map((line) => {
     let text = line.label;
-    const mark = element("i", { style: "background:" + line.color });
+    const mark = swatch(line.color, line.dash, line.tops ? "area" : line.curve.points ? "points" : "line");
     if (step === null) return element("span", {}, mark, text);
     let near = 0;
     line.steps.forEach((at, i) => { if (Math.abs(at - step) < Math.abs(line.steps[near] - step)) near = i; });

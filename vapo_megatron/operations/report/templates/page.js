@@ -14,6 +14,15 @@ const share = (value) => (100 * value).toFixed(1) + " %";
 const interval = (value, low, high) => `${value.toFixed(3)} [${low.toFixed(3)}, ${high.toFixed(3)}]`;
 const titled = (id, title, ...parts) => element("section", { id }, element("h2", {}, title), ...parts);
 
+function comparisonSection(rows) {
+  const signed = (value) => (value > 0 ? "+" : "") + value.toFixed(3);
+  return rows.length ? titled("comparison", "Paired difference of evaluations", table(
+    ["first", "second", "set", "problems", "first avg@k", "second avg@k", "difference [95 %]", "better / worse", "p"],
+    rows.map((row) => [row.first, row.second, row.name, row.problems, row.a.toFixed(3), row.b.toFixed(3),
+      `${signed(row.difference)} [${signed(row.low)}, ${signed(row.high)}]`, `${row.better} / ${row.worse}`, row.p]), [3, 4, 5, 6, 7, 8]),
+    element("p", { class: "hint" }, "Problem by problem, of the last evaluation of each; p: sign-flip permutation test. vapo-megatron compare says whether sampling was alike.")) : null;
+}
+
 function evaluationSection(runs) {
   const several = runs.length > 1, found = runs.flatMap((run) => run.sets.map((set) => [run, set]));
   if (!found.length) return null;
@@ -54,6 +63,7 @@ function draw(data, live) {
   const sections = [
     alarms.length ? titled("alarms", "Alarms", table([...(several ? ["run"] : []), "alarm", "steps", "meaning", "look at first"],
       alarms.map(([run, row]) => [...(several ? [run.name] : []), element("b", { class: "wrong" }, row.name), row.steps, row.meaning, row.remedy]))) : null,
+    comparisonSection(data.comparisons),
     evaluationSection(runs),
     drawn.length ? titled("curves", "Curves", element("div", { class: "charts" }, drawn)) : null,
     timeSection(runs, live),
@@ -67,9 +77,13 @@ function draw(data, live) {
   const page = document.getElementById("page"), place = window.scrollY;
   page.replaceChildren(
     element("h1", {}, runs.map((run) => run.name).join(" · ")),
-    ...runs.map((run) => element("p", { class: "where" }, `${run.steps ? run.steps + " steps · " : ""}${run.directory}${live ? " · follows the run" : ""}`)),
+    ...runs.map((run, r) => element("p", { class: "where" }, several ? swatch(colorOf(r)) : null,
+      `${run.steps ? run.steps + " steps · " : ""}${run.directory}${live ? " · follows the run" : ""}`,
+      element("span", { class: "facts" }, Object.entries(run.facts).map(([name, fact]) => element("span", {}, name + " ", element("b", {}, fact)))))),
     element("nav", {}, sections.map((section) => element("a", { href: "#", "data-to": section.id }, section.querySelector("h2").textContent))),
-    ...runs.map((run) => element("div", { class: "summary" }, several ? element("h3", {}, run.name) : null, run.summary.map((line) => element("p", {}, line)))),
+    ...runs.map((run, r) => element("div", { class: "summary" }, several ? element("h3", {}, swatch(colorOf(r)), run.name) : null,
+      element("div", { class: "figures" }, run.headline.map(([label, figure, beside]) => element("div", {},
+        element("span", { class: "label" }, label), element("span", { class: "figure" }, figure), element("span", { class: "label" }, beside)))))),
     ...sections);
   page.querySelectorAll("nav a").forEach((link) => link.addEventListener("click", (event) => {
     event.preventDefault(); // what stands behind # is what is chosen of the samples

@@ -42,15 +42,27 @@ function tokensOf(estimates, colour) {
     ? { middle: 0, width: Math.max(Math.abs(low), Math.abs(high)) }
     : { middle: (low + high) / 2, width: (high - low) / 2 };
   const half = estimates.left_out ? estimates.tokens.length / 2 : -1;
+  const several = numbers.includes(null);
+  let turn = 0;
   return estimates.tokens.flatMap((text, i) => {
     const observed = numbers[i] === null;
+    const begins = several && (i === 0 || observed !== (numbers[i - 1] === null));
+    const value = estimates.values && !observed ? `, value ${short(estimates.values[i])}` : "";
+    const marker = begins ? [element("span", { class: "turn" }, observed ? "observed" : `turn ${++turn}${value}`)] : [];
     const said = observed ? "observed" : ["values", "advantages", "rewards"].filter((name) => estimates[name] && estimates[name][i] !== null)
       .map((name) => `${name.slice(0, -1)} ${short(estimates[name][i])}`).join(", ");
     const style = observed ? "opacity:0.6;font-style:italic" : `background:${tint(numbers[i], scale)}`;
     // A token that ends within a character, or is special, has no text of its own.
     const token = element("span", { class: "token", title: `token ${i < half || half < 0 ? i : i + estimates.left_out}: ${said}`, style }, text || "·");
-    return i === half ? [element("span", { class: "where" }, ` … ${estimates.left_out} tokens … `), token] : [token];
+    return [...(i === half ? [element("span", { class: "where" }, ` … ${estimates.left_out} tokens … `)] : []), ...marker, token];
   });
+}
+
+// An episode without estimates: what the policy wrote, tool calls and all, and what it was given.
+function turnsOf(turns) {
+  let turn = 0;
+  return turns.flatMap(({ observed, text }) => [element("span", { class: "turn" }, observed ? "observed" : `turn ${++turn}`),
+                                                element("span", observed ? { class: "observed" } : {}, text)]);
 }
 
 function sampleView(sample, colour) {
@@ -62,7 +74,7 @@ function sampleView(sample, colour) {
   return element("article", { class: "sample" },
     element("header", {}, element("span", { class: grade[0] }, grade[1]), facts.filter(Boolean).map((fact) => element("span", {}, String(fact)))),
     element("div", { class: "problem" }, `${sample.problem}\nground truth: ${sample.answer}`),
-    element("div", { class: "response" }, coloured ? tokensOf(sample.estimates, colour) : String(sample.response)));
+    element("div", { class: "response" }, coloured ? tokensOf(sample.estimates, colour) : sample.turns ? turnsOf(sample.turns) : String(sample.response)));
 }
 
 function select(name, value, options, redraw) {
