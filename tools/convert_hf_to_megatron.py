@@ -24,6 +24,9 @@ def main(
     value_outputs: Annotated[
         int, typer.Option(min=1, help="Numbers that a value head gives: 1, or the bins of algorithm.value_loss.")
     ] = 1,
+    adapter: Annotated[
+        Path | None, typer.Option(help="PEFT directory: of adapters on --hf, which are converted in its place.")
+    ] = None,
     dtype: DtypeOption = None,
     shard_gib: ShardSizeOption = 2.0,
 ) -> None:
@@ -33,13 +36,21 @@ def main(
             raise BadInput(
                 f"--value-outputs {value_outputs} with --head lm: a policy has no value head; give --head value"
             )
+        if head == "value" and adapter is not None:
+            raise BadInput("--adapter with --head value: a policy's adapters alone are read; leave --head out")
         check_absent(out)
         read_config(hf)
-        echo_conversion(hf, out, head, value_outputs, dtype, shard_gib)
+        echo_conversion(hf, out, head, value_outputs, adapter, dtype, shard_gib)
 
 
 def echo_conversion(
-    hf: Path, out: Path, head: Literal["lm", "value"], value_outputs: int, dtype: str | None, gib: float
+    hf: Path,
+    out: Path,
+    head: Literal["lm", "value"],
+    value_outputs: int,
+    adapter: Path | None,
+    dtype: str | None,
+    gib: float,
 ) -> None:
     """Convert, and say what came of it."""
     import torch
@@ -54,6 +65,7 @@ def echo_conversion(
             progress,
             head=head,
             value_outputs=value_outputs,
+            adapter_dir=adapter,
             dtype=getattr(torch, dtype) if dtype else None,
             shard_bytes=int(gib * 2**30),
         )

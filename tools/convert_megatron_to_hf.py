@@ -52,16 +52,22 @@ def main(
     checkpoint: Annotated[Path, typer.Option(help="A converted model, or a run's checkpoints/step_N.")],
     out: Annotated[Path, typer.Option(help="Directory to make; it must not exist.")],
     model: Annotated[Literal["actor", "critic"], typer.Option(help="Which model of a run's state.")] = "actor",
+    base: Annotated[
+        Path | None,
+        typer.Option(
+            help="Of adapters: Hugging Face directory to merge them into; without it PEFT's format comes out."
+        ),
+    ] = None,
     dtype: DtypeOption = None,
     shard_gib: ShardSizeOption = 2.0,
 ) -> None:
     """Write the whole directory, or nothing: of a policy ...ForCausalLM, of a critic ...ForTokenClassification."""
     with told_in_one_line("error"):
         check_absent(out)
-        echo_conversion(saved_model(checkpoint, model), out, dtype, shard_gib)
+        echo_conversion(saved_model(checkpoint, model), out, base, dtype, shard_gib)
 
 
-def echo_conversion(source: Path, out: Path, dtype: str | None, gib: float) -> None:
+def echo_conversion(source: Path, out: Path, base: Path | None, dtype: str | None, gib: float) -> None:
     """Convert, and say what came of it."""
     import torch
 
@@ -74,6 +80,7 @@ def echo_conversion(source: Path, out: Path, dtype: str | None, gib: float) -> N
             source,
             out,
             progress,
+            base=base,
             dtype=getattr(torch, dtype) if dtype else None,
             shard_bytes=int(gib * 2**30),
         )

@@ -10,9 +10,10 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factor
 from ranks import run_ranks
 
 from vapo_megatron.config.model import LayoutConfig
+from vapo_megatron.weights.mapping import entries
 from vapo_megatron.weights.spec import Head, read_spec
 from vapo_megatron.weights.torch_dist import model_state
-from vapo_megatron.weights.torch_dist_files import places
+from vapo_megatron.weights.torch_dist_files import place_of
 
 Part = tuple[str, tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 
@@ -49,7 +50,7 @@ def test_places_are_megatrons_own(tmp_path: Path, world_size: int, layout: Layou
         for key, shape, offsets, _ in (part for rank in ranks for part in rank[i]):
             full[key] = shape
             covered.setdefault(key, set()).add(tuple(offsets))
-        known = list(places(spec, head).values())
+        known = [place_of(entry, spec) for entry in entries(spec, head)]
         assert full.keys() == {place.key for place in known}
         for place in known:
             rows = spec.padded_vocab_size(layout.tp) if place.full[0] == spec.vocab_size else place.full[0]

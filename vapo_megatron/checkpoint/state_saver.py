@@ -237,7 +237,7 @@ class StateSaver:
             for key, saved in run.models.items():
                 model = saved.model
                 dtype = str(model.dtype).removeprefix("torch.")
-                base = None if model.adapter is None else base_identity(saved.source_dir)
+                base = None if model.adapter is None else (base_identity(saved.source_dir), model.adapter)
                 write_model_card(folder / key, model.spec, model.head, saved.source_dir, dtype, base)
 
         return [write_small, write_cards]

@@ -6,7 +6,7 @@ As above each other, and their Bs in the rows that the projections have in the f
 """
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -14,11 +14,16 @@ from typing import Any, Protocol
 
 from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 from megatron.core.utils import make_sharded_tensor_for_checkpoint, make_tp_sharded_tensor_for_checkpoint
+from pydantic import ValidationError
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import Module, Parameter
 
 from vapo_megatron.config.model import AdapterConfig
+from vapo_megatron.errors import BadInput
 from vapo_megatron.weights.hf_files import HFTensors
+from vapo_megatron.weights.hf_writer import save_tensors, write_json
 from vapo_megatron.weights.mapping import LAYERS, Entry, entries
 from vapo_megatron.weights.model_files import read_config
 from vapo_megatron.weights.rules import GateUp, Replicated, Row, Rule
@@ -27,6 +32,8 @@ from vapo_megatron.weights.spec import Head, ModelSpec
 # Of a weight's Hugging Face name, and what stands there in the names of its adapter's halves.
 _WEIGHT = ".weight"
 NAMES_IN_HF = {"a": ".lora_A.weight", "b": ".lora_B.weight"}
+# A PEFT directory: its files, and what its classes put before the names.
+PEFT_CONFIG, PEFT_WEIGHTS, PEFT_PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
 
 
 class Adapter(Protocol):
@@ -138,6 +145,64 @@ def sharded_adapters(chunk: Any) -> dict[str, Any]:
     return state
 
 
+def read_peft(folder: Path, spec: ModelSpec) -> tuple[AdapterConfig, dict[str, Tensor]]:
+    """A PEFT directory's adapters of a language model, each half by its Hugging Face name. Raises BadInput where it
+    holds anything else, or layers that Megatron fuses have adapters in part."""
+    path = folder / PEFT_CONFIG
+    settings = read_config(folder, PEFT_CONFIG)
+    for key, expected in (("peft_type", "LORA"), ("use_rslora", False), ("alpha_pattern", {})):
+        if settings.get(key, expected) not in (expected, None):
+            raise BadInput(f"{path}: {key} is {settings[key]!r}, expected {expected!r}: merge them into their model")
+    try:
+        held = load_file(folder / PEFT_WEIGHTS)
+    except (OSError, SafetensorError) as error:
+        raise BadInput(f"{folder / PEFT_WEIGHTS}: cannot be read ({error}); save the adapters again") from None
+    tensors = {name.removeprefix(PEFT_PREFIX): tensor for name, tensor in held.items()}
+    given = {"rank": settings.get("r"), "alpha": settings.get("lora_alpha")}
+    try:
+        whole = AdapterConfig.model_validate(given)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise BadInput(f"{path}: r or lora_alpha is {first['input']!r}: {first['msg']}") from None
+    # Experts have none.
+    possible = [name for name in whole.layers if not (spec.num_experts and name.startswith("linear_fc"))]
+    by_layer = {
+        name: {
+            half: shape
+            for entry in adapter_entries(spec, whole.model_copy(update={"layers": (name,)}))
+            for half, shape in zip(entry.hf, entry.rule.hf_shapes(spec), strict=True)
+        }
+        for name in possible
+    }
+    layers = tuple(name for name, shapes in by_layer.items() if shapes.keys() & tensors.keys())
+    shapes = {half: shape for name in layers for half, shape in by_layer[name].items()}
+    if wrong := sorted(shapes.keys() ^ tensors.keys()) or ([] if layers else [PEFT_WEIGHTS]):
+        problem = "is missing" if wrong[0] in shapes else "cannot be held"
+        raise BadInput(
+            f"{folder}: tensor {wrong[0]} {problem}; expected A and B of all projections of {' or '.join(possible)} in "
+            f"every layer of a {spec.family} model: merge the adapters into their model"
+        )
+    for name, shape in shapes.items():
+        if tuple(tensors[name].shape) != shape:
+            raise BadInput(f"{folder}: tensor {name} has shape {list(tensors[name].shape)}, expected {list(shape)}")
+    return whole.model_copy(update={"layers": layers}), tensors
+
+
+def write_peft(
+    folder: Path, tensors: Mapping[str, Tensor], config: AdapterConfig, spec: ModelSpec, head: Head, base: str
+) -> None:
+    """Write adapters as PEFT's PeftModel.from_pretrained reads them, a critic's head among them. tensors: by Hugging
+    Face names. base: the model that they adapt. Raises OSError."""
+    save_tensors({PEFT_PREFIX + name: tensor for name, tensor in tensors.items()}, folder / PEFT_WEIGHTS)
+    write_json(folder / PEFT_CONFIG, peft_config(config, spec, base, head))
+
+
+def merged_weight(name: str, weight: Tensor, halves: Mapping[str, Tensor], scale: float) -> Tensor:
+    """A Hugging Face weight with its adapter in it, where it has one: in float32, not rounded yet."""
+    a, b = (halves.get(name.removesuffix(_WEIGHT) + NAMES_IN_HF[half]) for half in "ab")
+    return weight if a is None or b is None else (b.float() @ a.float()).mul_(scale).add_(weight)
+
+
 @cache
 def base_identity(hf_dir: Path) -> str:
     """A digest of a model's type and of each tensor's name, shape and first row, which tells weights apart."""
@@ -150,14 +215,15 @@ def base_identity(hf_dir: Path) -> str:
     return digest.hexdigest()[:32]
 
 
-def peft_config(config: AdapterConfig, spec: ModelSpec, base: str) -> dict[str, Any]:
-    """adapter_config.json of PEFT for a language model's adapters."""
+def peft_config(config: AdapterConfig, spec: ModelSpec, base: str, head: Head = "lm") -> dict[str, Any]:
+    """adapter_config.json of PEFT."""
     projections = {
         name.removesuffix(_WEIGHT).rpartition(".")[2] for entry in adapted_entries(spec, config) for name in entry.hf
     }
     return {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
+        "task_type": "CAUSAL_LM" if head == "lm" else "TOKEN_CLS",
+        "modules_to_save": None if head == "lm" else ["score"],
         "base_model_name_or_path": base,
         "r": config.rank,
         "lora_alpha": config.alpha,

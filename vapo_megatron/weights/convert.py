@@ -15,6 +15,7 @@ from torch import Tensor
 
 from vapo_megatron.config.atomic import cannot_write
 from vapo_megatron.errors import BadInput
+from vapo_megatron.weights.adapters import adapter_entries, base_identity, merged_weight, read_peft, write_peft
 from vapo_megatron.weights.bucket import batches
 from vapo_megatron.weights.hf_files import HFTensors
 from vapo_megatron.weights.hf_writer import carried_files, exported_config, hf_writer, new_directory
@@ -23,8 +24,14 @@ from vapo_megatron.weights.mapping import Entry, entries
 from vapo_megatron.weights.model_files import read_config
 from vapo_megatron.weights.rules import Vocabulary
 from vapo_megatron.weights.spec import Head, ModelSpec, read_spec
-from vapo_megatron.weights.torch_dist import CONTENT_METADATA, OPTIMIZER_PREFIX, read_model_card, write_model_card
-from vapo_megatron.weights.torch_dist_files import LazyTensor, PartReader, place_of, places, write_parts
+from vapo_megatron.weights.torch_dist import (
+    CONTENT_METADATA,
+    OPTIMIZER_PREFIX,
+    ModelCard,
+    read_model_card,
+    write_model_card,
+)
+from vapo_megatron.weights.torch_dist_files import LazyTensor, PartReader, place_of, write_parts
 
 Advance = Callable[[int], None]
 BeginStage = Callable[[str, int], Advance]
@@ -55,6 +62,7 @@ def hf_to_megatron(
     *,
     head: Head = "lm",
     value_outputs: int = 1,
+    adapter_dir: Path | None = None,
     dtype: torch.dtype | None = None,
     shard_bytes: int = 2 << 30,
 ) -> Converted:
@@ -66,6 +74,7 @@ def hf_to_megatron(
         out: the directory to make.
         progress: shows how far it is.
         head, value_outputs: of the checkpoint, see ModelSpec.
+        adapter_dir: a PEFT directory of adapters of hf_dir, which the checkpoint then holds in place of the model.
         dtype: of the checkpoint; None keeps each tensor's.
         shard_bytes: bound on a file's tensors, and so on memory; a larger parameter has a file of its own.
 
@@ -73,8 +82,9 @@ def hf_to_megatron(
         BadInput: hf_dir cannot be used, out exists or cannot be written. Nothing is left.
     """
     spec = read_spec(hf_dir, value_outputs=value_outputs)
-    source = HFSource(hf_dir, spec, head, dtype)
-    model = entries(spec, head)
+    adapters = None if adapter_dir is None else PeftSource(adapter_dir, spec, dtype)
+    source = adapters or HFSource(hf_dir, spec, head, dtype)
+    model = source.entries
     total = sum(map(source.nbytes, model))
     with new_directory(out, replace=False) as folder:
         _check_space(out, total)
@@ -92,8 +102,9 @@ def hf_to_megatron(
             write_parts(folder, parts, {"content_metadata": CONTENT_METADATA})
         except RuntimeError as error:
             raise cannot_write(out, error) from None
-        write_model_card(folder, spec, head, hf_dir, str(source.dtype(model[0])).removeprefix("torch."))
-    return Converted(spec.parameter_count(head), total, len(parts), source.left_out)
+        base = None if adapters is None else (base_identity(hf_dir), adapters.config)
+        write_model_card(folder, spec, head, hf_dir, str(source.dtype(model[0])).removeprefix("torch."), base)
+    return Converted(sum(entry.rule.count(spec) for entry in model), total, len(parts), source.left_out)
 
 
 def megatron_to_hf(
@@ -101,38 +112,70 @@ def megatron_to_hf(
     out: Path,
     progress: BeginStage,
     *,
+    base: Path | None = None,
     dtype: torch.dtype | None = None,
     shard_bytes: int = 2 << 30,
 ) -> Converted:
     """Write a Hugging Face directory that transformers and SGLang load, from a checkpoint saved at any layout.
     Arguments and errors are those of hf_to_megatron, the other way round. A language model becomes ...ForCausalLM, a
-    value model ...ForTokenClassification with a label for each of its numbers."""
+    value model ...ForTokenClassification with a label for each of its numbers. Adapters are merged into base, a
+    Hugging Face directory of the weights that they adapt, or come out as a PEFT directory where there is none."""
     card = read_model_card(checkpoint)
-    if card.base is not None:
-        raise BadInput(
-            f"{checkpoint}: holds adapters and not the weights that they adapt: take the merged model that the run has "
-            "exported, in hf/ of its directory, or resume it with export.every=1"
-        )
-    spec, head = replace(card.spec, vocab_divisible_by=1), card.head
-    config = read_config(card.hf_dir)
+    card = replace(card, spec=replace(card.spec, vocab_divisible_by=1))
     reader = PartReader(checkpoint)
-    check_saved_model(reader, spec, head)
+    check_saved_model(reader, card)
+    spec, head = card.spec, card.head
+
+    def saved(entry: Entry) -> list[Tensor]:
+        return entry.rule.to_hf([reader.read(place_of(entry, spec))], spec)
+
+    trained: dict[str, Tensor] = {}
+    source: HFSource | None = None
+    if card.adapter is not None:
+        for entry in card.entries:
+            trained |= zip(entry.hf, saved(entry), strict=True)
+        if base is None:
+            return _write_adapters(out, trained, card, dtype)
+        if base_identity(base) != card.base:
+            raise BadInput(f"--base {base}: its weights are not those that the adapters in {checkpoint} belong to")
+        source = HFSource(base, spec, head, None)
+    elif base is not None:
+        raise BadInput(f"--base {base}: {checkpoint} holds a whole model and no adapters: leave it out")
 
     def dtype_of(entry: Entry) -> torch.dtype:
-        return entry.rule.cast(dtype, reader.dtype(place_of(entry, spec).key))
+        held = reader.dtype(place_of(entry, spec).key) if source is None else source.dtype(entry)
+        return entry.rule.cast(dtype, held)
+
+    def whole(entry: Entry) -> list[Tensor]:
+        if source is None or card.adapter is None:
+            return saved(entry)
+        if entry.hf[0] in trained:
+            return [trained[name] for name in entry.hf]
+        scale = card.adapter.alpha / card.adapter.rank
+        weights = zip(entry.hf, source.tensors(entry), strict=True)
+        return [merged_weight(name, weight, trained, scale) for name, weight in weights]
 
     model = entries(spec, head)
     total = sum(entry.rule.count(spec) * dtype_of(entry).itemsize for entry in model)
-    exported = exported_config(config, spec, head, dtype_of(model[0]))
+    exported = exported_config(read_config(card.hf_dir), spec, head, dtype_of(model[0]))
     with hf_writer(out, exported, card.hf_dir, carried_files(head), shard_bytes, replace=False) as writer:
         _check_space(out, total)
         advance = progress("writing", total)
         for entry in model:
-            tensors = entry.rule.to_hf([reader.read(place_of(entry, spec))], spec)
-            for name, tensor in zip(entry.hf, tensors, strict=True):
+            for name, tensor in zip(entry.hf, whole(entry), strict=True):
                 writer.add(name, tensor.to(dtype_of(entry)))
                 advance(tensor.numel() * dtype_of(entry).itemsize)
     return Converted(spec.parameter_count(head), total, writer.count)
+
+
+def _write_adapters(out: Path, tensors: dict[str, Tensor], card: ModelCard, dtype: torch.dtype | None) -> Converted:
+    assert card.adapter is not None
+    tensors = {name: tensor.to(dtype or tensor.dtype) for name, tensor in tensors.items()}
+    base = str(read_config(card.hf_dir).get("_name_or_path", ""))
+    with new_directory(out, replace=False) as folder:
+        write_peft(folder, tensors, card.adapter, card.spec, card.head, base)
+    sizes = [(tensor.numel(), tensor.nbytes) for tensor in tensors.values()]
+    return Converted(sum(count for count, _ in sizes), sum(nbytes for _, nbytes in sizes), 1)
 
 
 def _check_space(out: Path, nbytes: int) -> None:
@@ -159,8 +202,9 @@ class HFSource:
         value_head: Literal["new", "saved"] = "saved" if head == "value" and score_names(self._tensors) else "new"
         self._names = checked_names(self._tensors, spec, head, value_head)
         self.left_out = left_out_layers(self._tensors, spec)
+        self.entries = entries(spec, head)
         self._dtypes: dict[str, torch.dtype] = {}
-        for entry in entries(spec, head):
+        for entry in self.entries:
             for kept in {entry.rule.cast(dtype, self._dtype(name)) for name in entry.hf}:
                 key = place_of(entry, spec).key
                 if self._dtypes.setdefault(key, kept) != kept:
@@ -182,6 +226,10 @@ class HFSource:
         """Bytes of a parameter."""
         return entry.rule.count(self.spec) * self.dtype(entry).itemsize
 
+    def tensors(self, entry: Entry) -> list[Tensor]:
+        """The entry's Hugging Face tensors, whole, as the files have them."""
+        return [self._tensors[self._names[name]][:] for name in entry.hf]
+
     def parameter(self, entry: Entry) -> Tensor:
         """The entry's Megatron parameter, whole."""
         if entry.hf[0] not in self._names:
@@ -190,10 +238,31 @@ class HFSource:
         return entry.rule.to_shard(sources, self.spec, 0, 1).to(self.dtype(entry))
 
 
-def check_saved_model(reader: PartReader, spec: ModelSpec, head: Head) -> None:
+class PeftSource:
+    """As an HFSource the adapters of a PEFT directory."""
+
+    def __init__(self, folder: Path, spec: ModelSpec, dtype: torch.dtype | None) -> None:
+        self.spec, self.left_out = spec, ""
+        self.config, self._tensors = read_peft(folder, spec)
+        self.entries, self._dtype = adapter_entries(spec, self.config), dtype
+
+    def dtype(self, entry: Entry) -> torch.dtype:
+        """Of what parameter() gives."""
+        return self._dtype or self._tensors[entry.hf[0]].dtype
+
+    def nbytes(self, entry: Entry) -> int:
+        """Bytes of a parameter."""
+        return entry.rule.count(self.spec) * self.dtype(entry).itemsize
+
+    def parameter(self, entry: Entry) -> Tensor:
+        """The entry's Megatron parameter, whole."""
+        return entry.rule.to_shard([self._tensors[name] for name in entry.hf], self.spec, 0, 1).to(self.dtype(entry))
+
+
+def check_saved_model(reader: PartReader, card: ModelCard) -> None:
     """Raises BadInput where a checkpoint's keys and shapes are not those of the model, its optimizer's aside. A
     vocabulary's table may be longer than the vocabulary: it is padded to suit the layout that it was saved at."""
-    expected_places = places(spec, head)
+    expected_places = {entry: place_of(entry, card.spec) for entry in card.entries}
     expected = {place.key: place.full for place in expected_places.values()}
     padded = {place.key for entry, place in expected_places.items() if isinstance(entry.rule, Vocabulary)}
     saved = {key for key in reader.tensors if not key.startswith(OPTIMIZER_PREFIX)}
@@ -207,7 +276,7 @@ def check_saved_model(reader: PartReader, spec: ModelSpec, head: Head) -> None:
     if extra:
         raise BadInput(
             f"{reader.folder}: key {extra[0]} is not known ({len(extra)} are not), expected only those of a "
-            f"{spec.family} model (head {head}) and of its optimizer: model.json is not of this checkpoint"
+            f"{card.spec.family} model (head {card.head}) and of its optimizer: model.json is not of this checkpoint"
         )
     for key, full in expected.items():
         shape = tuple(reader.tensors[key].size)

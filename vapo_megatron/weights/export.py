@@ -16,7 +16,7 @@ from torch.nn import Module, Parameter
 from vapo_megatron.collectives import gather_values, on_rank_zero
 from vapo_megatron.config.model import AdapterConfig
 from vapo_megatron.errors import RunFailed
-from vapo_megatron.weights.adapters import adapter_entries, adapters_by_weight, local_adapters, peft_config
+from vapo_megatron.weights.adapters import PEFT_CONFIG, adapter_entries, adapters_by_weight, local_adapters, write_peft
 from vapo_megatron.weights.bucket import Bucket, DeviceSlots, SharedSlots, batches
 from vapo_megatron.weights.gather import ParamShard, PartTimes, ShardReader, assemble, lay_out_entries
 from vapo_megatron.weights.hf_writer import (
@@ -26,8 +26,6 @@ from vapo_megatron.weights.hf_writer import (
     exported_config,
     hf_writer,
     new_directory,
-    save_tensors,
-    write_json,
 )
 from vapo_megatron.weights.mapping import Entry, MeshView, entries, local_parameters
 from vapo_megatron.weights.model_files import read_config
@@ -170,12 +168,11 @@ def save_adapters(
     tensors: dict[str, Tensor] = {}
     for bucket in stream_adapters(chunks, spec, mesh, config) if mesh.in_first_model_parallel_group else ():
         if dist.get_rank() == 0:
-            tensors |= {f"base_model.model.{name}": tensor.to("cpu", copy=True) for name, tensor in bucket}
+            tensors |= {name: tensor.to("cpu", copy=True) for name, tensor in bucket}
 
     def write() -> None:
-        check_replaceable(out_dir, "adapter_config.json")
+        check_replaceable(out_dir, PEFT_CONFIG)
         with new_directory(out_dir) as folder:
-            save_tensors(tensors, folder / "adapter_model.safetensors")
-            write_json(folder / "adapter_config.json", peft_config(config, spec, str(source_dir)))
+            write_peft(folder, tensors, config, spec, "lm", str(source_dir))
 
     on_rank_zero(write)

@@ -9,11 +9,11 @@ from vapo_megatron.errors import BadInput
 CARD_FILE = "model.json"
 
 
-def read_config(hf_dir: Path) -> dict[str, Any]:
+def read_config(hf_dir: Path, name: str = "config.json") -> dict[str, Any]:
     """config.json of a Hugging Face directory. Raises BadInput where it is not there, or not a JSON object."""
-    path = hf_dir / "config.json"
+    path = hf_dir / name
     if not hf_dir.is_dir():
-        raise BadInput(f"{hf_dir}: no such directory; give a Hugging Face model directory (config.json, *.safetensors)")
+        raise BadInput(f"{hf_dir}: no such directory; give a Hugging Face model directory ({name}, *.safetensors)")
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -27,9 +27,11 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.nn import Module
 
 from vapo_megatron.config.atomic import atomic_write, cannot_write
+from vapo_megatron.config.model import AdapterConfig
 from vapo_megatron.errors import BadInput, RunFailed
-from vapo_megatron.weights.adapters import has_adapters, sharded_adapters
+from vapo_megatron.weights.adapters import adapter_entries, has_adapters, sharded_adapters
 from vapo_megatron.weights.hf_writer import CONFIG, GENERATION_CONFIG, TOKENIZER_FILES, copy_carried
+from vapo_megatron.weights.mapping import Entry, entries
 from vapo_megatron.weights.model_files import CARD_FILE
 from vapo_megatron.weights.spec import Head, ModelSpec
 
@@ -46,24 +48,33 @@ CONTENT_METADATA = {"singleton_local_shards": False, "chained_optim_avoid_prefix
 @dataclass(frozen=True)
 class ModelCard:
     """What a saved model is. spec.dtype is that of the Hugging Face directory it came from, dtype that of the saved
-    parameters; hf_dir has config.json, tokenizer and so on, without weights; base, of adapters, tells the frozen
-    weights that they belong to from others (adapters.base_identity)."""
+    parameters; hf_dir has config.json, tokenizer and so on, without weights. Of adapters: which they are, and base,
+    which tells the frozen weights that they belong to from others (adapters.base_identity)."""
 
     spec: ModelSpec
     head: Head
     dtype: str
     hf_dir: Path
     base: str | None = None
+    adapter: AdapterConfig | None = None
+
+    @property
+    def entries(self) -> list[Entry]:
+        """The parameters that the saved model holds, its optimizer's aside."""
+        if self.adapter is None:
+            return entries(self.spec, self.head)
+        trained_head = map(Entry, self.spec.head_rules("value") if self.head == "value" else ())
+        return [*adapter_entries(self.spec, self.adapter), *trained_head]
 
 
 def write_model_card(
-    folder: Path, spec: ModelSpec, head: Head, hf_dir: Path, dtype: str, base: str | None = None
+    folder: Path, spec: ModelSpec, head: Head, hf_dir: Path, dtype: str, base: tuple[str, AdapterConfig] | None = None
 ) -> None:
     """Write model.json and hf/ into a saved model's folder, which is made if it is not there: see ModelCard. hf_dir:
     config.json, generation config, tokenizer and chat template are copied from here. Raises BadInput where a file
     cannot be written."""
     card = {"format": FORMAT, "family": spec.family, "head": head, "dtype": dtype, "spec": asdict(spec)}
-    card |= {} if base is None else {"base": base}
+    card |= {} if base is None else {"base": base[0], "adapter": base[1].model_dump(mode="json")}
     try:
         copy_carried(hf_dir, folder / HF_FOLDER, (CONFIG, GENERATION_CONFIG, *TOKENIZER_FILES))
     except OSError as error:
@@ -90,6 +101,7 @@ def read_model_card(folder: Path) -> ModelCard:
             dtype=str(card["dtype"]),
             hf_dir=folder / HF_FOLDER,
             base=card.get("base"),
+            adapter=AdapterConfig.model_validate(card["adapter"]) if "base" in card else None,
         )
     except FileNotFoundError:
         raise BadInput(

@@ -32,8 +32,8 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, T
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from vapo_megatron.errors import BadInput
-from vapo_megatron.weights.mapping import FUSED_NAMES, LAYERS, Entry, entries
-from vapo_megatron.weights.spec import Head, ModelSpec
+from vapo_megatron.weights.mapping import ADAPTER, FUSED_NAMES, LAYERS, Entry
+from vapo_megatron.weights.spec import ModelSpec
 
 _FUSED = {separate: fused for fused, separate in FUSED_NAMES.items()}
 _EXPERTS = "mlp.experts."
@@ -68,6 +68,8 @@ def place_of(entry: Entry, spec: ModelSpec) -> Place:
     name = entry.rule.megatron
     if entry.layer is None:
         return Place(name, (), shape, shape)
+    if ADAPTER in name:
+        return Place(f"{LAYERS}{entry.layer}.{name}", (), shape, shape)
     stacked: tuple[int, ...] = ()
     full: tuple[int, ...] = ()
     if spec.dense_layers:
@@ -80,11 +82,6 @@ def place_of(entry: Entry, spec: ModelSpec) -> Place:
     if not (spec.has_experts(entry.layer) and name == _NORM_BEFORE_EXPERTS):
         name = _FUSED.get(name, name)
     return Place(layers + name, stacked, shape, (*full, *shape))
-
-
-def places(spec: ModelSpec, head: Head) -> dict[Entry, Place]:
-    """Every entry of a model with its place, from input to output."""
-    return {entry: place_of(entry, spec) for entry in entries(spec, head)}
 
 
 METADATA_FILE = ".metadata"
