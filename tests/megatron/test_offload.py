@@ -103,16 +103,16 @@ def test_views_and_shared_storages_come_back() -> None:
     }
     view, own = whole.view(3, 4), tensors["optimizer"][1]
     offloader = Offloader(lambda part: tensors[part], current_platform(), enabled=True)
-    assert [offloader.footprint(part).device for part in PARTS] == [48, 20, 12]
-    offloader.onload_only(())
+    assert [offloader.footprint()[part].device for part in PARTS] == [48, 20, 12]
+    offloader.onload_only()
     assert whole.untyped_storage().nbytes() == own.untyped_storage().nbytes() == 0
-    assert [offloader.footprint(part) for part in PARTS] == [Footprint(0, 48), Footprint(0, 0), Footprint(0, 12)]
-    offloader.onload_only(("weights",))
+    assert [offloader.footprint()[part] for part in PARTS] == [Footprint(0, 48), Footprint(0, 0), Footprint(0, 12)]
+    offloader.onload_only("weights")
     assert torch.equal(view, torch.arange(12.0).view(3, 4)) and own.untyped_storage().nbytes() == 0
     whole += 1
-    offloader.onload_only(PARTS)
+    offloader.onload_only(*PARTS)
     assert torch.equal(own, torch.full((3,), 7.0)) and torch.equal(tensors["gradients"][0], torch.zeros(5))
-    offloader.onload_only(())
+    offloader.onload_only()
     offloader.require("weights")
     assert torch.equal(view, torch.arange(12.0).view(3, 4) + 1)
 
@@ -120,8 +120,8 @@ def test_views_and_shared_storages_come_back() -> None:
 def test_without_leave_to_sleep_everything_stays() -> None:
     tensors: dict[Part, list[torch.Tensor]] = {part: [torch.ones(4)] for part in PARTS}
     offloader = Offloader(lambda part: tensors[part], current_platform(), enabled=False)
-    offloader.onload_only(())
-    assert offloader.onloaded == set(PARTS) and all(offloader.footprint(part) == Footprint(16, 0) for part in PARTS)
+    offloader.onload_only()
+    assert offloader.onloaded == set(PARTS) and all(offloader.footprint()[part] == Footprint(16, 0) for part in PARTS)
 
 
 class Model:

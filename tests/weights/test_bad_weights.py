@@ -42,7 +42,7 @@ def _nan(path: Path) -> None:
 def _untie(path: Path) -> None:
     def change(tensors: dict[str, torch.Tensor]) -> None:
         tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
-        tensors["lm_head.weight"][-1, -1] += 1e-3
+        tensors["lm_head.weight"] += 1e-3
 
     write_tensors(path, change)
     config = json.loads((path / "config.json").read_text())

@@ -5,7 +5,7 @@ Megatron's flat buffers, optimizer states and cached shards stay what they were.
 memory on a stream of their own; on the CPU the same code moves the same bytes.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal, Protocol, get_args
 
@@ -70,7 +70,8 @@ def distinct_storages(tensors: Iterable[Tensor]) -> dict[int, UntypedStorage]:
 
 
 class Offloader:
-    """Where the parts of one model are. Every method may be called at any time; what is where already stays."""
+    """Where the parts of one model are, or of what two models share. Every method may be called at any time; what is
+    where already stays."""
 
     def __init__(
         self,
@@ -94,7 +95,7 @@ class Offloader:
         """The parts that are on the device."""
         return frozenset(part for part in PARTS if part not in self._offloaded)
 
-    def onload_only(self, parts: Collection[Part]) -> None:
+    def onload_only(self, *parts: Part) -> None:
         """Have exactly these parts on the device. Those that return may still be on their way: see require()."""
         if not self._enabled:
             return
@@ -109,10 +110,10 @@ class Offloader:
             self._restore(part)
             self._queue.hold_computation_until(self._arriving.pop(part, None))
 
-    def footprint(self, part: Part) -> Footprint:
-        """Bytes of a part now."""
-        device = 0 if part in self._offloaded else sum(s.nbytes() for s in self._storages(part))
-        return Footprint(device, self._host[part].bytes)
+    def footprint(self) -> dict[Part, Footprint]:
+        """Bytes of each part now, by place."""
+        device = {part: sum(s.nbytes() for s in self._storages(part)) for part in self.onloaded}
+        return {part: Footprint(device.get(part, 0), self._host[part].bytes) for part in PARTS}
 
     def _storages(self, part: Part) -> list[UntypedStorage]:
         kind = self._platform.device_type
@@ -163,43 +164,6 @@ class Offloader:
                     target[offset : offset + span.numel()].copy_(span, non_blocking=True)
                 start += size
         self._arriving[part] = self._queue.mark()
-
-
-class SharedWeights:
-    """Frozen weights that two models have in common, once in memory; a model of its own to the memory plan."""
-
-    def __init__(
-        self, parameters: Iterable[Tensor], platform: Platform, enabled: bool, before_release: Callable[[], None]
-    ) -> None:
-        """parameters: those of both models, of one storage each. The others as for an Offloader."""
-        held = list(parameters)
-        self._held = {id(parameter) for parameter in held}
-        self._offloader = Offloader(
-            lambda part: (parameter.data for parameter in held) if part == "weights" else (),
-            platform,
-            enabled,
-            before_release,
-        )
-
-    def __contains__(self, parameter: Tensor) -> bool:
-        return id(parameter) in self._held
-
-    @property
-    def onloaded(self) -> frozenset[Part]:
-        """The parts that are on the device."""
-        return self._offloader.onloaded
-
-    def onload_only(self, *parts: Part) -> None:
-        """Have exactly these parts on the device."""
-        self._offloader.onload_only(parts)
-
-    def require(self) -> None:
-        """Before the weights are used."""
-        self._offloader.require("weights")
-
-    def footprint(self) -> dict[Part, Footprint]:
-        """Bytes of the weights now, by place."""
-        return {"weights": self._offloader.footprint("weights")}
 
 
 Phase = Literal[

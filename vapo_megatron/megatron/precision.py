@@ -75,16 +75,13 @@ def check_precision(
         )
     if model.dtype != "bfloat16":
         raise BadInput(f"{key} with dtype {model.dtype}: FP8 wants bfloat16 beside it, set model.dtype=bfloat16")
-    _check_layers(spec.num_layers // section.layout.pp, precision, name)
-    _check_shapes(spec, section.layout, precision, key)
-
-
-def _check_layers(layers: int, precision: PrecisionConfig, name: str) -> None:
+    layers = spec.num_layers // section.layout.pp
     if max(precision.bf16_layers) > layers:
         raise BadInput(
             f"{name}.precision.bf16_layers={list(precision.bf16_layers)} is above the {layers} layers of a pipeline "
             "stage: lower it"
         )
+    _check_shapes(spec, section.layout, precision, key)
 
 
 def _check_shapes(spec: ModelSpec, layout: LayoutConfig, precision: PrecisionConfig, key: str) -> None:

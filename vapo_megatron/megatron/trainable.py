@@ -21,7 +21,7 @@ from vapo_megatron.megatron.adapters import add_adapters, freeze_base, without_a
 from vapo_megatron.megatron.layer_spec import parameters_of
 from vapo_megatron.megatron.mesh import Mesh, check_model_layout
 from vapo_megatron.megatron.model import build_model, transformer_config
-from vapo_megatron.megatron.offload import PARTS, Footprint, Offloader, Part, SharedWeights, bytes_of, distinct_storages
+from vapo_megatron.megatron.offload import Footprint, Offloader, Part, bytes_of, distinct_storages
 from vapo_megatron.megatron.optimizer import GuardedStep, make_optimizer, optimizer_tensors, sum_model_grads, wrap
 from vapo_megatron.megatron.platform import current_platform
 from vapo_megatron.megatron.precision import check_trainable, drop_fp8_copies
@@ -88,12 +88,14 @@ class Trainable:
         asked = "auto" if name == "reference" and config.offload == "never" else config.offload
         self._sleeps = asked == "always" or (asked == "auto" and platform.is_cuda)
         self._offloader = Offloader(self._tensors, platform, self._sleeps, self._before_offload)
-        self.base: SharedWeights | None = None
+        # Frozen weights that two models have in common, once in memory; a model of its own to the memory plan.
+        self.base: Offloader | None = None
+        self._shared: set[int] = set()
 
-    def share_base(self, actor: "Trainable") -> SharedWeights:
+    def share_base(self, actor: "Trainable") -> Offloader:
         """Have the frozen weights of an actor with adapters in place of this critic's, which start from the same files
         at the same layout. Call once, before this model's weights are loaded, and while the actor's are onloaded."""
-        shared = []
+        shared: list[Tensor] = []
         for mine, theirs in zip(self._chunks, actor.chunks, strict=True):
             frozen = dict(theirs.named_parameters())
             for name, parameter in mine.named_parameters():
@@ -105,9 +107,12 @@ class Trainable:
             self._before_offload()
             actor._before_offload()
 
-        self.base = actor.base = SharedWeights(
-            shared, current_platform(), self._sleeps and actor._sleeps, before_release
-        )
+        def tensors(part: Part) -> Iterator[Tensor]:
+            return iter([parameter.data for parameter in shared] if part == "weights" else [])
+
+        self._shared = actor._shared = {id(parameter) for parameter in shared}
+        sleeps = self._sleeps and actor._sleeps
+        self.base = actor.base = Offloader(tensors, current_platform(), sleeps, before_release)
         return self.base
 
     def prepare(self, frozen: Sequence[str] = ()) -> None:
@@ -188,11 +193,11 @@ class Trainable:
 
     def onload_only(self, *parts: Part) -> None:
         """Have exactly these parts on the device; the rest is offloaded (see TrainableConfig.offload)."""
-        self._offloader.onload_only(parts)
+        self._offloader.onload_only(*parts)
 
     def footprint(self) -> dict[Part, Footprint]:
         """Bytes of each part now, by place."""
-        return {part: self._offloader.footprint(part) for part in PARTS}
+        return self._offloader.footprint()
 
     def _tensors(self, part: Part) -> Iterator[Tensor]:
         """The tensors of a part."""
@@ -200,7 +205,7 @@ class Trainable:
         if part == "weights":
             yield from (b.param_data for b in buffers if b.param_data is not None)
             for chunk in self._chunks:
-                yield from (p.data for p in chunk.parameters() if self.base is None or p not in self.base)
+                yield from (p.data for p in chunk.parameters() if id(p) not in self._shared)
         elif part == "gradients":
             yield from (b.grad_data for b in buffers)
         elif self._optimizer is not None:
@@ -209,7 +214,7 @@ class Trainable:
     def _require(self, *parts: Part) -> None:
         self._offloader.require(*parts)
         if self.base is not None:
-            self.base.require()
+            self.base.require("weights")
 
     def _before_offload(self) -> None:
         self._finish_gathering()

@@ -12,7 +12,7 @@ from vapo_megatron.collectives import on_rank_zero
 from vapo_megatron.config.policy import KlConfig
 from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.megatron.mesh import Mesh, make_mesh
-from vapo_megatron.megatron.offload import MemoryPlan, Offloadable, SharedWeights
+from vapo_megatron.megatron.offload import MemoryPlan, Offloadable, Offloader
 from vapo_megatron.megatron.probe import PROBE_FILE, Probe
 from vapo_megatron.megatron.trainable import Trainable
 from vapo_megatron.training.skipped_updates import SkippedUpdates
@@ -45,7 +45,7 @@ class Models:
     has_base_as_reference: bool = False
     sources: Mapping[str, Path] = field(default_factory=dict)
     saves_reference: bool = False
-    base: SharedWeights | None = None
+    base: Offloader | None = None
     shares_device: bool = True
     served: list[Tensor] | None = None
     memory: MemoryPlan = field(init=False)

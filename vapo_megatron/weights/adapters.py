@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 from megatron.core.utils import make_sharded_tensor_for_checkpoint, make_tp_sharded_tensor_for_checkpoint
@@ -34,17 +34,6 @@ _WEIGHT = ".weight"
 NAMES_IN_HF = {"a": ".lora_A.weight", "b": ".lora_B.weight"}
 # A PEFT directory: its files, and what its classes put before the names.
 PEFT_CONFIG, PEFT_WEIGHTS, PEFT_PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
-
-
-class Adapter(Protocol):
-    """The adapter of a linear layer, a module named `adapter` within it."""
-
-    rule: Rule
-    a: Parameter
-    b: Parameter
-
-    def merged(self, weight: Tensor) -> Tensor:
-        """The layer's weight with the adapter in it."""
 
 
 def linear_layer(rule: Rule) -> str | None:
@@ -105,8 +94,8 @@ def adapted_layers(chunk: Any) -> Iterator[tuple[str, int, Any]]:
             yield name, chunk.decoder.layers[index].layer_number - 1, module
 
 
-def adapters_by_weight(chunks: Sequence[Module]) -> dict[Parameter, Adapter]:
-    """The adapters of some chunks, by the weights they belong to."""
+def adapters_by_weight(chunks: Sequence[Module]) -> dict[Parameter, Any]:
+    """The adapters (megatron.adapters.LowRank) of some chunks, by the weights they belong to."""
     return {module.weight: module.adapter for chunk in chunks for _, _, module in adapted_layers(chunk)}
 
 
@@ -158,9 +147,8 @@ def read_peft(folder: Path, spec: ModelSpec) -> tuple[AdapterConfig, dict[str, T
     except (OSError, SafetensorError) as error:
         raise BadInput(f"{folder / PEFT_WEIGHTS}: cannot be read ({error}); save the adapters again") from None
     tensors = {name.removeprefix(PEFT_PREFIX): tensor for name, tensor in held.items()}
-    given = {"rank": settings.get("r"), "alpha": settings.get("lora_alpha")}
     try:
-        whole = AdapterConfig.model_validate(given)
+        whole = AdapterConfig.model_validate({"rank": settings.get("r"), "alpha": settings.get("lora_alpha")})
     except ValidationError as error:
         first = error.errors()[0]
         raise BadInput(f"{path}: r or lora_alpha is {first['input']!r}: {first['msg']}") from None

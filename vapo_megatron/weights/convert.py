@@ -3,7 +3,6 @@
 Names, shapes and dtypes are checked before anything is written; the output has its name only once it is whole.
 """
 
-import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -87,7 +86,6 @@ def hf_to_megatron(
     model = source.entries
     total = sum(map(source.nbytes, model))
     with new_directory(out, replace=False) as folder:
-        _check_space(out, total)
         advance = progress("writing", total)
 
         def parameter(entry: Entry) -> Tensor:
@@ -159,7 +157,6 @@ def megatron_to_hf(
     total = sum(entry.rule.count(spec) * dtype_of(entry).itemsize for entry in model)
     exported = exported_config(read_config(card.hf_dir), spec, head, dtype_of(model[0]))
     with hf_writer(out, exported, card.hf_dir, carried_files(head), shard_bytes, replace=False) as writer:
-        _check_space(out, total)
         advance = progress("writing", total)
         for entry in model:
             for name, tensor in zip(entry.hf, whole(entry), strict=True):
@@ -176,15 +173,6 @@ def _write_adapters(out: Path, tensors: dict[str, Tensor], card: ModelCard, dtyp
         write_peft(folder, tensors, card.adapter, card.spec, card.head, base)
     sizes = [(tensor.numel(), tensor.nbytes) for tensor in tensors.values()]
     return Converted(sum(count for count, _ in sizes), sum(nbytes for _, nbytes in sizes), 1)
-
-
-def _check_space(out: Path, nbytes: int) -> None:
-    free = shutil.disk_usage(out.parent).free
-    if nbytes > free:
-        raise BadInput(
-            f"{out}: {nbytes / 2**30:.1f} GiB are needed and {free / 2**30:.1f} GiB are free on its disk: free or name "
-            "another place"
-        )
 
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}

@@ -6,13 +6,13 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
-from vapo_megatron.weights.adapters import Adapter
 from vapo_megatron.weights.bucket import Bucket, Memory, Place, batches, lay_out
 from vapo_megatron.weights.mapping import Entry, MeshView
 from vapo_megatron.weights.spec import ModelSpec
@@ -63,7 +63,7 @@ class ShardReader:
     """What is gathered: this rank's parameters and their adapters, and their layout over ranks."""
 
     local: Mapping[Entry, Parameter]
-    adapters: Mapping[Parameter, Adapter]
+    adapters: Mapping[Parameter, Any]
     spec: ModelSpec
     mesh: MeshView
     device: torch.device

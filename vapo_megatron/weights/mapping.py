@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 from torch.nn import Module, Parameter
 
@@ -20,33 +20,15 @@ FUSED_NAMES = {
 LAYERS = "decoder.layers."
 # In the names of parameters that are no weights of the model but adapters of them (weights/adapters.py).
 ADAPTER = ".adapter."
+MeshView: TypeAlias = Any
+"""A megatron.mesh.Mesh: its process groups `pg`, sizes and this rank's place in them."""
+
 # An expert's parameter in its layer: under local layers a module of its own, under Transformer Engine's grouped ones a
 # numbered parameter. Either way the number counts the experts of this rank.
 _EXPERT_NAMES = (
     re.compile(r"mlp\.experts\.local_experts\.(?P<index>\d+)\.(?P<name>.+)"),
     re.compile(r"mlp\.experts\.(?P<name>linear_fc[12]\.weight)(?P<index>\d+)"),
 )
-
-
-class MeshView(Protocol):
-    """What is needed of a layout: its process groups (tp, pp, ...) and this rank's place in them."""
-
-    @property
-    def pg(self) -> Any: ...
-    @property
-    def tp_size(self) -> int: ...
-    @property
-    def tp_rank(self) -> int: ...
-    @property
-    def pp_size(self) -> int: ...
-    @property
-    def pp_rank(self) -> int: ...
-    @property
-    def ep_size(self) -> int: ...
-    @property
-    def ep_rank(self) -> int: ...
-    @property
-    def in_first_model_parallel_group(self) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -85,7 +67,7 @@ def local_parameters(
 ) -> list[tuple[Entry, Parameter]]:
     """The parameters of this rank's chunks, wrapped or not, each with its entry; adapters are not among them. A
     stage that keeps a copy of tied word embeddings yields it with the embedding's entry. Raises RunFailed where the
-    model was not built from this spec: a parameter that no rule knows, that has another shape, or that is not there."""
+    model was not built from this spec: a parameter that no rule knows, or that has another shape."""
     by_place = {(entry.rule.megatron, entry.layer, entry.expert): entry for entry in entries(spec, head)}
     if spec.tied and head == "lm":
         by_place[LM_HEAD.megatron, None, None] = Entry(EMBEDDING)
@@ -99,12 +81,6 @@ def local_parameters(
             if tuple(parameter.shape) != expected:
                 raise RunFailed(f"Megatron parameter {name}: shape {list(parameter.shape)}, expected {list(expected)}")
             parameters.append((entry, parameter))
-    held = {entry for entry, _ in parameters}
-    for layer, expert in {(entry.layer, entry.expert) for entry in held if entry.layer is not None}:
-        for rule in spec.layer_rules(layer) if expert is None else spec.table.expert:
-            if Entry(rule, layer, expert) not in held:
-                place_name = f"layer {layer}" if expert is None else f"layer {layer}, expert {expert}"
-                raise RunFailed(f"{place_name}: Megatron parameter {rule.megatron} is not there, expected by the spec")
     return parameters
 
 
