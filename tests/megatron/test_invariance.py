@@ -32,6 +32,7 @@ SPLITS: list[Split | tuple[Split, tuple[str, ...]]] = [
     Split(4, LayoutConfig(tp=2, pp=2), 40, recompute=FULL),
     Split(4, LayoutConfig(pp=2, vpp=2), 40, optimizer=OVERLAP),
     (Split(4, LayoutConfig(tp=4, sequence_parallel=True), 60), ("nll",)),
+    (Split(2, LayoutConfig(tp=2, sequence_parallel=True), 40), ("adapter", "adapter-value")),
     (Split(8, LayoutConfig(cp=8), 16), ("policy", "terminal")),
     (Split(8, LayoutConfig(tp=2, pp=2, cp=2, sequence_parallel=True), 40, optimizer=OVERLAP), ("policy", "value")),
     (
