@@ -15,6 +15,7 @@ from stub_engine import StubServer
 from vapo_megatron.config.rollout import RolloutConfig
 from vapo_megatron.engines import engine_home
 from vapo_megatron.engines.engine_home import HomedKeeper, HomeLost, keep_engines
+from vapo_megatron.engines.inside.heartbeat import stands_still
 from vapo_megatron.engines.keeper import ask_health
 from vapo_megatron.run.children import Companion
 
@@ -57,6 +58,8 @@ def test_a_home_that_is_stopped_is_named_and_another_one_takes_its_place(
     keeper = keeper_in(tmp_path)
     pid, address = home._process.pid, keeper.address
     os.kill(pid, signal.SIGSTOP)
+    while stands_still(pid) is None:  # the system takes a moment
+        time.sleep(0.01)
     started = time.monotonic()
     with pytest.raises(HomeLost, match="engine-home in `ps`\\) is stopped: it has done nothing for 3 s"):
         keeper.look()

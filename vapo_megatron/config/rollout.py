@@ -204,16 +204,12 @@ class RolloutConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _fp8_weights_come_with_the_send(self) -> "RolloutConfig":
+    def _engines_can_be_fed(self) -> "RolloutConfig":
         if self.quantization == "fp8" and self.load_format != "dummy":
             raise ValueError(
                 f"quantization=fp8 with load_format={self.load_format}: the checkpoint is not in FP8, "
                 "set load_format=dummy"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _engines_elsewhere_share_nothing(self) -> "RolloutConfig":
         if self.external_urls and self.sync.transport not in ("auto", "distributed"):
             raise ValueError(
                 f"sync.transport={self.sync.transport} with external_urls: their engines share no memory with the "
@@ -275,8 +271,10 @@ class RolloutConfig(Section):
         for name in value:
             if not name.replace("_", "").isalnum():
                 raise ValueError(f"server_args.{name}: write it as in chunked_prefill_size, without dashes")
-            if name in _SET_BY_US:
-                raise ValueError(f"server_args.{name} is set by the trainer: {_SET_BY_US[name]}")
+            if name in _SET_BY_US or name in cls.model_fields:
+                raise ValueError(
+                    f"server_args.{name} is set by the trainer: {_SET_BY_US.get(name, f'use rollout.{name}')}"
+                )
         return value
 
 
@@ -304,13 +302,7 @@ _SET_BY_US = {
     "weight_version": "it counts the weight syncs",
     "tp_size": "use rollout.tp",
     "dtype": "use model.dtype",
-    "load_format": "use rollout.load_format",
-    "quantization": "use rollout.quantization",
     "json_model_override_args": "it carries rollout.quantization",
-    "context_length": "use rollout.context_length",
-    "max_running_requests": "use rollout.max_running_requests",
-    "max_total_tokens": "use rollout.max_total_tokens",
-    "mem_fraction_static": "use rollout.mem_fraction_static",
     "enable_memory_saver": "it is on where engines and trainer share GPUs",
     "enable_deterministic_inference": "use rollout.deterministic",
     "enable_return_routed_experts": "use rollout.router_replay",

@@ -7,11 +7,11 @@ import json
 import math
 import struct
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from http import HTTPStatus
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import aiohttp
 import numpy as np
@@ -27,6 +27,8 @@ from vapo_megatron.engines.inside.strict_loading import BROADCAST_GROUP, LOAD_FO
 from vapo_megatron.engines.server import NO_WEIGHTS, EngineAddress
 from vapo_megatron.errors import BadInput, RunFailed, TryAgain, VapoError, reason_of
 from vapo_megatron.weights.routed_experts import ExpertChoices
+
+T = TypeVar("T")
 
 _OWNER_END = ":"
 _IDLE_POLL_SECONDS = 0.05
@@ -370,6 +372,21 @@ class EngineClient:
         if status >= HTTPStatus.INTERNAL_SERVER_ERROR:
             kind = EngineWrong
         return kind(f"{self.address}: {path} was refused (HTTP {status}): {first_line[:400]}")
+
+
+def ask(
+    address: EngineAddress, call: Callable[[EngineClient], Coroutine[Any, Any, T]], deadline: float = REQUEST_SECONDS
+) -> T:
+    """What one call to a server returns or raises, for those without an event loop."""
+
+    async def run() -> T:
+        client = EngineClient(address, deadline)
+        try:
+            return await call(client)
+        finally:
+            await client.close()
+
+    return asyncio.run(run())
 
 
 def _decoded(content: bytes) -> Any:

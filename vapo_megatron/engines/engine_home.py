@@ -3,7 +3,6 @@
 Ranks that are started again find their engines running; what earlier ranks have begun on them ends (take_over).
 """
 
-import asyncio
 import logging
 import multiprocessing
 import os
@@ -19,9 +18,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from vapo_megatron.config.rollout import RolloutConfig
+from vapo_megatron.engines.client import EngineClient, ask
 from vapo_megatron.engines.inside.heartbeat import stands_still
 from vapo_megatron.engines.keeper import EngineKeeper, Kept
-from vapo_megatron.engines.remote_engines import take_over
 from vapo_megatron.engines.server import EngineAddress, EngineServer
 from vapo_megatron.errors import RunFailed, TryAgain, VapoError
 
@@ -106,7 +105,7 @@ def _keep(
 def _take_over(keeper: EngineKeeper, config: RolloutConfig) -> None:
     if keeper.look().state == "serving":
         try:
-            asyncio.run(take_over(keeper.address, config.health.answer_s))
+            ask(keeper.address, EngineClient.take_over, config.health.answer_s)
             _logger.info("engine %s is taken over", keeper.address.url)
         except VapoError as error:
             keeper.fail(str(error))

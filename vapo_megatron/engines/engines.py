@@ -1,11 +1,10 @@
 """The engines of a run: asked for responses by rank 0, fed with weights by all."""
 
-import asyncio
 import itertools
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
@@ -322,17 +321,17 @@ class Engines:
 
     def _give(self, *tags: MemoryTag) -> bool:
         if self.share_device:
-            self._let_start(False)
-            self._ask_for_memory(EngineClient.release_memory, *tags)
+            self._placement.let_start(False)
+            self._placement.ask_for_memory(EngineClient.release_memory, tags)
             self._offloaded = set(tags)
         return self.share_device
 
     def onload(self, tag: MemoryTag) -> None:
         """Collective: the engines take memory again; "weights" before a weight sync, "kv_cache" after it."""
         if tag in self._offloaded:
-            self._ask_for_memory(EngineClient.resume_memory, tag)
+            self._placement.ask_for_memory(EngineClient.resume_memory, [tag])
             self._offloaded.discard(tag)
-            self._let_start(not self._offloaded)
+            self._placement.let_start(not self._offloaded)
 
     def close(self) -> None:
         """End this rank's server and connections."""
@@ -350,11 +349,6 @@ class Engines:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _let_start(self, allowed: bool) -> None:
-        """An engine that takes the place of another one takes all of its memory: only while the trainer gives it."""
-        if self._placement.keeper is not None:
-            self._placement.keeper.let_start(allowed)
 
     def _serving(self) -> dict[str, int]:
         """URLs of the engines that this rank feeds and that answer, and how often each was started again."""
@@ -405,24 +399,3 @@ class Engines:
                 )
             time.sleep(_POLL_SECONDS)
         return False
-
-    def _ask_for_memory(
-        self, call: Callable[[EngineClient, Sequence[MemoryTag]], Awaitable[None]], *tags: MemoryTag
-    ) -> None:
-        """Collective: this rank's server gives memory back, or takes it."""
-        current_platform().empty_cache()
-        keeper = self._placement.keeper
-        if keeper is not None and self._serving():
-            client = EngineClient(keeper.address)
-
-            async def ask() -> None:
-                try:
-                    await call(client, tags)
-                finally:
-                    await client.close()
-
-            try:
-                asyncio.run(ask())
-            except VapoError as error:
-                keeper.fail(str(error))
-        dist.barrier()

@@ -9,7 +9,7 @@ import json
 import math
 import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,7 @@ import torch.distributed as dist
 from vapo_megatron.collectives import gather_values, on_rank_zero
 from vapo_megatron.config.atomic import atomic_write
 from vapo_megatron.config.rollout import Dtype, RolloutConfig
-from vapo_megatron.engines.client import REQUEST_SECONDS, EngineClient
+from vapo_megatron.engines.client import REQUEST_SECONDS, EngineClient, MemoryTag, ask
 from vapo_megatron.engines.engine_home import HomedKeeper
 from vapo_megatron.engines.inside.broadcast_group import address_towards
 from vapo_megatron.engines.keeper import EngineKeeper, ExternalServer, Kept, is_named
@@ -33,7 +33,7 @@ from vapo_megatron.engines.weight_sync.transports import (
     SharedMemoryTransport,
     Transport,
 )
-from vapo_megatron.errors import BadInput
+from vapo_megatron.errors import BadInput, VapoError
 from vapo_megatron.megatron.mesh import world_timeout
 from vapo_megatron.megatron.platform import Platform
 from vapo_megatron.weights.fp8 import BlockFp8
@@ -180,6 +180,24 @@ class Placement:
             failed = [*(named or [keeper for keeper in external if keeper.is_unhealthy()] or external)]
         for keeper in failed:
             keeper.fail(cause, served)
+
+    def let_start(self, allowed: bool) -> None:
+        """An engine that takes the place of another one takes all of its memory: only while the trainer gives it."""
+        if self.keeper is not None:
+            self.keeper.let_start(allowed)
+
+    def ask_for_memory(
+        self, call: Callable[[EngineClient, Sequence[MemoryTag]], Coroutine[Any, Any, None]], tags: Sequence[MemoryTag]
+    ) -> None:
+        """Collective: this rank's server gives memory back, or takes it."""
+        self._platform.empty_cache()
+        keeper = self.keeper
+        if keeper is not None and keeper.look().state == "serving":
+            try:
+                ask(keeper.address, lambda client: call(client, tags))
+            except VapoError as error:
+                keeper.fail(str(error))
+        dist.barrier()
 
     def survived(self, url: str) -> None:
         """An engine has served from one weight sync to the next."""

@@ -4,7 +4,6 @@ Such an engine outlives the trainers that it serves, one after another. A traine
 is, and takes it over: what an earlier trainer may have begun on it ends. serve_engine() is that command.
 """
 
-import asyncio
 import dataclasses
 import logging
 import secrets
@@ -20,8 +19,8 @@ from pydantic import JsonValue, TypeAdapter
 from vapo_megatron.config.rollout import Dtype, RolloutConfig
 from vapo_megatron.config.run_directory import check_room
 from vapo_megatron.config.train import TrainConfig
-from vapo_megatron.engines.client import REQUEST_SECONDS, EngineClient
-from vapo_megatron.engines.engine_limits import engine_fp8, first_engine_devices
+from vapo_megatron.engines.client import EngineClient, ask
+from vapo_megatron.engines.engine_limits import engine_devices, engine_fp8
 from vapo_megatron.engines.keeper import EngineKeeper
 from vapo_megatron.engines.server import EngineAddress, EngineServer
 from vapo_megatron.errors import BadInput, TryAgain
@@ -78,12 +77,8 @@ def take_back(address: EngineAddress, answer_s: float, agreed: Mapping[str, Json
     Raises:
         BadInput, TryAgain: see take_over_engines.
     """
-
-    async def meet_and_take_over() -> None:
-        check_identity(address.url, await meet(address.url, address.key, answer_s), agreed)
-        await take_over(address)
-
-    asyncio.run(meet_and_take_over())
+    check_identity(address.url, meet(address.url, address.key, time.monotonic() + answer_s), agreed)
+    ask(address, EngineClient.take_over)
 
 
 def take_over_engines(config: RolloutConfig, agreed: Mapping[str, JsonValue]) -> tuple[tuple[EngineAddress, ...], bool]:
@@ -96,48 +91,39 @@ def take_over_engines(config: RolloutConfig, agreed: Mapping[str, JsonValue]) ->
         BadInput: one is no engine of ours, wants another key, or differs in something that must agree.
         TryAgain: one did not answer within rollout.start_timeout_s.
     """
-    owner, key = secrets.token_hex(4), config.api_key() or ""
-    return asyncio.run(_take_over_all(config, agreed, owner, key))
-
-
-async def _take_over_all(
-    config: RolloutConfig, agreed: Mapping[str, JsonValue], owner: str, key: str
-) -> tuple[tuple[EngineAddress, ...], bool]:
-    identities = await asyncio.gather(*(meet(url, key, config.start_timeout_s) for url in config.external_urls))
+    owner, key, end = secrets.token_hex(4), config.api_key() or "", time.monotonic() + config.start_timeout_s
+    identities = {url: meet(url, key, end) for url in config.external_urls}
     addresses = []
-    for url, identity in zip(config.external_urls, identities, strict=True):
+    for url, identity in identities.items():
         check_identity(url, identity, agreed)
         here = identity["host"] == socket.gethostname()
         log_file = identity["log_file"] if here else f"{identity['host']}:{identity['log_file']}"
         addresses.append(EngineAddress(url, log_file, key, owner))
-    await asyncio.gather(*(take_over(address) for address in addresses))
-    return tuple(addresses), all(identity["cuda"] for identity in identities)
+    for address in addresses:
+        ask(address, EngineClient.take_over)
+    return tuple(addresses), all(identity["cuda"] for identity in identities.values())
 
 
-async def meet(url: str, key: str, deadline: float) -> dict[str, Any]:
-    """What an engine tells of itself, once it answers.
+def meet(url: str, key: str, end: float) -> dict[str, Any]:
+    """What an engine tells of itself, once it answers. end: time.monotonic() at which nobody waits any more.
 
     Raises:
         BadInput: it is no engine of ours, or wants another key.
-        TryAgain: it did not answer within so many seconds.
+        TryAgain: it did not answer.
     """
-    client = EngineClient(EngineAddress(url, "that of `vapo-megatron engine` there", key), _ANSWER_SECONDS)
-    end = time.monotonic() + deadline
-    try:
-        while True:
-            try:
-                identity = await client.identity()
-                break
-            except TryAgain as error:
-                if time.monotonic() > end:
-                    raise TryAgain(
-                        f"rollout.external_urls: {url} did not answer within rollout.start_timeout_s={deadline:g} s "
-                        f"({str(error.__cause__ or error.__context__ or 'silent').splitlines()[0]}): start "
-                        "`vapo-megatron engine` there, or take it out"
-                    ) from None
-                await asyncio.sleep(_POLL_SECONDS)
-    finally:
-        await client.close()
+    address = EngineAddress(url, "that of `vapo-megatron engine` there", key)
+    while True:
+        try:
+            identity = ask(address, EngineClient.identity, _ANSWER_SECONDS)
+            break
+        except TryAgain as error:
+            if time.monotonic() > end:
+                cause = str(error.__cause__ or error.__context__ or "silent").splitlines()[0]
+                raise TryAgain(
+                    f"rollout.external_urls: {url} did not answer within rollout.start_timeout_s ({cause}): start "
+                    "`vapo-megatron engine` there, or take it out"
+                ) from None
+            time.sleep(_POLL_SECONDS)
     if identity is None or "protocol" not in identity:
         raise BadInput(f"rollout.external_urls: {url} is no engine of ours: start it by `vapo-megatron engine`")
     if identity["protocol"] != PROTOCOL:
@@ -146,15 +132,6 @@ async def meet(url: str, key: str, deadline: float) -> dict[str, Any]:
             f"version {PROTOCOL}: start both from one version of vapo_megatron"
         )
     return identity
-
-
-async def take_over(address: EngineAddress, deadline: float = REQUEST_SECONDS) -> None:
-    """EngineClient.take_over, within so many seconds."""
-    client = EngineClient(address, deadline)
-    try:
-        await client.take_over()
-    finally:
-        await client.close()
 
 
 def check_identity(url: str, identity: Mapping[str, Any], agreed: Mapping[str, JsonValue]) -> None:
@@ -191,7 +168,7 @@ def serve_engine(config: TrainConfig, host: str, port: int) -> None:
             "machine: name an environment variable that holds a key of yours"
         )
     rollout = config.rollout
-    devices = first_engine_devices(rollout.tp, current_platform())
+    devices = engine_devices(rollout, current_platform())[0]
     spec = read_spec(Path(config.model.path))
     fp8 = engine_fp8(rollout, config.actor.precision, spec)
     check_room(Path(config.run.directory))

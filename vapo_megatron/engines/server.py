@@ -252,21 +252,19 @@ class EngineServer:
         """
         if self._process is None:
             self.start()
-        assert self._process is not None
-        deadline = self._started_at + self._config.start_timeout_s
+        limit = self._config.start_timeout_s
         while not self.is_ready():
-            code = self._process.poll()
-            if code is not None:
-                self.stop()
-                raise RunFailed(
-                    f"{self._log_file}: the server ended while starting ({_describe(code)}): {self.address.cause()}"
+            problem = None
+            if (ended := self.ended()) is not None:
+                problem = f"the server ended while starting ({ended})"
+            elif time.monotonic() > self._started_at + limit:
+                problem = (
+                    f"the server did not answer within rollout.start_timeout_s={limit:g} s (raise it for a large "
+                    f"model): {self.address.cause()}"
                 )
-            if time.monotonic() > deadline:
+            if problem is not None:
                 self.stop()
-                raise RunFailed(
-                    f"{self._log_file}: the server did not answer within rollout.start_timeout_s="
-                    f"{self._config.start_timeout_s:g} s (raise it for a large model): {self.address.cause()}"
-                )
+                raise RunFailed(f"{self._log_file}: {problem}")
             time.sleep(_POLL_SECONDS)
 
     def end(self, cause: str) -> Path:

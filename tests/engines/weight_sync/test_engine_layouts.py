@@ -29,8 +29,7 @@ DEADLINE = 120.0
 
 @pytest.mark.parametrize("server_args", [{"ep_size": 2}, {"attn_dp_size": 2}])
 def test_an_engine_computes_what_the_trainer_does(tmp_path: Path, server_args: dict[str, Any]) -> None:
-    """One key-value head, which both ranks hold."""
-    before, after = (make_moe(seed, num_key_value_heads=1) for seed in (1, 2))
+    before, after = (make_moe(seed, num_key_value_heads=2) for seed in (1, 2))
     paths = {model: tmp_path / name for model, name in ((before, "before"), (after, "after"))}
     for model, path in paths.items():
         model.save_pretrained(path)

@@ -295,30 +295,11 @@ def _batched_extend(per_request: Callable[..., torch.Tensor]) -> Callable[..., t
 # --- models over several ranks ---------------------------------------------------------------------------------------
 
 
-def shard_as_on_gpus() -> None:
-    """Copies of key-value heads, and experts on several ranks, which SGLang has for GPUs alone; in schedulers."""
+def share_experts() -> None:
+    """Experts on several ranks, which SGLang has for GPUs alone; in schedulers."""
     from sglang.srt.layers.moe import fused_moe_native
-    from sglang.srt.model_executor import model_runner
 
-    model_runner.adjust_config_with_unaligned_cpu_tp = _copying_heads(model_runner.adjust_config_with_unaligned_cpu_tp)
     fused_moe_native.moe_forward_native = _with_own_experts(fused_moe_native.moe_forward_native)
-
-
-def _copying_heads(adjust: Callable[..., Any]) -> Callable[..., Any]:
-    """On CPUs SGLang pads key-value heads to as many as there are ranks, query heads with them, where others copy."""
-
-    def adjusted(model_config: Any, load_config: Any, tp_size: int) -> Any:
-        heads = model_config.get_total_num_kv_heads()
-        if tp_size <= heads or tp_size % heads or model_config.num_attention_heads % tp_size:
-            return adjust(model_config, load_config, tp_size)
-        model_config.get_total_num_kv_heads = lambda: tp_size
-        adjusted_config = adjust(model_config, load_config, tp_size)
-        del model_config.get_total_num_kv_heads
-        for config in (adjusted_config.hf_config, adjusted_config.hf_text_config):
-            config.original_total_num_kv_heads = heads
-        return adjusted_config
-
-    return adjusted
 
 
 def _with_own_experts(forward: Callable[..., Any]) -> Callable[..., Any]:

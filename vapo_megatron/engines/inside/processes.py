@@ -124,7 +124,7 @@ def run_scheduler(*args: Any, **kwargs: Any) -> None:
     install_strict_loading()
     if _on_cpu:
         install_cpu_fp8()
-        cpu_shim.shard_as_on_gpus()
+        cpu_shim.share_experts()
     run_scheduler_process(*args, **kwargs)
 
 
