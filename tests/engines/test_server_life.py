@@ -176,11 +176,11 @@ def test_the_folder_of_a_server_whose_owner_and_guard_were_killed_goes_with_the_
 def test_the_cause_in_a_log_is_its_last_exception(tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.write_text("Traceback (most recent call last):\n  File x\nValueError: bad shape\n\nbye\n")
-    assert cause_in_log(log) == "ValueError: bad shape"
+    assert cause_in_log(log) == 'its log says "ValueError: bad shape"'
     log.write_text('ValueError: bad shape\n"GET /x HTTP/1.1" 200\n')
-    assert cause_in_log(log) == "ValueError: bad shape"
+    assert cause_in_log(log) == 'its log says "ValueError: bad shape"'
     log.write_text("one\ntwo\n")
-    assert cause_in_log(log) == "two"
+    assert cause_in_log(log) == 'its log says "two"'
     log.write_text("")
     assert cause_in_log(log) == "its log does not say why"
     assert "cannot be read" in cause_in_log(tmp_path / "none")

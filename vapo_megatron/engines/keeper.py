@@ -214,14 +214,15 @@ class EngineKeeper:
     def _wrong(self) -> str | None:
         """What is wrong with a server that serves. Not under the lock: it may take seconds."""
         if (ended := self._server.ended()) is not None:
-            return f"it ended ({ended})"
+            return f"its HTTP server ended ({ended})"
         if (lost := self._server.lost()) is not None:
             return lost
         now = time.monotonic()
         health = ask_health(self.address, LOOK_SECONDS)
         if health is None:
             silent = now - self._answered
-            return f"it has not answered for {silent:.0f} s" if silent > self._health.answer_s else None
+            limit = self._health.answer_s
+            return f"it has not answered for {silent:.0f} s (limit {limit:g} s)" if silent > limit else None
         self._answered = now
         return what_is_wrong(health, self._config)
 
@@ -232,12 +233,14 @@ class EngineKeeper:
         self._in_a_row += 1
         self._cause = cause if is_named(self.address.url, cause) else f"{self.address.url}: {cause}"
         given_up = self._in_a_row > self._health.max_failures
-        then = "it is not taken again" if given_up else "it is left out until it is back"
+        then = "it is given up" if given_up else "other engines get its groups until it serves again"
         if self.when_lost is not None:
             self.when_lost(self.address.url)
         log = self._server.end(cause)
         self._ended = time.monotonic()
-        _logger.warning("engine %s (log %s): %s, failure %d", self._cause, log, then, self._in_a_row)
+        _logger.warning(
+            "engine %s; it was ended (log: %s) and %s; failures in a row: %d", self._cause, log, then, self._in_a_row
+        )
         self._state = "given up" if given_up else "waiting"
         if not given_up and self._may_start:
             self._start_again()

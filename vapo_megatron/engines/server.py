@@ -67,12 +67,12 @@ class EngineAddress:
         return f"{self.url} (log {self.log_file})"
 
     def cause(self) -> str:
-        """The line of the log that most likely says why the server failed."""
+        """What the log says of why the server failed, in words."""
         return cause_in_log(Path(self.log_file))
 
 
 def cause_in_log(log_file: Path) -> str:
-    """The last exception that a log tells of, else its last line that is not routine."""
+    """The last exception that a log tells of, else its last line that is not routine, quoted in a clause."""
     try:
         with log_file.open("rb") as log:
             log.seek(max(0, log.seek(0, os.SEEK_END) - _LOG_END))
@@ -81,8 +81,8 @@ def cause_in_log(log_file: Path) -> str:
         return f"its log cannot be read: {error.strerror}"
     lines = [line.strip() for line in lines if not _ROUTINE.match(line)]
     exceptions = [line for line in lines if re.match(r"[\w.]*(Error|Exception|Killed)\b", line)]
-    last = (exceptions or lines or ["its log does not say why"])[-1]
-    return last[:400]
+    last = exceptions or lines
+    return f'its log says "{last[-1][:400]}"' if last else "its log does not say why"
 
 
 class EngineServer:
@@ -209,7 +209,7 @@ class EngineServer:
     def ended(self) -> str | None:
         """Why the server that was started is no more; None while it is."""
         code = None if self._process is None else self._process.poll()
-        return None if code is None else f"{_describe(code)}: {self.address.cause()}"
+        return None if code is None else f"{_describe(code)}; {self.address.cause()}"
 
     def lost(self) -> str | None:
         """A process of the server that is dead or stopped, in words; None where there is none. Asks nobody."""
