@@ -62,7 +62,7 @@ def is_alive(pid: int) -> bool:
     [
         ("scheduler", signal.SIGKILL, r"its scheduler \(process \d+\) is dead"),
         ("scheduler", signal.SIGSTOP, r"its scheduler \(process \d+\) is stopped"),
-        ("server", signal.SIGKILL, r"it ended \(exit code -9\)"),
+        ("server", signal.SIGKILL, r"its HTTP server ended \(exit code -9\)"),
         ("server", signal.SIGSTOP, r"it has not answered for [23] s"),
     ],
 )

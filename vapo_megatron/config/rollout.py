@@ -20,7 +20,7 @@ class SamplingConfig(Section):
 
 
 class SyncConfig(Section):
-    """The weight sync of weights to the engines, and the comparison that follows each."""
+    """How weights are copied to the engines, and the comparison that follows."""
 
     transport: TransportName = Field(
         "auto",

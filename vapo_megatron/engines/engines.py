@@ -262,7 +262,7 @@ class Engines:
             EnginesFailed: on all ranks, where none is left.
         """
         if dist.get_rank() == 0:
-            self.dispatcher.when_stranded = self._call_others if self._sync_again is not None else None
+            self.dispatcher.when_stranded = self._bring_back if self._sync_again is not None else None
             yield
             self.dispatcher.when_stranded = None
             broadcast_value(False)
@@ -275,14 +275,11 @@ class Engines:
         """Say how engines that have taken the place of others get the weights of `version`; collective."""
         self._sync_again = sync_again
 
-    def _call_others(self) -> None:
-        """On rank 0, which is within attended(): no engine is left that has the weights."""
-        broadcast_value(True)
-        self._bring_back()
-
     def _bring_back(self) -> None:
-        """Collective: engines have the weights of `version` again when this returns."""
+        """Collective, within attended(): engines have the weights of `version` again when this returns."""
         assert self._sync_again is not None
+        if dist.get_rank() == 0:  # the others wait to be called
+            broadcast_value(True)
         self._sync_again()
         if self.failure is not None:
             raise self.failure

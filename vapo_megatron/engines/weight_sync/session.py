@@ -1,4 +1,4 @@
-"""The weight sync of the trainer's weights to servers, and the proof that they arrived."""
+"""Copies the trainer's weights to servers, and proves that they arrived."""
 
 import asyncio
 import itertools
