@@ -64,7 +64,10 @@ class SampleWriter:
         """
         if self._decode is None:
             return
-        for number in _of_both_kinds([sample for _, sample in self._kept], self._with_tokens):
+        # The first responses to many problems rather than many to one.
+        order = sorted(range(len(self._kept)), key=lambda number: self._kept[number][1].index)
+        chosen = _of_both_kinds([self._kept[number][1] for number in order], self._with_tokens)
+        for number in (order[place] for place in chosen):
             place, sample = self._kept[number]
             start, count = int(cu_seqlens[place]), len(sample.response_ids)
             head = count if count <= LONGEST else LONGEST // 2

@@ -69,7 +69,7 @@ def headline(run: Run) -> list[tuple[str, str, str]]:
     if critic is not None:
         free = "of the variance of returns, last tenth"
         if group is not None and position is not None:
-            free += f"; for free {max(group[1], position[1]):.0%}"
+            free += f"; for free {max(group[1], position[1], 0.0):.0%}"
         figures.append(("the critic explains", f"{critic[1]:.0%}", free))
     steps = [row for row in run.rows if row["step"] > 0]
     if steps:

@@ -62,7 +62,7 @@ function draw(data, live) {
     .map((panel) => chart(panel, runs)).filter(Boolean);
   const sections = [
     alarms.length ? titled("alarms", "Alarms", table([...(several ? ["run"] : []), "alarm", "steps", "meaning", "look at first"],
-      alarms.map(([run, row]) => [...(several ? [run.name] : []), element("b", { class: "wrong" }, row.name), row.steps, row.meaning, row.remedy]))) : null,
+      alarms.map(([run, row]) => [...(several ? [run.name] : []), element("b", { class: "wrong" }, row.name), row.steps, row.meaning, row.remedy.replaceAll("`", "")]))) : null,
     comparisonSection(data.comparisons),
     evaluationSection(runs),
     drawn.length ? titled("curves", "Curves", element("div", { class: "charts" }, drawn)) : null,
