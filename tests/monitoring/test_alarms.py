@@ -46,7 +46,6 @@ def healthy(step: int, noise: random.Random) -> Row:
         "critic/grad_norm": noisy(2.0, 0.4),
         "skipped_updates/total": 1.0,
         "skipped_updates/unfinished": 1.0,
-        "rollout/engine_failures": 0.0,
         "agent/broken": 0.01,
         "agent/turns": noisy(1 + 3 * (1 - done / 2)),
         "critic/gain": 0.1 + noise.gauss(0, 0.08),
@@ -73,8 +72,6 @@ UNHEALTHY: dict[str, tuple[Callable[[Row, int], Row], int]] = {
     "skipped_updates": (lambda row, since: {"skipped_updates/total": 2.0, "skipped_updates/nonfinite_loss": 1.0}, 1),
     "truncated_text": (lambda row, since: {"response_length/truncated": 0.6}, 3),
     "failed_grades": (lambda row, since: {"reward/failed": 0.06}, 1),
-    "engine_failures": (lambda row, since: {"rollout/engine_failures": 1.0}, 1),
-    "records_refused": (lambda row, since: {"tracking/failures": since + 1.0}, 1),
     "broken_episodes": (lambda row, since: {"agent/broken": 0.1}, 3),
     "tools_unused": (lambda row, since: {"agent/turns": 1 + 2 * 0.7**since}, 8),
 }

@@ -9,9 +9,8 @@ import pytest
 from vapo_megatron.errors import BadInput
 from vapo_megatron.monitoring.facts import environment_facts
 from vapo_megatron.operations.report.panels import panels_of, series
-from vapo_megatron.operations.report.report import write_report
+from vapo_megatron.operations.report.report import headline, write_report
 from vapo_megatron.operations.report.runs import Run, read_run
-from vapo_megatron.operations.report.summary import headline, summarise
 
 
 def row(step: int, **metrics: float | None) -> dict[str, Any]:
@@ -27,11 +26,6 @@ def run_dir(tmp_path: Path, rows: list[dict[str, Any]]) -> Path:
 
 def titles(rows: list[dict[str, Any]]) -> list[str]:
     return [panel.title for panel in panels_of(rows)]
-
-
-def test_table_gives_first_best_and_last() -> None:
-    rows = [row(step, accuracy__mean=share) for step, share in ((1, 0.1), (2, 0.5), (3, None), (4, 0.2))]
-    assert summarise(rows) == [("accuracy/mean", "0.1 (step 1)", "0.5 (step 2)", "0.2 (step 4)")]
 
 
 def test_only_panels_with_figures_are_drawn() -> None:

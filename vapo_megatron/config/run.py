@@ -158,8 +158,6 @@ AlarmName = Literal[
     "skipped_updates",
     "truncated_text",
     "failed_grades",
-    "engine_failures",
-    "records_refused",
     "broken_episodes",
     "tools_unused",
 ]

@@ -291,25 +291,6 @@ def failed_grades(history: History) -> str | None:
 
 
 @_alarm(
-    "`rollout/engine_failures` above 0", "the logs named in the console, `logs/engine_*.ended*.log`: memory, the device"
-)
-def engine_failures(history: History) -> str | None:
-    """An engine died, stood still or computed something else, and was started again (operations.md)."""
-    failures = history.newest.get(names.ENGINE_FAILURES)
-    return f"{failures:.0f} engine failures since the last weight sync" if failures else None
-
-
-@_alarm(
-    "`tracking/failures` above that of the step before",
-    "the warnings in the console name the files and the causes: room on their disk, permissions",
-)
-def records_refused(history: History) -> str | None:
-    """Samples, metrics or charts cannot be written; training goes on without them."""
-    before, now = [0.0, 0.0, *history.values(names.TRACKER_FAILURES)][-2:]
-    return f"{now:.0f} so far" if now > before else None
-
-
-@_alarm(
     "`agent/broken` above 0.05 (median of 3 steps)",
     "`agent/broken_<cause>` says why, the warnings name rows; `rollout.episode`, the agent and what it calls",
 )

@@ -1,8 +1,7 @@
 """The report of runs: one page that needs no other file and no network."""
 
 import json
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -15,10 +14,10 @@ from vapo_megatron.config.atomic import atomic_write
 from vapo_megatron.config.run_directory import PROFILE
 from vapo_megatron.errors import BadInput
 from vapo_megatron.monitoring import names
+from vapo_megatron.monitoring.alarms import ALARMS
 from vapo_megatron.operations.compare import compare_runs, shown_p_value
-from vapo_megatron.operations.report.panels import panels_of, series
+from vapo_megatron.operations.report.panels import Rows, panels_of, series
 from vapo_megatron.operations.report.runs import Run, read_run
-from vapo_megatron.operations.report.summary import alarms_of, headline, number, phases, summarise
 
 _TEMPLATES = Path(__file__).parent / "templates"
 _SCRIPTS = ("charts.js", "samples.js", "page.js")
@@ -101,22 +100,90 @@ def _run_content(run: Run, name: str, metrics: set[str]) -> dict[str, Any]:
         "sets": list(run.sets.values()),
         "problems": run.problems(),
         "phases": phases(run.rows),
-        "table": summarise(run.rows),
         "samples": run.samples(),
         "traces": sorted(path.name for path in (run.directory / PROFILE).glob("step_*")),
-        "environment": _flat(run.environment),
+        "environment": json.dumps(run.environment, indent=2),
         "config": run.config,
     }
 
 
-def _flat(value: Any, prefix: str = "") -> list[tuple[str, str]]:
-    """Dotted names and texts of everything in nested mappings and lists."""
-    if isinstance(value, Mapping | list):
-        entries = value.items() if isinstance(value, Mapping) else enumerate(value)
-        return [row for key, entry in entries for row in _flat(entry, f"{prefix}.{key}" if prefix else str(key))]
-    if isinstance(value, float) and math.isfinite(value):
-        return [(prefix, number(value))]
-    return [(prefix, "-" if value is None else str(value))]
+def alarms_of(rows: Rows) -> list[dict[str, str]]:
+    """The alarms that went off, in the order of docs/alarms.md; steps: in how many, from which one to which."""
+    table = []
+    for alarm in ALARMS:
+        steps = [row["step"] for row in rows if row.get(names.ALARM + alarm.name)]
+        if steps:
+            span = f"{len(steps)}: {steps[0]}" + (f" to {steps[-1]}" if len(steps) > 1 else "")
+            table.append({"name": alarm.name, "steps": span, "meaning": alarm.meaning, "remedy": alarm.remedy})
+    return table
+
+
+def phases(rows: Rows) -> list[dict[str, Any]]:
+    """Every phase, the longest first: seconds, their share of all phases' seconds, highest memory in GiB by gauge."""
+    timed = [row for row in rows if row["step"] > 0]
+    present = set[str]().union(*timed)
+    metrics = {name for name in present if name.startswith(names.TIME)} - {names.STEP_TIME}
+    seconds = {metric: sum(row.get(metric) or 0.0 for row in timed) for metric in metrics}
+    total = sum(seconds.values())
+    shares = []
+    for metric in sorted(metrics, key=lambda metric: -seconds[metric]):
+        phase = metric.removeprefix(names.TIME)
+        gauges = sorted(name for name in present if name.endswith(f"/{phase}_gib"))
+        peaks = {name.partition("/")[0]: max(row.get(name) or 0.0 for row in timed) for name in gauges}
+        row = {"name": phase.replace("_", " "), "seconds": seconds[metric], "peaks": peaks}
+        shares.append(row | {"share": seconds[metric] / total if total else 0.0})
+    return shares
+
+
+def headline(run: Run) -> list[tuple[str, str, str]]:
+    """What somebody who knows nothing of the run should see first: label, figure, what stands beside it."""
+    figures = []
+    for name, entry in run.sets.items():
+        first = series(run.rows, f"{names.EVALUATION}{name}_avg@{entry['samples']}")[1]
+        before = f", before training {first[0]:.3f}" if len(first) > 1 else ""
+        interval = f"95 % interval {entry['low']:.3f} to {entry['high']:.3f}, {entry['problems']} problems{before}"
+        figures.append((f"{name}, avg@{entry['samples']}", f"{entry['avg_at_k']:.3f}", interval))
+    accuracy, critic, group, position = (
+        _ends(series(run.rows, name)[1])
+        for name in (names.ACCURACY, names.EXPLAINED_VARIANCE, names.BASELINE_LOO, names.BASELINE_POSITION)
+    )
+    if accuracy is not None:
+        figures.append(("accuracy in training", f"{accuracy[1]:.3f}", f"last tenth of steps; first {accuracy[0]:.3f}"))
+    if critic is not None:
+        free = "of the variance of returns, last tenth"
+        if group is not None and position is not None:
+            free += f"; for free {max(group[1], position[1], 0.0):.0%}"
+        figures.append(("the critic explains", f"{critic[1]:.0%}", free))
+    steps = [row for row in run.rows if row["step"] > 0]
+    if steps:
+        planned = run.settings.get("run")
+        total = planned.get("steps") if isinstance(planned, dict) else None
+        seconds = sum(row.get(names.STEP_TIME) or 0.0 for row in steps)
+        tokens = sum(row.get("rollout/tokens") or 0.0 for row in steps)
+        size = f"in {duration(seconds)}" + (f", {tokens:,.0f} response tokens" if tokens else "")
+        figures.append(("steps", f"{steps[-1]['step']}{f' of {total}' if isinstance(total, int) else ''}", size))
+    if longest := phases(run.rows)[:1]:
+        figures.append(("longest phase", f"{longest[0]['share']:.0%}", longest[0]["name"]))
+    if run.rows:
+        alarms = [alarm["name"].replace("_", " ") for alarm in alarms_of(run.rows)]
+        figures.append(("alarms", str(len(alarms) or "none"), ", ".join(alarms)))
+    return figures
+
+
+def _ends(values: Sequence[float]) -> tuple[float, float] | None:
+    """The means of the first and of the last tenth."""
+    if not values:
+        return None
+    part = max(1, len(values) // 10)
+    return sum(values[:part]) / part, sum(values[-part:]) / part
+
+
+def duration(seconds: float) -> str:
+    """In the unit that fits."""
+    for unit, size in (("days", 86400), ("hours", 3600), ("minutes", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{seconds:.1f} seconds"
 
 
 HOST = "127.0.0.1"

@@ -68,10 +68,8 @@ function draw(data, live) {
     drawn.length ? titled("curves", "Curves", element("div", { class: "charts" }, drawn)) : null,
     timeSection(runs, live),
     samplesSection(runs),
-    ...runs.filter((run) => run.table.length).map((run, i) => titled("metrics" + i, several ? `Metrics of ${run.name}` : "Metrics",
-      table(["metric", "first", "best", "last"], run.table.map(([name, ...values]) => [element("code", {}, name), ...values])))),
     ...runs.map((run, i) => titled("setup" + i, several ? `Environment and config of ${run.name}` : "Environment and config",
-      element("details", {}, element("summary", {}, "environment"), table(["what", "is"], run.environment)),
+      element("details", {}, element("summary", {}, "environment"), element("pre", {}, run.environment)),
       element("details", {}, element("summary", {}, "config"), element("pre", {}, run.config)))),
   ].filter(Boolean);
   const page = document.getElementById("page"), place = window.scrollY;
