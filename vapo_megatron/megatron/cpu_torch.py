@@ -169,26 +169,6 @@ def _patch_optimizers() -> None:
     plain.clip_grad_by_total_norm_fp32 = _with_cuda_type_names(plain.clip_grad_by_total_norm_fp32)
 
 
-def _unless_alone(collective: Callable[..., Any]) -> Callable[..., Any]:
-    """A collective from or into a part of its own buffer, left out where one rank's part is the whole buffer. There
-    it changes nothing, and NCCL does nothing; gloo copies the buffer out and back."""
-
-    @functools.wraps(collective)
-    def call(output: torch.Tensor, buffer: torch.Tensor, *args: Any, group: Any, **kwargs: Any) -> Any:
-        if group.size() == 1 and output.data_ptr() == buffer.data_ptr():
-            return None
-        return collective(output, buffer, *args, group=group, **kwargs)
-
-    return call
-
-
-def _patch_buffers() -> None:
-    import megatron.core.distributed.param_and_grad_buffer as buffers
-
-    for name in ("dist_reduce_scatter_func", "dist_all_gather_func"):
-        setattr(buffers, name, _unless_alone(getattr(buffers, name)))
-
-
 @functools.cache
 def _patch_once() -> None:
     import megatron.core.jit as jit
@@ -206,7 +186,6 @@ def _patch_once() -> None:
     # It warns that the CPU's generator moved while the GPU's was in use: here they are one.
     logging.getLogger("megatron.core.tensor_parallel.random").setLevel(logging.ERROR)
     _patch_optimizers()
-    _patch_buffers()
 
 
 def install() -> None:

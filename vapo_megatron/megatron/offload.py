@@ -250,16 +250,6 @@ class MemoryPlan:
             metrics[f"memory/{phase}/host_gib"] = sum(p.host for p in parts.values()) / _GIB
         return metrics | {f"memory/{name}/{part}_gib": size / _GIB for (name, part), size in self._sizes().items()}
 
-    def table(self) -> tuple[list[str], list[list[str]]]:
-        """Titles and rows: each part's GiB, and where it was in each phase; a last row with what the device held."""
-        phases = [phase for phase in ONLOADED if phase in self._held]
-        rows = []
-        for key, size in self._sizes().items():
-            places = [self._place(self._held[phase].get(key)) for phase in phases]
-            rows.append([" ".join(key), f"{size / _GIB:.3f}", *places])
-        sums = [f"{sum(p.device for p in self._held[phase].values()) / _GIB:.3f}" for phase in phases]
-        return ["part", "GiB", *phases], [*rows, ["on the device", "", *sums]]
-
     def _sizes(self) -> dict[tuple[str, Part], int]:
         """Bytes of every part that any phase knew, where it was largest."""
         sizes: dict[tuple[str, Part], int] = {}
@@ -268,9 +258,3 @@ class MemoryPlan:
                 sizes[key] = max(sizes.get(key, 0), footprint.device or footprint.host)
         order = {name: index for index, name in enumerate(self._models)}
         return dict(sorted(sizes.items(), key=lambda item: (order[item[0][0]], PARTS.index(item[0][1]))))
-
-    @staticmethod
-    def _place(footprint: Footprint | None) -> str:
-        if footprint is None:
-            return "-"
-        return "device" if footprint.device else "host"

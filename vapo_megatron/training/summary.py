@@ -56,8 +56,6 @@ def record_step(batch: ShardedBatch, memory: MemoryPlan, state: RunState, record
     estimates = batch.first(kept, "values", "advantages")
     bounds = offsets(batch.table.response_lengths[:kept])
     recorder.estimates(state.step, estimates.get("values"), estimates.get("advantages"), bounds)
-    if state.step == 1:
-        recorder.console.table(*memory.table())
     state.metrics = recorder.write(state.step)
     recorder.console.step(state.step, state.last_step, state.metrics)
 

@@ -11,6 +11,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from vapo_megatron.config.atomic import cannot_write
 from vapo_megatron.errors import BadInput
@@ -226,25 +227,21 @@ class HFSource:
         return entry.rule.to_shard(sources, self.spec, 0, 1).to(self.dtype(entry))
 
 
-class PeftSource:
-    """As an HFSource the adapters of a PEFT directory."""
+class PeftSource(HFSource):
+    """Of a PEFT directory its adapters."""
 
     def __init__(self, folder: Path, spec: ModelSpec, dtype: torch.dtype | None) -> None:
         self.spec, self.left_out = spec, ""
-        self.config, self._tensors = read_peft(folder, spec)
-        self.entries, self._dtype = adapter_entries(spec, self.config), dtype
+        self.config, self._halves = read_peft(folder, spec)
+        self.entries, self._cast = adapter_entries(spec, self.config), dtype
 
+    @override
     def dtype(self, entry: Entry) -> torch.dtype:
-        """Of what parameter() gives."""
-        return self._dtype or self._tensors[entry.hf[0]].dtype
+        return self._cast or self._halves[entry.hf[0]].dtype
 
-    def nbytes(self, entry: Entry) -> int:
-        """Bytes of a parameter."""
-        return entry.rule.count(self.spec) * self.dtype(entry).itemsize
-
+    @override
     def parameter(self, entry: Entry) -> Tensor:
-        """The entry's Megatron parameter, whole."""
-        return entry.rule.to_shard([self._tensors[name] for name in entry.hf], self.spec, 0, 1).to(self.dtype(entry))
+        return entry.rule.to_shard([self._halves[name] for name in entry.hf], self.spec, 0, 1).to(self.dtype(entry))
 
 
 def check_saved_model(reader: PartReader, card: ModelCard) -> None:

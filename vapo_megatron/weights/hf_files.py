@@ -91,12 +91,7 @@ class HFTensors:
                 f"{index}: no readable weight_map ({type(error).__name__}: {error}); fetch it again"
             ) from None
         for path in sorted(set(shards.values())):
-            for name in self._open(path):
-                if name in self._places:
-                    raise BadInput(
-                        f"{path}: tensor {name} is also in {self._places[name].name}, expected in one of them"
-                    )
-                self._places[name] = path
+            self._places |= dict.fromkeys(self._open(path), path)
         for name, path in shards.items():
             if self._places.get(name) != path:
                 raise BadInput(

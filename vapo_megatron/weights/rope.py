@@ -14,8 +14,6 @@ DEFAULT_THETA = 10_000.0
 # longrope and dynamic change with the length of the input: Megatron's packed rotary embedding knows one fixed set of
 # frequencies.
 SUPPORTED = ("default", "linear", "llama3", "yarn")
-# Of YaRN: what transformers and SGLang read differently, or one of the two does not read at all.
-_YARN_NOT_SHARED = ("attention_factor", "attn_factor", "extrapolation_factor", "mscale", "mscale_all_dim")
 
 
 @dataclass(frozen=True)
@@ -70,12 +68,6 @@ def read_rope(config: Mapping[str, Any], path: str) -> tuple[float, RopeScaling 
     if kind == "llama3":
         low, high = number("low_freq_factor"), number("high_freq_factor")
         return theta, RopeScaling("llama3", factor, low, high, original)
-    for key in _YARN_NOT_SHARED:
-        if parameters.get(key) is not None:
-            raise BadInput(
-                f"{path}: {key} of YaRN is {parameters[key]}, and transformers and SGLang do not read it alike: "
-                "remove it, or choose another checkpoint"
-            )
     return theta, RopeScaling(
         "yarn",
         factor,
