@@ -139,6 +139,7 @@ def test_a_response_goes_on_under_new_weights_with_their_log_probs(
             tokens = [*sample.prompt.token_ids, *sample.response_ids.tolist()]
             by_old, by_new = (token_logprobs(m, tokens)[-(before + after) :] for m in (model, other_model))
             assert sample.rollout_logprobs[:before] == pytest.approx(by_old[:before], abs=1e-4)
+            assert abs(float(sample.rollout_logprobs[before]) - by_old[before]) > 1e-4, "marked one version too new"
             same = sample.rollout_logprobs[before:] == pytest.approx(by_new[before:], abs=1e-4)
             assert same is exact, "in place, what was read by the old weights stays in the cache"
         sync.load(buckets_of(model), version=0)

@@ -23,6 +23,7 @@ from sglang.srt.distributed.device_communicators import shm_broadcast  # noqa: E
 from sglang.srt.managers import load_snapshot  # noqa: E402
 from sglang.srt.managers.scheduler import Scheduler, get_serving, run_scheduler_process  # noqa: E402
 from sglang.srt.utils.common import kill_itself_when_parent_died  # noqa: E402
+from sglang.srt.utils.weight_versions import WeightVersionEvent  # noqa: E402
 
 from vapo_megatron.engines.inside.heartbeat import beats_with, register  # noqa: E402
 from vapo_megatron.engines.inside.strict_loading import install_strict_loading  # noqa: E402
@@ -88,11 +89,12 @@ def _apply_modelopt(self: Any, layer: Any, x: Tensor, bias: Tensor | None = None
     return F.linear(rounded.to(x.dtype), weight.to(x.dtype), bias)
 
 
-def cache_by_version(scheduler: Any) -> None:
-    """Have SGLang's scheduler class keep apart what weights of different versions have cached.
+def keep_versions_apart(scheduler: Any) -> None:
+    """Have SGLang's scheduler class keep apart what weights of different versions have cached and computed.
 
     A weight sync that leaves responses in place leaves the cache as well. A request that still waits then, behind
-    others to the same prompt, would read what the old weights made of it, and be marked with the new version.
+    others to the same prompt, would read what the old weights made of it, and be marked with the new version. So would
+    tokens that the overlapped scheduler has computed under the old weights and not recorded yet.
     """
     add, record = scheduler._add_request_to_queue, scheduler.record_weight_version_change
 
@@ -101,9 +103,18 @@ def cache_by_version(scheduler: Any) -> None:
         add(self, req, *args, **kwargs)
 
     def record_change(self: Any, new_version: str | None) -> None:
+        old_version = get_serving().weight_version
         record(self, new_version)
+        if get_serving().weight_version == old_version:
+            return
         for req in self.waiting_queue:
             req.extra_key = get_serving().weight_version
+        for batch, _ in getattr(self, "result_queue", ()):
+            for req in batch.reqs:
+                # As in process_batch_result_prefill: these get a token.
+                if not req.finished() and not req.is_retracted and req.inflight_middle_chunks <= 0:
+                    event = WeightVersionEvent(old_version=old_version, num_output_tokens=len(req.output_ids) + 1)
+                    req.weight_version_events.append(event)
 
     scheduler._add_request_to_queue, scheduler.record_weight_version_change = add_request, record_change
 
@@ -120,7 +131,7 @@ shm_broadcast.make_shm_name = parallel_state.make_shm_name = lambda kind: (
 def run_scheduler(*args: Any, **kwargs: Any) -> None:
     """SGLang's scheduler, with weight updates that name what they could not place."""
     beats_with(Scheduler, register("scheduler"))
-    cache_by_version(Scheduler)
+    keep_versions_apart(Scheduler)
     install_strict_loading()
     if _on_cpu:
         install_cpu_fp8()
