@@ -53,15 +53,6 @@ class AsynchronousConfig(Section):
         "with the KV cache of the old weights); auto: wait with rollout.deterministic, else retract",
     )
 
-    @model_validator(mode="after")
-    def _something_is_under_way(self) -> "AsynchronousConfig":
-        if self.max_staleness == 0 and self.weight_sync != "auto":
-            raise ValueError(
-                f"weight_sync={self.weight_sync} with max_staleness=0: nothing is under way at a weight sync then, set "
-                "max_staleness, or leave weight_sync out"
-            )
-        return self
-
 
 class PartialResponsesConfig(Section):
     """Responses that are not finished when a step has enough go on in the next one (docs/async.md)."""
@@ -174,6 +165,11 @@ class RolloutConfig(Section):
     @model_validator(mode="after")
     def _modes_fit(self) -> "RolloutConfig":
         ahead, oversampling = self.asynchronous, self.partial_responses.oversampling
+        if ahead.max_staleness == 0 and ahead.weight_sync != "auto":
+            raise ValueError(
+                f"asynchronous.weight_sync={ahead.weight_sync} with max_staleness=0: nothing is under way at a weight "
+                "sync then, set max_staleness, or leave weight_sync out"
+            )
         if ahead.weight_sync in ("retract", "in_place") and self.deterministic is True:
             raise ValueError(
                 f"asynchronous.weight_sync={ahead.weight_sync} with deterministic=true: where a response changes "

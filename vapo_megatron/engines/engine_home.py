@@ -15,7 +15,7 @@ from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Client, Connection, Listener, answer_challenge, deliver_challenge
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from vapo_megatron.config.rollout import RolloutConfig
 from vapo_megatron.engines.client import EngineClient, ask
@@ -40,16 +40,13 @@ class HomeLost(TryAgain):
     """The process that keeps the engines is gone or does not answer: another one has to take its place."""
 
 
-class _Homed(NamedTuple):
-    """An engine in the home, with all that it was made of."""
-
-    recipe: tuple[Any, ...]
-    keeper: EngineKeeper
+# Engines in the home by their number, each with all that it was made of.
+_Kept = dict[int, tuple[tuple[Any, ...], EngineKeeper]]
 
 
 def keep_engines(socket: Path) -> None:
     """Keep engines for whoever connects to the socket, until this process is ended."""
-    engines: dict[int, _Homed] = {}
+    engines: _Kept = {}
     lock = threading.Lock()
     socket.unlink(missing_ok=True)  # that of a home that was killed
     try:
@@ -59,11 +56,11 @@ def keep_engines(socket: Path) -> None:
                     connection = listener.accept()
                     threading.Thread(target=_serve, args=(engines, lock, connection), daemon=True).start()
     finally:
-        for engine in engines.values():
-            engine.keeper.stop()
+        for _, keeper in engines.values():
+            keeper.stop()
 
 
-def _serve(engines: dict[int, _Homed], lock: threading.Lock, connection: Connection) -> None:
+def _serve(engines: _Kept, lock: threading.Lock, connection: Connection) -> None:
     """Answer one rank's calls about its engine, until it hangs up."""
     keeper: Any = None
     with suppress(EOFError, OSError), connection:
@@ -86,20 +83,17 @@ def _serve(engines: dict[int, _Homed], lock: threading.Lock, connection: Connect
             connection.send((answer, error))
 
 
-def _keep(
-    engines: dict[int, _Homed], index: int, recipe: tuple[Any, ...], may_take_over: bool
-) -> tuple[EngineKeeper, Kept | None]:
+def _keep(engines: _Kept, index: int, recipe: tuple[Any, ...], may_take_over: bool) -> tuple[EngineKeeper, Kept | None]:
     """The keeper of an engine, and how it is where it was there already."""
-    before = engines.get(index)
-    if before is not None:
-        keeper = before.keeper
-        if before.recipe == recipe and may_take_over and keeper.look().state != "given up":
+    if index in engines:
+        before, keeper = engines[index]
+        if before == recipe and may_take_over and keeper.look().state != "given up":
             _take_over(keeper, recipe[0])
             return keeper, keeper.look()
         keeper.stop()
     config, make, *arguments = recipe
-    engines[index] = _Homed(recipe, EngineKeeper(make(*arguments), config))
-    return engines[index].keeper, None
+    engines[index] = recipe, EngineKeeper(make(*arguments), config)
+    return engines[index][1], None
 
 
 def _take_over(keeper: EngineKeeper, config: RolloutConfig) -> None:

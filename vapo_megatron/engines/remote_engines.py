@@ -60,24 +60,13 @@ def what_must_agree(config: RolloutConfig, spec: ModelSpec, dtype: Dtype, fp8: B
     return settings
 
 
-def identity_of_engine(agreed: Mapping[str, JsonValue], is_cuda: bool, log_file: str) -> dict[str, JsonValue]:
-    """What an engine answers under server_main.IDENTITY_PATH."""
-    return {
-        "protocol": PROTOCOL,
-        "agreed": dict(agreed),
-        "cuda": is_cuda,
-        "host": socket.gethostname(),
-        "log_file": log_file,
-    }
-
-
 def take_back(address: EngineAddress, answer_s: float, agreed: Mapping[str, JsonValue]) -> None:
     """Meet an engine that was lost, and take it over again.
 
     Raises:
         BadInput, TryAgain: see take_over_engines.
     """
-    check_identity(address.url, meet(address.url, address.key, time.monotonic() + answer_s), agreed)
+    check_identity(address.url, meet(address.url, address.key, answer_s, time.monotonic()), agreed)
     ask(address, EngineClient.take_over)
 
 
@@ -91,8 +80,8 @@ def take_over_engines(config: RolloutConfig, agreed: Mapping[str, JsonValue]) ->
         BadInput: one is no engine of ours, wants another key, or differs in something that must agree.
         TryAgain: one did not answer within rollout.start_timeout_s.
     """
-    owner, key, end = secrets.token_hex(4), config.api_key() or "", time.monotonic() + config.start_timeout_s
-    identities = {url: meet(url, key, end) for url in config.external_urls}
+    owner, key, start = secrets.token_hex(4), config.api_key() or "", time.monotonic()
+    identities = {url: meet(url, key, config.start_timeout_s, start) for url in config.external_urls}
     addresses = []
     for url, identity in identities.items():
         check_identity(url, identity, agreed)
@@ -104,8 +93,8 @@ def take_over_engines(config: RolloutConfig, agreed: Mapping[str, JsonValue]) ->
     return tuple(addresses), all(identity["cuda"] for identity in identities.values())
 
 
-def meet(url: str, key: str, end: float) -> dict[str, Any]:
-    """What an engine tells of itself, once it answers. end: time.monotonic() at which nobody waits any more.
+def meet(url: str, key: str, deadline: float, start: float) -> dict[str, Any]:
+    """What an engine tells of itself, once it answers, within so many seconds of `start` (time.monotonic()).
 
     Raises:
         BadInput: it is no engine of ours, or wants another key.
@@ -117,11 +106,11 @@ def meet(url: str, key: str, end: float) -> dict[str, Any]:
             identity = ask(address, EngineClient.identity, _ANSWER_SECONDS)
             break
         except TryAgain as error:
-            if time.monotonic() > end:
+            if time.monotonic() > start + deadline:
                 cause = str(error.__cause__ or error.__context__ or "silent").splitlines()[0]
                 raise TryAgain(
-                    f"rollout.external_urls: {url} did not answer within rollout.start_timeout_s ({cause}): start "
-                    "`vapo-megatron engine` there, or take it out"
+                    f"rollout.external_urls: {url} did not answer within rollout.start_timeout_s={deadline:g} s "
+                    f"({cause}): start `vapo-megatron engine` there, or take it out"
                 ) from None
             time.sleep(_POLL_SECONDS)
     if identity is None or "protocol" not in identity:
@@ -185,7 +174,13 @@ def serve_engine(config: TrainConfig, host: str, port: int) -> None:
         fp8=fp8,
         port=port,
         key=key or "",
-        identity=identity_of_engine(agreed, devices is not None, str(log_file)),
+        identity={
+            "protocol": PROTOCOL,
+            "agreed": agreed,
+            "cuda": devices is not None,
+            "host": socket.gethostname(),
+            "log_file": str(log_file),
+        },
     )
     server.check_arguments()
     keeper = EngineKeeper(server, rollout)

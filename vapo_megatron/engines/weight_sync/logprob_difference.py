@@ -6,9 +6,9 @@ by much more.
 """
 
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from itertools import chain, cycle, islice
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -30,8 +30,7 @@ _MEAN_SHARES = {"float32": 1.0, "bfloat16": 0.2, "fp8": 0.3}
 _SEQUENCES, _LENGTH = 4, 32
 
 
-@dataclass(frozen=True)
-class LogprobDifference:
+class LogprobDifference(NamedTuple):
     """|engine - trainer| over the tokens of a probe, in nats: the largest, a quantile, the mean. Infinite where one of
     them is not a number."""
 
@@ -42,12 +41,7 @@ class LogprobDifference:
     @staticmethod
     def worst(found: Sequence["LogprobDifference"]) -> "LogprobDifference":
         """The largest of each; zeros of none."""
-        return (
-            LogprobDifference(*(max(values) for values in zip(*map(astuple, found), strict=True))) if found else _NONE
-        )
-
-
-_NONE = LogprobDifference(0.0, 0.0, 0.0)
+        return LogprobDifference(*map(max, zip((0.0, 0.0, 0.0), *found, strict=True)))
 
 
 @dataclass(frozen=True)
