@@ -1,12 +1,14 @@
 """Plans beside the step times that other systems publish, in their settings, and plans of the AIME configs.
 
-    python -m benchmarks.published [--write]
+    python -m benchmarks.published [--write] [--fit]
 
-benchmarks/published.yaml has figures, sources and settings. Nothing is fitted: efficiencies are the assumed ones of
-hardware.efficiency. --write puts the tables between their marks in docs/plan.md and the README of the AIME example.
+benchmarks/published.yaml has figures, sources and settings. hardware.efficiency.request_overhead is fitted to the rows
+marked there, and --fit prints their mean absolute log-error for a range of it; all other efficiencies are as assumed.
+--write puts the tables between their marks in docs/plan.md and the README of the AIME example.
 """
 
 import argparse
+import math
 import statistics
 from pathlib import Path
 from typing import Any
@@ -27,9 +29,9 @@ AIME_CONFIGS = ("vapo", "vapo_fp8", "vapo_4nodes", "dapo", "grpo", "ppo", "vapo_
 BEGIN, END = "<!-- python -m benchmarks.published --write -->", "<!-- end of the table -->"
 
 
-def plan_of(row: dict[str, Any], content: dict[str, Any]) -> Plan:
-    """The plan in the settings of a row."""
-    overrides = [*content["common"], *content["hardware"][row["hardware"]], *row["settings"], *row["overrides"]]
+def plan_of(row: dict[str, Any], content: dict[str, Any], *more: str) -> Plan:
+    """The plan in the settings of a row, with further overrides."""
+    overrides = [*content["common"], *content["hardware"][row["hardware"]], *row["settings"], *row["overrides"], *more]
     config = load_config(PlanConfig, ROOT / "examples" / "gsm8k" / "vapo.yaml", overrides, PRESETS)
     return make_plan(config, row["gpus"])
 
@@ -41,27 +43,40 @@ def table() -> str:
         "| setting | published, s | planned, s | error | generation, published | planned | mean length | source |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    errors: dict[str, list[float]] = {"published": [], "assumed": []}
+    errors: dict[str, list[float]] = {"fitted": [], "held out": [], "assumed": []}
     for row in content["rows"]:
         plan, source = plan_of(row, content), content["sources"][row["source"]]
         error = plan.time.step / row["seconds"] - 1
-        errors[row["length"]].append(error)
+        half = "fitted" if "fitted" in row else "held out" if row["length"] == "published" else "assumed"
+        errors[half].append(error)
         share = f"{row['rollout_share']:.0%}" if "rollout_share" in row else ""
-        length = "published" if row["length"] == "published" else f"assumed: {plan.lengths.mean:.0f}"
+        length = f"assumed: {plan.lengths.mean:.0f}" if half == "assumed" else f"published, {half}"
         lines.append(
             f"| {row['name']} | {row['seconds']:g} | {plan.time.step:.0f}{'' if plan.fits else ' (does not fit)'} | "
             f"{error:+.0%} | {share} | {plan.time.phases['rollout'] / plan.time.step:.0%} | {length} | "
             f"[{source['title']}]({source['url']}) |"
         )
-    found = errors["published"]
+    every, fitted, held_out = (
+        f"{statistics.median(map(abs, rows)):.0%} ({max(rows, key=abs):+.0%} at worst)"
+        for rows in (errors["fitted"] + errors["held out"], errors["fitted"], errors["held out"])
+    )
     lines += [
         "",
-        f"Where the length is published, {len(found)} rows, the median error is "
-        f"{statistics.median(map(abs, found)):.0%}, {statistics.mean(map(abs, found)):.0%} on average and "
-        f"{max(found, key=abs):+.0%} at worst; where it is assumed, {len(errors['assumed'])} rows, "
-        f"{max(errors['assumed'], key=abs):+.0%} at worst.",
+        f"Where the length is published, the median error of all rows is {every}: {fitted} of the rows that one "
+        f"constant was fitted to, {held_out} of those held out. Where the length is assumed, it is up to "
+        f"{max(errors['assumed'], key=abs):+.0%}.",
     ]
     return "\n".join(lines)
+
+
+def fit() -> None:
+    """Print how far the fitted rows are off on average by the seconds of a running response."""
+    content = yaml.safe_load((ROOT / "benchmarks" / "published.yaml").read_text())
+    for seconds in (0.0, 4e-5, 6e-5, 7e-5, 8e-5, 9e-5, 1e-4, 1.2e-4, 1.6e-4):
+        given = f"hardware.efficiency.request_overhead={seconds}"
+        rows = [row for row in content["rows"] if "fitted" in row]
+        logs = [abs(math.log(plan_of(row, content, given).time.step / row["seconds"])) for row in rows]
+        print(f"{seconds:.0e} s: {statistics.mean(logs):.3f}")
 
 
 def aime_table() -> str:
@@ -106,7 +121,12 @@ def main() -> None:
     """Print the tables, or write them."""
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--write", action="store_true", help="put them into their pages")
-    write = arguments.parse_args().write
+    arguments.add_argument("--fit", action="store_true", help="print how the fitted constant was chosen")
+    given = arguments.parse_args()
+    if given.fit:
+        fit()
+        return
+    write = given.write
     for path, make in TABLES.items():
         if not write:
             print(make(), end="\n\n")

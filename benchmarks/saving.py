@@ -7,8 +7,7 @@ in memory (/dev/shm), so that no disk shows. The two take turns, round by round.
 
     plan s     training stands still: agreeing on who writes what, copying to the host; write s: while training goes on,
                digests included; load s: a resume, every file compared with its digest first
-    save, load GB/s a rank: of its part, from write s and load s; `plan` takes the first for
-               hardware.rank_save_gbs
+    save, load GB/s a rank: of its part, from write s and load s
     torch s    rank 0 writes as many bytes alone, by torch.save; torch load s: it reads them
 """
 

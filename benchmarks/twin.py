@@ -5,62 +5,104 @@
 Measured is what a run's own code takes by the wall clock: its ledger, stream and dispatcher, its client over HTTP to
 stub engines on loopback, in another process. A stub writes no tokens: it goes through a batch token by token and
 sleeps for as long as the rate that it is given says, so that twenty runs take minutes and hardly any of a core. Its
-trainer and its verifiers sleep as well. What is compared is thus the scheduling and the arithmetic of the twin, not the
-speed of anything. Each run is made --rounds times and the fastest counts: what else works on the cores can only slow
-one. Rates and lengths are known to both sides; nothing is fitted. Runs differ in engines, staleness, what becomes of
-responses at a weight sync, lengths, dynamic sampling, grading and updates.
+trainer and its verifiers sleep as well. What is compared is thus the scheduling and the arithmetic of the simulation,
+not the speed of anything. Each run is made --rounds times and the fastest counts: what else works on the cores can only
+slow one. Rates and lengths are known to both sides; nothing is fitted. Runs differ in engines, staleness, what becomes
+of responses at a weight sync, lengths, dynamic sampling, grading and updates.
 """
 
 import argparse
 import asyncio
+import hashlib
+import math
 import multiprocessing
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal
+from functools import cache, cached_property
+from statistics import NormalDist, mean
+from typing import Any, Literal, cast
 
+import numpy as np
 from aiohttp import web
 
 from benchmarks.common import parser, publish
 from vapo_megatron.config.algorithm import DynamicSamplingConfig
-from vapo_megatron.config.rollout import AsynchronousConfig, PartialResponsesConfig, RolloutConfig
+from vapo_megatron.config.reward import RewardConfig
+from vapo_megatron.config.rollout import AsynchronousConfig, PartialResponsesConfig, RolloutConfig, SamplingConfig
 from vapo_megatron.config.run import BatchConfig
-from vapo_megatron.data.sample import Sample
+from vapo_megatron.data.prompts import PromptSource
+from vapo_megatron.data.sample import Prompt, Sample
 from vapo_megatron.engines.client import EngineClient, PauseMode
 from vapo_megatron.engines.dispatcher import Dispatcher
 from vapo_megatron.engines.inside import columns
+from vapo_megatron.engines.ledger import StepRule
+from vapo_megatron.engines.request import response_seed
 from vapo_megatron.engines.server import EngineAddress
-from vapo_megatron.operations.plan.inputs import Lengths
-from vapo_megatron.operations.twin.modes import ResponseLengths
-from vapo_megatron.operations.twin.run import Outcome, SimulatedRollouts, simulate, steps
-from vapo_megatron.operations.twin.scenario import Scenario
+from vapo_megatron.operations.plan.rollout import BETWEEN_PROMPTS
+from vapo_megatron.operations.plan.simulation import Outcome, Scenario, simulate
+from vapo_megatron.training.collect import step_rule
+from vapo_megatron.training.rollouts import Rollouts, age_metrics
 
-PROMPT, LONGEST, STEPS = 20, 300, 4
+PROMPT, LONGEST, STEPS, RESPONSES, AT_ONCE, GRADERS = 20, 300, 4, 4, 24, 4
+_NORMAL = NormalDist()
+
+
+def decode_seconds(running: float, context: float) -> float:
+    """Seconds of an engine's decoding step."""
+    return 0.018 + 0.0003 * running + 5e-7 * running * context
+
+
+def prefill_seconds(tokens: float) -> float:
+    """Seconds in which an engine reads so many tokens."""
+    return 0.0006 * tokens
+
+
+@cache
+def prompts() -> PromptSource:
+    """Made-up prompts; dynamic sampling keeps three of five."""
+    numbers = range(4096)
+    informative = [int((number + 1) * 0.6) > int(number * 0.6) for number in numbers]
+    ids = [(number, *[0] * (PROMPT - 1)) for number in numbers]
+    made = [Prompt(str(n), "", str(kept), tokens) for n, kept, tokens in zip(numbers, informative, ids, strict=True)]
+    return PromptSource(made, 0)
 
 
 @dataclass(frozen=True)
-class Rate:
-    """Of an engine: seconds of a decoding step are a + b responses + c tokens of all of them, those of reading a prompt
-    begin + read tokens."""
+class Lengths:
+    """Lengths of responses. spread: sigma of a log-normal distribution cut at LONGEST; None: LONGEST * u^a."""
 
-    at_once: int = 24
-    a: float = 0.018
-    b: float = 0.0003
-    c: float = 5e-7
-    read: float = 0.0006
-    begin: float = 0.0
+    mean: int
+    spread: float | None
 
-    def decode_seconds(self, running: float, context: float) -> float:
-        """As EngineSpeed's."""
-        return self.a + self.b * running + self.c * running * context
+    def draw(self, prompt: int, seed: int) -> int:
+        """Tokens of the response to a prompt with a seed; those to one prompt are long together."""
+        place = math.sqrt(BETWEEN_PROMPTS) * _normal(prompt) + math.sqrt(1 - BETWEEN_PROMPTS) * _normal(seed)
+        if self.spread is None:
+            length = LONGEST * _NORMAL.cdf(place) ** (LONGEST / self.mean - 1)
+        else:
+            length = self._median * math.exp(self.spread * place)
+        return max(1, min(LONGEST, round(length)))
 
-    def prefill_seconds(self, tokens: float) -> float:
-        """As EngineSpeed's."""
-        return self.begin + self.read * tokens if tokens else 0.0
+    @cached_property
+    def _median(self) -> float:
+        assert self.spread is not None
+        low, high = 0.0, float(LONGEST)
+        for _ in range(60):
+            middle = (low + high) / 2
+            edge = math.log(LONGEST / middle) / self.spread
+            below = middle * math.exp(self.spread**2 / 2) * _NORMAL.cdf(edge - self.spread)
+            is_short = below + LONGEST * (1 - _NORMAL.cdf(edge)) < self.mean
+            low, high = (middle, high) if is_short else (low, middle)
+        return high
 
 
-RATE = Rate()
+def _normal(number: int) -> float:
+    """A standard normal number that follows from another one."""
+    digest = hashlib.blake2b(number.to_bytes(8, "little"), digest_size=8).digest()
+    return _NORMAL.inv_cdf((int.from_bytes(digest, "little") + 0.5) / 2**64)
 
 
 @dataclass(frozen=True)
@@ -77,31 +119,55 @@ class Case:
     grade: float = 0.015
     filtered: bool = False
 
-    @property
-    def lengths(self) -> ResponseLengths:
+    @cached_property
+    def lengths(self) -> Lengths:
         """Of its responses."""
-        return ResponseLengths(Lengths(PROMPT, self.mean, LONGEST, PROMPT), self.spread)
+        return Lengths(self.mean, self.spread)
 
-    def scenario(self, rate: Rate = RATE) -> Scenario:
-        """For the twin. rate: of its engines."""
+    @property
+    def rollout(self) -> RolloutConfig:
+        """The section of the config."""
         partial = PartialResponsesConfig(oversampling=1.5 if self.mode == "partial" else None)
         ahead = AsynchronousConfig(max_staleness=self.staleness)
-        rollout = RolloutConfig(max_running_requests=rate.at_once, asynchronous=ahead, partial_responses=partial)
+        return RolloutConfig(max_running_requests=AT_ONCE, asynchronous=ahead, partial_responses=partial)
+
+    def rule(self, steps: int) -> StepRule:
+        """What makes a step."""
+        sampling = DynamicSamplingConfig(oversampling=1.5, max_rounds=4 if self.filtered else None)
+        return step_rule(BatchConfig(prompts_per_step=16, samples_per_prompt=RESPONSES), sampling, steps, self.rollout)
+
+    @property
+    def sync_mode(self) -> Any:
+        """What becomes of responses at a weight sync."""
+        return self.mode if self.mode in ("retract", "in_place") else "wait"
+
+    def trainer_seconds(self, tokens: float) -> float:
+        """Of the trainer, by a step's tokens."""
+        return self.update * tokens / (16 * RESPONSES * (PROMPT + self.mean))
+
+    def lengths_of(self, number: int) -> np.ndarray:
+        """Of the group with this number."""
+        prompt = prompts().at(number).token_ids[0]
+        return np.array([self.lengths.draw(prompt, response_seed(0, number, i)) for i in range(RESPONSES)], float)
+
+    @property
+    def scenario(self) -> Scenario:
+        """For the simulation."""
         return Scenario(
-            rollout=rollout,
-            batch=BatchConfig(prompts_per_step=16, samples_per_prompt=4),
-            sampling=DynamicSamplingConfig(oversampling=1.5, max_rounds=4 if self.filtered else None),
-            max_new_tokens=LONGEST,
-            sync_mode=self.mode if self.mode in ("retract", "in_place") else "wait",  # type: ignore[arg-type]
+            rule=self.rule(1),
+            sync_mode=self.sync_mode,
             engines=self.engines,
-            speed=rate,
+            at_once=AT_ONCE,
+            decode_seconds=decode_seconds,
+            prefill_seconds=prefill_seconds,
             prompt_tokens=PROMPT,
-            length_of=self.lengths.draw,
-            trainer_seconds=lambda tokens: self.update * tokens / (64 * (PROMPT + self.mean)),
+            lengths_of=self.lengths_of,
+            trainer_seconds=self.trainer_seconds,
             sync_seconds=self.sync,
             grade_seconds=self.grade,
-            grade_workers=4,
-            informative_share=0.6 if self.filtered else 1.0,
+            grade_workers=GRADERS,
+            tick=0.02,
+            is_informative=lambda number: prompts().at(number).answer == "True",
             steps=STEPS,
         )
 
@@ -201,11 +267,11 @@ class Stub:
     def begin_waiting(self) -> float:
         """Start what there is room for; the seconds of reading it."""
         seconds = 0.0
-        while self.waiting and len(self.running) < RATE.at_once:
+        while self.waiting and len(self.running) < AT_ONCE:
             one = self.waiting.pop(0)
             written = sum(count for _, count in one["spans"])
             context = one["had"] + written
-            seconds += RATE.prefill_seconds(context - (PROMPT if one["call"]["read"] else 0))
+            seconds += prefill_seconds(context - (PROMPT if one["call"]["read"] else 0))
             one["call"]["read"] = True
             self.running.append(one)
         return seconds
@@ -218,7 +284,7 @@ class Stub:
                 now += self.begin_waiting()
                 tokens = sum(one["had"] + sum(count for _, count in one["spans"]) for one in self.running)
                 batch = list(self.running)
-                now += RATE.decode_seconds(len(batch), tokens / len(batch))
+                now += decode_seconds(len(batch), tokens / len(batch))
                 await asyncio.sleep(max(0.0, now - time.monotonic()))
                 for one in batch:
                     if one in self.running:  # not aborted, not retracted
@@ -264,19 +330,12 @@ def serve(cases: Sequence[Case], ports: Any) -> None:
 class MeasuredEngines:
     """What Rollouts needs of training.engines.Engines, over servers that do not care what weights they get."""
 
-    share_device, failures = False, 0
+    share_device, failures, collect_timeout_s = False, 0, 600.0
 
-    def __init__(
-        self,
-        case: Case,
-        scenario: Scenario,
-        addresses: Sequence[EngineAddress],
-        client: Callable[[EngineAddress, float], EngineClient] = EngineClient,
-    ) -> None:
-        self.version, self.count, self.case = -1, len(addresses), case
-        self.sync_mode, self.collect_timeout_s = scenario.sync_mode, 600.0
-        self.addresses = addresses
-        self.dispatcher = Dispatcher(self.addresses, scenario.rollout, (0,), client=client)
+    def __init__(self, case: Case, addresses: Sequence[EngineAddress]) -> None:
+        self.version, self.count, self.case, self.addresses = -1, len(addresses), case, addresses
+        self.sync_mode = case.sync_mode
+        self.dispatcher = Dispatcher(addresses, case.rollout, (0,))
         self.update_weights()
 
     def update_weights(self) -> None:
@@ -288,7 +347,7 @@ class MeasuredEngines:
             client = EngineClient(address, 60)
             await client.pause(pause)
             await asyncio.sleep(self.case.sync)
-            await self.send_weights(client)
+            await client.send_bucket([], version=self.version)
             await client.resume()
             await client.close()
 
@@ -297,43 +356,61 @@ class MeasuredEngines:
 
         asyncio.run(all_of_them())
 
-    async def send_weights(self, client: EngineClient) -> None:
-        """The weights, which are none."""
-        await client.send_bucket([], version=self.version)
 
-
-class Graded(SimulatedRollouts):
+class SleepingRollouts(Rollouts):
     """Rollouts whose verifiers sleep."""
 
-    def begin_grading(self, scenario: Scenario) -> None:
-        """Before begin()."""
-        self._pool, self._sleep = ThreadPoolExecutor(scenario.grade_workers), scenario.grade_seconds
+    @classmethod
+    def of(cls, case: Case, engines: MeasuredEngines) -> "SleepingRollouts":
+        """Of a case."""
+        nobody, sampling = cast(Any, None), SamplingConfig(max_new_tokens=LONGEST)
+        rollouts = cls(cast(Any, engines), nobody, sampling, RewardConfig(), 0, prompts=prompts())
+        rollouts._sleep, rollouts._pool = case.grade, ThreadPoolExecutor(GRADERS)
+        return rollouts
+
+    _sleep: float
+    _pool: ThreadPoolExecutor
 
     def _grade(self, samples: Sequence[Sample]) -> None:
         list(self._pool.map(lambda _: time.sleep(self._sleep), samples))
-        self.say_correct(samples)
+        for sample in samples:
+            sample.correct = sample.prompt.answer == "True" and sample.index == 0
+
+
+class _Silent:
+    """What Rollouts asks of a recorder between the steps."""
+
+    timer = staticmethod(lambda _: nullcontext())
 
 
 def measure(case: Case, ports: Sequence[int]) -> Outcome:
-    """The run by the wall clock."""
-    scenario = case.scenario()
-    addresses = [EngineAddress(f"http://127.0.0.1:{port}", "no log") for port in ports]
-    return run_of(scenario, MeasuredEngines(case, scenario, addresses))
+    """The run by the wall clock, as training/loop.py goes through its steps."""
+    engines = MeasuredEngines(case, [EngineAddress(f"http://127.0.0.1:{port}", "no log") for port in ports])
+    rollouts, outcome, settled = SleepingRollouts.of(case, engines), Outcome(), 2 + case.rule(1).oldest
+    # There is a step beyond the last one, for which engines work ahead as for any other.
+    rollouts.begin(case.rule(2 * (settled + STEPS)), RESPONSES, 0)
+    stream, taken = rollouts.stream, time.monotonic()
+    assert stream is not None
+    for step in range(settled + STEPS):
+        samples = [sample for group in stream.take(lambda _: None) for sample in group]
+        taken, seconds = time.monotonic(), time.monotonic() - taken
+        tokens = sum(len(sample.response_ids) for sample in samples)
+        if step >= settled:
+            outcome.seconds.append(seconds)
+            outcome.tokens.append(tokens)
+            outcome.ages.append(age_metrics(samples, engines.version)["rollout/age_mean"])
+        time.sleep(case.trainer_seconds(tokens + len(samples) * PROMPT))
+        rollouts.prepare_sync(cast(Any, _Silent()))
+        engines.update_weights()
+        rollouts.advance()
+    rollouts.end()
+    engines.dispatcher.close()
+    return outcome
 
 
-def run_of(scenario: Scenario, engines: MeasuredEngines) -> Outcome:
-    """Its steps by the wall clock."""
-    rollouts = Graded.of(scenario, engines)
-    rollouts.begin_grading(scenario)
-    try:
-        return steps(scenario, engines, time.sleep, rollouts)
-    finally:
-        engines.dispatcher.close()
-
-
-def row(number: int, case: Case, measured: Outcome, rate: Rate = RATE) -> dict[str, Any]:
+def row(number: int, case: Case, measured: float, age: float) -> dict[str, Any]:
     """Of the table."""
-    said = simulate(case.scenario(rate))
+    simulated = simulate(case.scenario)
     lengths = f"{case.mean}" if case.spread is None else f"{case.mean}, sigma {case.spread:g}"
     return {
         "run": number,
@@ -342,13 +419,11 @@ def row(number: int, case: Case, measured: Outcome, rate: Rate = RATE) -> dict[s
         "engines": case.engines,
         "length": lengths,
         "update": case.update,
-        "measured, s": round(measured.step, 2),
-        "simulated, s": round(said.step, 2),
-        "error": f"{said.step / measured.step - 1:+.1%}",
-        "idle, measured": f"{measured.engines_idle:.0%}",
-        "idle, simulated": f"{said.engines_idle:.0%}",
-        "age, measured": f"{measured.mean('rollout/age_mean'):.2f}",
-        "age, simulated": f"{said.mean('rollout/age_mean'):.2f}",
+        "measured, s": round(measured, 2),
+        "simulated, s": round(simulated.step, 2),
+        "error": f"{simulated.step / measured - 1:+.1%}",
+        "age, measured": f"{age:.2f}",
+        "age, simulated": f"{mean(simulated.ages):.2f}",
     }
 
 
@@ -369,7 +444,7 @@ def main() -> None:
         rounds = [list(pool.map(measure, cases, ports)) for _ in range(given.rounds)]
     measured = [min(outcomes, key=lambda outcome: outcome.step) for outcomes in zip(*rounds, strict=True)]
     stubs.kill()
-    rows = [row(number, case, found) for (number, case), found in zip(chosen, measured, strict=True)]
+    rows = [row(n, case, found.step, mean(found.ages)) for (n, case), found in zip(chosen, measured, strict=True)]
     worst = max(rows, key=lambda found: abs(float(found["error"].rstrip("%"))))["error"]
     title = f"seconds of a step in {len(rows)} runs, {STEPS} steps each after the first; the largest error is {worst}"
     publish(title, rows, given.json)

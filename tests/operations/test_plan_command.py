@@ -12,7 +12,7 @@ from vapo_megatron import cli
 from vapo_megatron.config.load import load_config
 from vapo_megatron.config.plan import PlanConfig
 from vapo_megatron.operations.plan.plan import Plan, make_plan
-from vapo_megatron.operations.plan.search import largest_budget, propose
+from vapo_megatron.operations.plan.search import propose
 
 SMALL, LARGE = "qwen2.5-math-1.5b.derived.json", "qwen2.5-32b.json"
 MIXTURE = "qwen3-30b-a3b.third-party-unsloth.json"
@@ -57,8 +57,9 @@ def test_json_adds_up(small: Path, capsys: pytest.CaptureFixture[str], overrides
         assert holding["total"] == pytest.approx(sum(holding["parts"].values()))
     time = said["time"]
     assert time["step"] == pytest.approx(sum(time["phases"].values()))
-    assert said["run"]["gpu_hours"] == pytest.approx(8 * sum(said["run"]["seconds"].values()) / 3600)
-    assert said["run"]["seconds"]["steps"] == pytest.approx(200 * time["step"])
+    assert said["run"]["gpu_hours"] == pytest.approx(8 * said["run"]["seconds"] / 3600)
+    pretraining = sum(time["value_pretraining"].values())
+    assert pretraining > 0 and said["run"]["seconds"] == pytest.approx(200 * time["step"] + pretraining)
     assert ("reference" in said["models"]) == bool(overrides)
     # Gradients and optimizers are where a model is updated, all else sleeps.
     for phase in phases:
@@ -105,15 +106,6 @@ def test_more_tokens_never_need_less(small: Path, changes: tuple[str, ...]) -> N
     assert all(a <= b for a, b in zip(totals(make_plan(config, 8)), totals(longer), strict=True))
 
 
-@pytest.mark.parametrize("name", ["actor", "critic"])
-def test_the_largest_budget_is_the_largest(small: Path, name: str) -> None:
-    plan = make_plan(planned_config(small), 8)
-    budget = largest_budget(plan, name)
-    assert budget is not None
-    assert make_plan(with_budget(plan.config, name, budget), 8).fits
-    assert not make_plan(with_budget(plan.config, name, budget + 1024), 8).fits
-
-
 @pytest.mark.parametrize(
     ("model", "world", "overrides"),
     [(SMALL, 8, ()), (SMALL, 1, ()), (LARGE, 128, LONG), (LARGE, 32, LONG), (MIXTURE, 32, LONG)],
@@ -122,19 +114,22 @@ def test_a_proposal_fits_and_is_no_slower(tmp_path: Path, model: str, world: int
     layouts = ("actor.layout={tp: 1, sequence_parallel: false}", "critic.layout={tp: 1, sequence_parallel: false}")
     config = planned_config(model_dir(tmp_path, model), *layouts, *overrides)
     given = make_plan(config, world)
-    found = propose(given)
-    assert found is not None and found.plan.fits
+    proposals = propose(given)
+    assert 1 <= len(proposals) <= 3 and all(found.plan.fits for found in proposals)
+    seconds = [found.plan.seconds for found in proposals]
+    assert seconds == sorted(seconds)
     if given.fits:
-        assert sum(found.plan.seconds.values()) <= sum(given.seconds.values())
+        assert seconds[0] <= given.seconds
     # What it tells to change, and nothing else, makes the plan.
-    again = planned_config(tmp_path, *layouts, *overrides, *(f"{k}={v}" for k, v in found.changes.items()))
-    assert make_plan(again, world).time.step == pytest.approx(found.plan.time.step)
+    best = proposals[0]
+    again = planned_config(tmp_path, *layouts, *overrides, *(f"{k}={v}" for k, v in best.changes.items()))
+    assert make_plan(again, world).time.step == pytest.approx(best.plan.time.step)
 
 
 def test_more_gpus_do_not_take_longer(large: Path) -> None:
-    best = [propose(make_plan(planned_config(large, *LONG), world)) for world in (32, 64, 128)]
-    seconds = [found.plan.time.step for found in best if found is not None]
-    assert len(seconds) == 3 and seconds == sorted(seconds, reverse=True)
+    best = [propose(make_plan(planned_config(large, *LONG), world))[0] for world in (32, 64, 128)]
+    seconds = [found.plan.time.step for found in best]
+    assert seconds == sorted(seconds, reverse=True)
 
 
 def test_a_32b_model_that_does_not_fit_is_refused_with_one_that_does(
@@ -178,6 +173,13 @@ def test_what_cannot_be_planned_is_named(
         cli.main()
     lines = capfd.readouterr().err.splitlines()
     assert end.value.code == 2 and len(lines) == 1 and named in lines[0]
+
+
+def test_a_rollout_that_would_be_given_up_is_warned_of(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from vapo_megatron.operations.plan.command import plan_run
+
+    plan_run(planned_config(small, "rollout.collect_timeout_s=1"), 8, None, False)
+    assert "is given up after rollout.collect_timeout_s=1: raise it" in capsys.readouterr().out
 
 
 def test_efficiencies_are_the_configs(small: Path) -> None:

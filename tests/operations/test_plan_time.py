@@ -10,13 +10,12 @@ from vapo_megatron.checkpoint.dist_saver import checkpoint_bytes
 from vapo_megatron.cli import PRESETS
 from vapo_megatron.config.algorithm import DynamicSamplingConfig
 from vapo_megatron.config.load import load_config
-from vapo_megatron.config.plan import HardwareConfig, PlanConfig
+from vapo_megatron.config.plan import PlanConfig
 from vapo_megatron.errors import BadInput
 from vapo_megatron.operations.hardware import GIB
 from vapo_megatron.operations.plan.inputs import SHIPPED, Lengths
 from vapo_megatron.operations.plan.plan import Plan, make_plan
 from vapo_megatron.operations.plan.rollout import drawn_prompts, imbalance
-from vapo_megatron.operations.plan.search import propose
 
 
 def plan(*overrides: str, example: str = "aime_qwen2.5_32b/vapo.yaml", world: int = 128) -> Plan:
@@ -72,29 +71,6 @@ def test_deterministic_engines_cost_a_third() -> None:
     assert fast / slow == pytest.approx(0.66)
 
 
-def test_a_critic_that_has_no_room_gets_a_budget_of_its_own() -> None:
-    given = plan("critic.max_tokens_per_microbatch=65536")
-    assert [problem.kind for problem in given.memory.problems] == ["device"]
-    proposal = propose(given)
-    assert proposal is not None and list(proposal.changes) == ["critic.max_tokens_per_microbatch"]
-    assert proposal.plan.fits
-    room = proposal.plan.hardware.usable_memory
-    training = [phase.total for phase in proposal.plan.memory.phases if phase.phase == "update_critic"]
-    assert room - 6 * GIB < training[0] + 1 * GIB and training[0] <= room - 5 * GIB
-
-
-def test_a_checkpoint_is_written_by_all_ranks() -> None:
-    saving = plan("hardware.storage_gbs=1e6").saving
-    # The critic has a value head in place of 0.78e9 weights.
-    assert saving.bytes == pytest.approx(14 * (2 * 32.76e9 - 0.78e9), rel=2e-3)
-    assert saving.writes == pytest.approx(saving.bytes / 128 / 1e9 / HardwareConfig().rank_save_gbs, rel=0.01)
-    twice = plan("hardware.storage_gbs=1e6", world=256).saving
-    assert twice.bytes == pytest.approx(saving.bytes, rel=1e-6)
-    assert twice.writes == pytest.approx(saving.writes / 2, rel=0.01)
-    slow = plan("hardware.storage_gbs=1").saving
-    assert slow.writes == pytest.approx(slow.bytes / 1e9)
-
-
 EXTERNAL = tuple(f"http://10.0.0.{number}:30000" for number in range(6))
 
 
@@ -109,7 +85,7 @@ def test_engines_elsewhere_work_ahead_of_the_trainer() -> None:
     assert ahead.time.step == pytest.approx(max(training, generated))
     assert all("KV cache" not in phase.parts and "engine weights" not in phase.parts for phase in apart.memory.phases)
     assert apart.memory.engine.cache_tokens > plan(world=80).memory.engine.cache_tokens, "all of their own GPUs"
-    assert apart.gpu_hours == pytest.approx((80 + 6 * apart.config.rollout.tp) * sum(apart.seconds.values()) / 3600)
+    assert apart.gpu_hours == pytest.approx((80 + 6 * apart.config.rollout.tp) * apart.seconds / 3600)
 
 
 def test_buckets_of_weights_cost_their_requests() -> None:
@@ -148,7 +124,7 @@ def test_670b_in_fp8_fit_with_engines_on_two_nodes(tmp_path: Path) -> None:
     one, two = (plan(*settings, f"rollout.tp={tp}", example="aime_qwen2.5_32b/grpo.yaml", world=256) for tp in (8, 16))
     assert two.models["actor"].spec.parameter_count() == pytest.approx(670e9, rel=0.01)
     assert two.fits and two.memory.engine.weights == pytest.approx(39.1 * GIB, rel=0.01), two.memory.problems
-    assert not one.fits and "KV cache of 0 tokens" in one.memory.problems[1].line
+    assert not one.fits and "KV cache of 0 tokens" in one.memory.problems[1]
 
 
 def test_parts_of_an_engine_that_attend_apart_have_copies_and_caches_of_their_own() -> None:
@@ -168,11 +144,9 @@ def test_parts_of_an_engine_that_attend_apart_have_copies_and_caches_of_their_ow
 
 def test_a_reference_that_is_replaced_is_part_of_a_checkpoint() -> None:
     kl = "algorithm.kl={{placement: loss, estimator: k3, coef: 0.001, replace_reference_every: {}}}"
-    kept, replaced = (plan(kl.format(every), "hardware.storage_gbs=1") for every in ("null", 100))
+    kept, replaced = (plan(kl.format(every)) for every in ("null", 100))
     weights = 2 * replaced.models["actor"].spec.parameter_count()
-    assert replaced.saving.bytes - kept.saving.bytes == pytest.approx(weights, rel=1e-3)
-    assert replaced.saving.writes - kept.saving.writes == pytest.approx(weights / 1e9, rel=1e-3)
-    parts = [one.memory.host.parts["copy of the state that is being saved"] for one in (kept, replaced)]
+    parts = [made.memory.host.parts["copy of the state that is being saved"] for made in (kept, replaced)]
     assert parts[1] - parts[0] == pytest.approx(weights * 8 / 128, rel=1e-3), (
         "what the eight ranks of a node save of it"
     )

@@ -7,9 +7,6 @@ from pydantic import Field
 from vapo_megatron.config.base import Section
 from vapo_megatron.config.train import TrainConfig
 
-# Measured: python -m benchmarks.saving, one rank, into memory (docs/performance.md).
-SAVE_GBS = 0.9
-
 Kind = Literal["a100-40g", "a100-80g", "h100-80g", "h200-141g", "b200-180g"]
 
 
@@ -24,6 +21,13 @@ class EfficiencyConfig(Section):
         "pretraining steps on H100",
     )
     attention: float = Field(0.35, gt=0, le=1, description="likewise, for core attention, forward and backward")
+    experts: float = Field(
+        0.2,
+        gt=0,
+        le=1,
+        description="likewise, for the layers' MLPs where they are experts; NVIDIA's performance summary of Megatron "
+        "Bridge states 0.12 to 0.24 (H100) and 0.17 to 0.31 (GB200) for whole pretraining steps of such models",
+    )
     fp8_gain: float = Field(1.3, ge=1, le=2, description="speed of the linear layers in FP8, relative to bf16")
     memory: float = Field(0.7, gt=0, le=1, description="memory bandwidth that decoding and optimizer steps reach")
     nvlink: float = Field(0.7, gt=0, le=1, description="NVLink bandwidth, one direction, that collectives reach")
@@ -37,6 +41,12 @@ class EfficiencyConfig(Section):
     )
     decode_overhead: float = Field(
         0.005, ge=0, description="seconds of a decoding step that are neither memory traffic nor products"
+    )
+    request_overhead: float = Field(
+        8e-5,
+        ge=0,
+        description="likewise, for each running response: scheduling, its log-prob; fitted to published steps of dense "
+        "models (docs/plan.md)",
     )
 
 
@@ -70,28 +80,7 @@ class HardwareConfig(Section):
         ge=0,
         description="node memory of a rank and its engine beside tensors: libraries, pinned buffers; an assumption",
     )
-    storage_gbs: float = Field(
-        20.0, gt=0, description="rate of the file system of run.root, of all nodes together; an assumption"
-    )
-    rank_save_gbs: float = Field(
-        SAVE_GBS, gt=0, description="rate at which a rank puts tensors into files and makes digests of them"
-    )
     efficiency: EfficiencyConfig = EfficiencyConfig()
-
-
-class SimulationConfig(Section):
-    """What `plan --simulate` takes for granted besides (docs/async.md)."""
-
-    steps: int = Field(4, ge=1, description="that are counted, after those in which the run settles")
-    engine_gpus: int | None = Field(
-        None, ge=1, description="GPUs of engines of their own; none: the split of GPUs that is best"
-    )
-    response_spread: float | None = Field(
-        None,
-        gt=0,
-        description="sigma of response lengths that are log-normal, cut at sampling.max_new_tokens; none: the tail of "
-        "a plan",
-    )
 
 
 class PlannedRunConfig(Section):
@@ -112,7 +101,10 @@ class PlannedRunConfig(Section):
     grade_seconds: float = Field(
         0.02, ge=0, description="of one response on one of reward.workers, while others are generated"
     )
-    simulation: SimulationConfig = SimulationConfig()
+    turns: int = Field(1, ge=1, description="responses of an episode, where rollout.agent is an agent")
+    tool_seconds: float = Field(
+        0.0, ge=0, description="what an episode waits for a tool between two turns; its place in an engine is free then"
+    )
 
 
 class PlanConfig(TrainConfig):

@@ -82,7 +82,7 @@ class Dispatcher:
         are_replaced: whether somebody starts a server again that ends: one that answers what cannot be is ended then,
             and groups wait for it where it is the last; else what the last one failed of is raised.
         vocabulary: tokens that the model has; None: not known.
-        loop, client: what time is, and who asks a server; others in a simulation (operations/twin).
+        client: who asks a server.
     """
 
     def __init__(
@@ -92,7 +92,6 @@ class Dispatcher:
         stop_token_ids: Sequence[int],
         are_replaced: bool = False,
         vocabulary: int | None = None,
-        loop: LoopThread | None = None,
         client: Callable[[EngineAddress, float], EngineClient] = EngineClient,
     ) -> None:
         self._config, self._vocabulary = config, vocabulary
@@ -102,7 +101,7 @@ class Dispatcher:
         self._running: dict[int, tuple[EngineClient, list[str]]] = {}
         self._numbers = itertools.count()
         self.when_stranded: Callable[[], None] | None = None
-        self.loop = loop or LoopThread()
+        self.loop = LoopThread()
         allow_connections()
 
     def collect(

@@ -83,8 +83,9 @@ class Activations:
         if not spec.num_experts:  # dense layers of a model with experts are few, and counted as the others
             return columns * spec.ffn_size / self.layout.tp * self.width
         routed = spec.experts_per_token * EXPERT_IMBALANCE / self._cut
-        # What is sent to experts, what they make of it, and what comes back of them; the router is float32.
-        expert = routed * (columns * spec.expert_ffn_size + 3 * spec.hidden_size) * self.width
+        # What is sent to experts and what they make of it, weighted before their second product so that what comes
+        # back is not kept (Megatron-Core's experts.py); the router is float32.
+        expert = routed * (columns * spec.expert_ffn_size + spec.hidden_size) * self.width
         expert += columns * spec.shared_ffn_size / self.layout.tp * self.width
         return expert + 3 * 4 * spec.num_experts / self._cut
 

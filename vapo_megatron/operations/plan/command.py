@@ -12,14 +12,13 @@ from rich.table import Table
 
 from vapo_megatron.config.plan import PlanConfig
 from vapo_megatron.config.proportions import proportions_left
-from vapo_megatron.data.rows import eval_problems
 from vapo_megatron.errors import BadInput
 from vapo_megatron.operations.hardware import GIB
 from vapo_megatron.operations.plan.activations import EXPERT_IMBALANCE
 from vapo_megatron.operations.plan.inputs import model_directory
 from vapo_megatron.operations.plan.plan import Plan, default_world, make_plan
 from vapo_megatron.operations.plan.rollout import drawn_prompts, imbalance
-from vapo_megatron.operations.plan.search import Proposal, largest_budget, propose
+from vapo_megatron.operations.plan.search import Proposal, propose
 
 # A proposal is worth telling where it saves at least this share of the run's time.
 _WORTH_TELLING = 0.1
@@ -37,113 +36,93 @@ def plan_run(config: PlanConfig, gpus: int | None, nodes: int | None, as_text: b
     if gpus is not None and nodes is not None:
         raise BadInput(f"--gpus {gpus} and --nodes {nodes} both say how many GPUs: give one of them")
     world = nodes * config.hardware.gpus_per_node if nodes is not None else gpus or default_world(config)
-    plan = make_plan(config, world, evaluation_samples(config))
-    budgets: dict[str, int | None] = {
-        name: largest_budget(plan, name) for name in ("actor", "critic") if name in plan.models
-    }
-    proposal = worth_telling(plan, propose(plan))
+    plan = make_plan(config, world)
+    proposals = propose(plan)
+    if plan.fits:
+        limit = (1 - _WORTH_TELLING) * plan.seconds
+        proposals = [proposal for proposal in proposals if proposal.plan.seconds < limit]
     console = Console(width=None if Console().is_terminal else 160)
-    answer = as_json(plan, budgets, proposal)
+    answer = as_json(plan, proposals)
     if not as_text:
-        show(plan, budgets, proposal, console)
+        show(plan, proposals, console)
     if simulated and plan.fits:
-        from vapo_megatron.operations.twin import modes as twin  # its tables are made here
+        from vapo_megatron.operations.plan.simulation import modes
 
-        modes = twin.modes(plan)
-        answer["simulation"] = {"modes": [mode.as_json() for mode in modes], "assumptions": twin.assumptions(plan)}
+        answer["simulation"] = modes(plan)
         if not as_text:
-            twin.show(plan, modes, console)
+            console.print(_simulation_table(plan, answer["simulation"]))
     if as_text:
         print(json.dumps(answer, indent=2))
     if not plan.fits:
-        raise BadInput(_refusal(plan, proposal))
-
-
-def worth_telling(plan: Plan, proposal: Proposal | None) -> Proposal | None:
-    """The proposal where it changes something for the better by enough."""
-    if proposal is None or not plan.fits:
-        return proposal
-    now, then = sum(plan.seconds.values()), sum(proposal.plan.seconds.values())
-    return proposal if then < (1 - _WORTH_TELLING) * now else None
-
-
-def evaluation_samples(config: PlanConfig) -> int:
-    """Responses of one evaluation over all sets of data.eval; 0 where one of their files is not here."""
-    total = 0
-    for entry in config.data.eval:
-        try:
-            total += entry.samples * len(eval_problems(entry, config.data.fields))
-        except BadInput:
-            return 0
-    return total
-
-
-def _refusal(plan: Plan, proposal: Proposal | None) -> str:
-    problems = "; ".join(problem.line for problem in plan.memory.problems)
-    remedy = (
-        f"try {proposal.overrides}"
-        if proposal is not None
-        else f"no layout of {plan.world} GPUs was found to fit: take more GPUs, or shorten sampling.max_new_tokens"
-    )
-    return f"does not fit {plan.world} x {plan.hardware.kind}: {problems}: {remedy}"
+        problems = "; ".join(plan.memory.problems)
+        remedy = f"no layout of {world} GPUs was found to fit: take more GPUs, or shorten sampling.max_new_tokens"
+        if proposals:
+            remedy = f"try {proposals[0].overrides}"
+        raise BadInput(f"does not fit {world} x {plan.hardware.kind}: {problems}: {remedy}")
 
 
 def assumptions(plan: Plan) -> list[str]:
     """One line each."""
-    hardware, lengths, config, batch = plan.hardware, plan.lengths, plan.config, plan.config.batch
-    prompts, reached = batch.prompts_per_step, hardware.efficiency
-    uneven = imbalance(plan.engines, prompts, prompts * batch.samples_per_prompt, lengths)
+    hardware, lengths, config = plan.hardware, plan.lengths, plan.config
+    batch, reached, asked = config.batch, hardware.efficiency, config.plan
+    uneven = imbalance(plan.engines, batch.prompts_per_step, config.samples, lengths)
     lines = [
         f"{hardware.kind}: {hardware.device_memory / GIB:.1f} GiB, {hardware.bf16 / 1e12:.0f} TFLOP/s dense bf16, "
-        f"memory {hardware.memory_rate / 1e9:.0f} GB/s, NVLink {hardware.nvlink / 1e9:.0f} GB/s, network "
-        f"{hardware.network / 1e9:.0f} GB/s a GPU, PCIe {hardware.pcie / 1e9:.0f} GB/s, each in one direction, as the "
-        f"maker states them (hardware.*)",
-        f"of these rates are reached: linear layers {reached.linear:g} ({reached.fp8_gain:g} times that in FP8), "
-        f"attention {reached.attention:g}, memory {reached.memory:g}, NVLink {reached.nvlink:g}, network "
-        f"{reached.network:g}, PCIe {reached.pcie:g}; a decoding step waits {reached.decode_overhead * 1000:g} ms "
-        "besides (hardware.efficiency.*; not measured on your machines)",
+        f"memory {hardware.memory_rate / 1e9:.0f} GB/s, NVLink {hardware.nvlink / 1e9:.0f}, network "
+        f"{hardware.network / 1e9:.0f}, PCIe {hardware.pcie / 1e9:.0f} GB/s a GPU in one direction (hardware.*)",
+        "of these rates are reached: "
+        + ", ".join(f"{name} {value:g}" for name, value in reached.model_dump().items())
+        + " (hardware.efficiency.*; not measured on your machines); communication does not overlap with computation",
         f"prompts have {lengths.prompt:.0f} tokens, responses {lengths.mean:.0f} on average with a tail up to "
         f"{lengths.longest} (plan.mean_prompt_tokens, plan.mean_response_tokens); half of the variance of lengths is "
         f"between prompts, and the engine with most tokens has {uneven:.2f} times the mean",
         f"{hardware.trainer_overhead / GIB:g} GiB of a GPU go to the trainer's context and NCCL, "
-        f"{hardware.engine_overhead / GIB:g} GiB to an offloaded engine's, {hardware.fragmentation:.0%} are lost to "
-        "fragmentation (hardware.trainer_overhead_gib, .engine_overhead_gib, .fragmentation)",
-        "communication does not overlap with computation, grading overlaps with generation "
-        f"({config.plan.grade_seconds:g} s a response on each of {config.reward.workers} reward.workers, "
-        "plan.grade_seconds); starting and checkpoints are not counted in steps",
-        f"checkpoints: the file system takes {hardware.storage / 1e9:g} GB/s in all, a rank puts "
-        f"{hardware.rank_save / 1e9:g} GB/s of tensors into files (hardware.storage_gbs, .rank_save_gbs)",
-        "layers are Transformer Engine's (model.attention=sdpa: PyTorch's, which keep more); in FP8 matrices are "
-        f"kept twice; the rank whose experts get most tokens gets {EXPERT_IMBALANCE:g} times the mean",
+        f"{hardware.engine_overhead / GIB:g} GiB to an offloaded engine's, {config.hardware.fragmentation:.0%} are "
+        "lost to fragmentation (hardware.trainer_overhead_gib, .engine_overhead_gib, .fragmentation)",
+        f"grading takes {asked.grade_seconds:g} s a response on each of {config.reward.workers} reward.workers and "
+        "overlaps with generation (plan.grade_seconds); starting, evaluations and checkpoints are not counted",
+        f"the rank whose experts get most tokens gets {EXPERT_IMBALANCE:g} times the mean",
     ]
-    if config.algorithm.dynamic_sampling.enabled:
-        drawn = drawn_prompts(prompts, config.algorithm.dynamic_sampling, config.plan.informative_share)
+    if asked.turns > 1:
         lines.append(
-            f"dynamic sampling draws {drawn:.0f} prompts for {prompts}, as {config.plan.informative_share:.0%} of the "
-            "groups are informative (plan.informative_share)"
+            f"an episode has {asked.turns} turns and waits {asked.tool_seconds:g} s for a tool between two, outside "
+            "the engine's batch (plan.turns, plan.tool_seconds)"
+        )
+    if config.algorithm.dynamic_sampling.enabled:
+        drawn = drawn_prompts(batch.prompts_per_step, config.algorithm.dynamic_sampling, asked.informative_share)
+        lines.append(
+            f"dynamic sampling draws {drawn:.0f} prompts for {batch.prompts_per_step}, as {asked.informative_share:.0%}"
+            " of the groups are informative (plan.informative_share)"
         )
     if config.rollout.external_urls:
         lines.append(
             f"{plan.engines} engines elsewhere (rollout.external_urls) have {config.rollout.tp} GPUs of the same kind "
             "each; `rollout` is what the trainer waits for them, where they work ahead"
         )
-    if plan.memory.engine.deterministic:
-        lines.append(f"deterministic engines have {reached.deterministic:g} of the speed of others")
     if model_directory(config.model.path) != Path(config.model.path):
         lines.append(f"{config.model.path} is not here: its sizes are those that the package has of that name")
-    if plan.evaluations and not plan.evaluation_samples:
-        lines.append("evaluations are not counted: the files of data.eval cannot be read here")
     return lines
 
 
-_FORMAT = 1
+def warnings(plan: Plan) -> list[str]:
+    """What a run of this plan would meet; one line each."""
+    lines, rollout = proportions_left(plan.config, plan.lengths.mean), plan.config.rollout
+    if plan.time.phases["rollout"] > rollout.collect_timeout_s:
+        lines.append(
+            f"a rollout takes {plan.time.phases['rollout']:.0f} s, and is given up after rollout.collect_timeout_s="
+            f"{rollout.collect_timeout_s:g}: raise it, or take more GPUs"
+        )
+    return lines
 
 
-def as_json(plan: Plan, budgets: Mapping[str, int | None], proposal: Proposal | None) -> dict[str, Any]:
+def as_json(plan: Plan, proposals: Sequence[Proposal]) -> dict[str, Any]:
     """Everything, in bytes and seconds. Totals are sums of the parts."""
     memory, time, engine = plan.memory, plan.time, plan.memory.engine
+    holdings = [
+        {"phase": held.phase, "parts": held.parts, "total": held.total} for held in (*memory.phases, memory.host)
+    ]
     return {
-        "format": _FORMAT,
+        "format": 2,
         "gpus": plan.world,
         "kind": plan.hardware.kind,
         "models": {
@@ -156,87 +135,62 @@ def as_json(plan: Plan, budgets: Mapping[str, int | None], proposal: Proposal | 
             for name, model in plan.models.items()
         },
         "fits": plan.fits,
-        "problems": [problem.line for problem in memory.problems],
-        "memory": {
-            "usable": plan.hardware.usable_memory,
-            "phases": [{"phase": h.phase, "parts": h.parts, "total": h.total} for h in memory.phases],
-            "node": {"usable": plan.hardware.node_memory, "parts": memory.host.parts, "total": memory.host.total},
-        },
+        "problems": list(memory.problems),
+        "memory": {"usable": plan.hardware.usable_memory, "phases": holdings[:-1], "node": holdings[-1]},
         "engine": {
             "count": plan.engines,
             "cache_tokens": max(0, engine.cache_tokens),
             "responses_at_once": engine.at_once(plan.lengths.running),
         },
-        "time": {
-            "phases": time.phases,
-            "step": time.step,
-            "value_pretraining": time.value_pretraining,
-            "evaluation": time.evaluation,
-        },
-        "checkpoint": asdict(plan.saving),
+        "time": asdict(time) | {"step": time.step},
         "run": {"seconds": plan.seconds, "gpu_hours": plan.gpu_hours},
-        "largest_max_tokens_per_microbatch": dict(budgets),
-        "proposal": None
-        if proposal is None
-        else {
-            "overrides": proposal.changes,
-            "step": proposal.plan.time.step,
-            "gpu_hours": proposal.plan.gpu_hours,
-            "worst": {"phase": proposal.plan.memory.worst.phase, "total": proposal.plan.memory.worst.total},
-        },
-        "proportions_left": proportions_left(plan.config, plan.lengths.mean),
+        "proposals": [
+            {"overrides": found.changes, "step": found.plan.time.step, "gpu_hours": found.plan.gpu_hours}
+            for found in proposals
+        ],
+        "warnings": warnings(plan),
         "assumptions": assumptions(plan),
     }
 
 
-def show(plan: Plan, budgets: Mapping[str, int | None], proposal: Proposal | None, console: Console) -> None:
+def show(plan: Plan, proposals: Sequence[Proposal], console: Console) -> None:
     """Print the tables."""
-    actor = plan.models["actor"]
-    active = actor.spec.active_parameter_count()
-    of_them = f", {active:,} of them active" if active != actor.spec.parameter_count() else ""
-    console.print(
-        f"[bold]{plan.config.model.path}[/]: {actor.spec.family}, {actor.spec.parameter_count():,} parameters"
-        f"{of_them}; {plan.world} x {plan.hardware.kind}"
-    )
+    console.print(f"[bold]{plan.config.model.path}[/]: {plan.world} x {plan.hardware.kind}")
     for name, model in plan.models.items():
-        recompute = model.config.recompute.granularity
         console.print(
-            f"  {name}: {model.layout.describe(plan.world)}, {model.config.max_tokens_per_microbatch} tokens a "
-            f"micro-batch, recompute {recompute}"
+            f"  {name}: {model.spec.parameter_count(model.head):,} parameters, {model.layout.describe(plan.world)}, "
+            f"{model.config.max_tokens_per_microbatch} tokens a micro-batch, recompute "
+            f"{model.config.recompute.granularity}",
+            soft_wrap=True,
         )
     console.print(_memory_table(plan))
-    console.print(_node_table(plan))
+    host, node = plan.memory.host, plan.hardware.node_memory / GIB
+    parts = ", ".join(f"{part} {size / GIB:.1f}" for part, size in host.parts.items())
+    console.print(f"memory of the worst node: {host.total / GIB:.1f} of {node:.0f} GiB ({parts})\n", soft_wrap=True)
     console.print(_time_table(plan))
     engine = plan.memory.engine
-    at_once = engine.at_once(plan.lengths.running)
-    parts = engine.config.attention_parts
-    caches = "KV cache" if parts == 1 else f"{parts} KV caches"
     console.print(
-        f"engines: {plan.engines} x TP{engine.config.tp}, {caches} of "
-        f"{max(0, engine.cache_tokens):,} tokens, {at_once:.0f} responses at once"
+        f"engines: {plan.engines} x TP{engine.config.tp}, a KV cache of {max(0, engine.cache_tokens):,} tokens, "
+        f"{engine.at_once(plan.lengths.running):.0f} responses at once"
     )
-    console.print(f"a checkpoint: {plan.saving.bytes / 1e9:,.0f} GB, on the disk within {plan.saving.writes:.0f} s")
-    for name, budget in budgets.items():
-        budget_text = "none fits" if budget is None else f"{budget:,}"
-        console.print(f"largest {name}.max_tokens_per_microbatch that fits, all else as it is: {budget_text}")
-    console.print(f"the run: {_duration(sum(plan.seconds.values()))}, {plan.gpu_hours:,.0f} GPU-hours")
-    console.print("\n[bold]Assumed[/]")
+    console.print(f"the run: {plan.seconds / 3600:,.1f} h, {plan.gpu_hours:,.0f} GPU-hours\n\n[bold]Assumed[/]")
     for line in assumptions(plan):
         console.print(f"  - {line}", soft_wrap=True)
-    for line in proportions_left(plan.config, plan.lengths.mean):
-        console.print(f"[bold yellow]out of proportion[/]: {line}", soft_wrap=True, highlight=False)
+    for line in warnings(plan):
+        console.print(f"[bold yellow]warning[/]: {line}", soft_wrap=True, highlight=False)
     for problem in plan.memory.problems:
-        console.print(f"[bold red]does not fit[/]: {problem.line}")
-    if proposal is not None and proposal.changes:
-        better = proposal.plan
+        console.print(f"[bold red]does not fit[/]: {problem}", soft_wrap=True)
+    for found in proposals:
         console.print(
-            f"\n[bold]{'Faster' if plan.fits else 'Fits'}[/]: {better.time.step:.0f} s a step, at most "
-            f"{better.memory.worst.total / GIB:.1f} GiB on a GPU, {better.gpu_hours:,.0f} GPU-hours with"
+            f"\n[bold]{'Faster' if plan.fits else 'Fits'}[/]: {found.plan.time.step:.0f} s a step, at most "
+            f"{found.plan.memory.worst.total / GIB:.1f} GiB on a GPU, {found.plan.gpu_hours:,.0f} GPU-hours with\n"
+            f"  {found.overrides}",
+            soft_wrap=True,
+            highlight=False,
         )
-        console.print(f"  {proposal.overrides}", soft_wrap=True, highlight=False)
 
 
-def table_of(title: str, columns: Sequence[str]) -> Table:
+def _table_of(title: str, columns: Sequence[str]) -> Table:
     """One without rows yet: names to the left, figures to the right."""
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
     for number, column in enumerate(columns):
@@ -245,37 +199,34 @@ def table_of(title: str, columns: Sequence[str]) -> Table:
 
 
 def _memory_table(plan: Plan) -> Table:
-    phases = plan.memory.phases
-    usable = plan.hardware.usable_memory
+    phases, usable = plan.memory.phases, plan.hardware.usable_memory
     title = f"GiB on the worst GPU ({usable / GIB:.1f} usable); parts not listed are offloaded, gradients dropped"
-    table = table_of(title, ["", *(h.phase for h in phases)])
-    for part in dict.fromkeys(part for holding in phases for part in holding.parts):
-        table.add_row(part, *(f"{h.parts[part] / GIB:.2f}" if part in h.parts else "" for h in phases))
-    totals = [f"{h.total / GIB:.2f}" if h.total <= usable else f"[red]{h.total / GIB:.2f}[/]" for h in phases]
-    table.add_row("[bold]total[/]", *totals)
-    return table
-
-
-def _node_table(plan: Plan) -> Table:
-    table = table_of(f"GiB of the worst node's own memory ({plan.hardware.node_memory / GIB:.0f} there)", ["", "GiB"])
-    for part, size in plan.memory.host.parts.items():
-        table.add_row(part, f"{size / GIB:.1f}")
-    table.add_row("[bold]total[/]", f"{plan.memory.host.total / GIB:.1f}")
+    table = _table_of(title, ["", *(held.phase for held in phases)])
+    for part in dict.fromkeys(part for held in phases for part in held.parts):
+        table.add_row(part, *(f"{held.parts[part] / GIB:.2f}" if part in held.parts else "" for held in phases))
+    table.add_row(
+        "total", *(f"{'[red]' * (held.total > usable)}{held.total / GIB:.2f}" for held in phases), style="bold"
+    )
     return table
 
 
 def _time_table(plan: Plan) -> Table:
-    table = table_of("Seconds", ["", "s", "share of a step"])
+    table = _table_of("Seconds", ["", "s", "share of a step"])
     for phase, seconds in plan.time.phases.items():
         table.add_row(phase, f"{seconds:.1f}", f"{seconds / plan.time.step:.0%}")
-    table.add_row("[bold]step[/]", f"{plan.time.step:.1f}")
+    table.add_row("step", f"{plan.time.step:.1f}", style="bold")
     for part, seconds in plan.time.value_pretraining.items():
         table.add_row(f"value pretraining: {part}", f"{seconds:.1f}")
-    if plan.time.evaluation:
-        table.add_row(f"evaluation ({plan.evaluations} of them)", f"{plan.time.evaluation:.1f}")
     return table
 
 
-def _duration(seconds: float) -> str:
-    hours, minutes = divmod(round(seconds / 60), 60)
-    return f"{hours} h {minutes} min" if hours else f"{minutes} min"
+def _simulation_table(plan: Plan, modes: Sequence[Mapping[str, Any]]) -> Table:
+    world = plan.world + len(plan.config.rollout.external_urls) * plan.config.rollout.tp
+    columns = "GPUs", "s a step", "engines unused", "trainer idle", "mean age of tokens"
+    table = _table_of("Simulated, in steady state (no row: no split of the GPUs fits)", ["", *columns])
+    for mode in modes:
+        engines = mode["engine_gpus"]
+        gpus = f"{world} shared" if engines is None else f"{world - engines} + {engines} engines'"
+        shares = f"{mode['engines_unused']:.0%}", f"{mode['trainer_idle']:.0%}"
+        table.add_row(mode["mode"], gpus, f"{mode['step']:.1f}", *shares, f"{mode['age']:.2f}")
+    return table

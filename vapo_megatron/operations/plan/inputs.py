@@ -6,8 +6,7 @@ from pathlib import Path
 from vapo_megatron.config.plan import PlanConfig
 from vapo_megatron.errors import BadInput
 
-# The numbers of config.json, as the makers publish them, of models that plans are made for before their weights are
-# there; by the last part of their path.
+# config.json of models that plans are made for before their weights are there, by the last part of their path.
 SHIPPED = Path(__file__).parent / "sizes"
 
 
@@ -82,16 +81,13 @@ def planned_lengths(config: PlanConfig) -> Lengths:
     Raises:
         BadInput: a mean is above the longest.
     """
-    settings, longest, prompt = config.plan, config.sampling.max_new_tokens, config.data.max_prompt_tokens
+    longest, longest_prompt = config.sampling.max_new_tokens, config.data.max_prompt_tokens
+    response = config.plan.mean_response_tokens or max(1, longest // 2)
+    prompt = config.plan.mean_prompt_tokens or max(1, longest_prompt // 2)
     for key, mean, limit_key, limit in (
-        ("mean_response_tokens", settings.mean_response_tokens, "sampling.max_new_tokens", longest),
-        ("mean_prompt_tokens", settings.mean_prompt_tokens, "data.max_prompt_tokens", prompt),
+        ("mean_response_tokens", response, "sampling.max_new_tokens", longest),
+        ("mean_prompt_tokens", prompt, "data.max_prompt_tokens", longest_prompt),
     ):
-        if mean is not None and mean > limit:
+        if mean > limit:
             raise BadInput(f"plan.{key}={mean} is above {limit_key}={limit}: lower it, a mean is at most the longest")
-    return Lengths(
-        prompt=float(settings.mean_prompt_tokens or max(1, prompt // 2)),
-        mean=float(settings.mean_response_tokens or max(1, longest // 2)),
-        longest=longest,
-        longest_prompt=prompt,
-    )
+    return Lengths(float(prompt), float(response), longest, longest_prompt)

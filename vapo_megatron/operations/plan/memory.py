@@ -1,14 +1,14 @@
 """Bytes on the worst GPU in each phase, and on the worst node."""
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
 
 from vapo_megatron.config.model import TrainableConfig
 from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.megatron.offload import ONLOADED, PARTS, Part, Phase
 from vapo_megatron.operations.hardware import GIB
-from vapo_megatron.operations.plan.models import PlannedModel, PlannedRun, saved_models
+from vapo_megatron.operations.plan.models import PlannedModel, PlannedRun
 from vapo_megatron.operations.plan.rollout import PlannedEngine
 
 # The phases of a step in the order of training/loop.py, and the model that computes in each.
@@ -21,9 +21,6 @@ PHASES: dict[Phase, str | None] = {
     "update_policy": "actor",
     "weight_sync": None,
 }
-# Phases in which the engines hold all of their memory, or at least their weights.
-ENGINE_ONLOADED: tuple[Phase, ...] = ("rollout",)
-ENGINE_WEIGHTS: tuple[Phase, ...] = ("rollout", "weight_sync")
 
 
 def on_device(phase: Phase, name: str, config: TrainableConfig) -> tuple[Part, ...]:
@@ -50,20 +47,17 @@ def is_probe(config: TrainConfig) -> bool:
     return config.algorithm.uses_critic and not config.has_critic_model
 
 
-# ExperienceBatch: token, rollout log-prob; old log-probs, entropies, values, advantages, returns, shaped rewards,
-# importance, reference log-probs; four bytes each.
-_BATCH_BYTES = 4 + 4 + 8 * 4
+# Bytes of a token. ExperienceBatch: token, rollout log-prob; old log-prob, entropy, value, advantage, return, shaped
+# reward, importance, reference log-prob.
+_BATCH_BYTES = 4 * 10
 # What a rank is sent of the samples that it scores, and what it finds: token, rollout log-prob; log-prob, entropy.
 _SCORED_BYTES = 4 * 4
-# What rank 0 collects and sends: token, rollout log-prob.
-_ROLLOUT_BYTES = 4 + 4
+# What rank 0 collects and sends: token, rollout log-prob; beside it the text, about four characters a token.
+_ROLLOUT_BYTES, _SAMPLE_BYTES = 4 * 2, 4 * 3
 # A packed micro-batch: ids, labels, positions and response_index, int64.
-_MICROBATCH_BYTES = 32
-# Rank 0 has the samples as well: token and log-prob, four bytes each, and the text, about four characters a token.
-_SAMPLE_BYTES = 4 + 4 + 4
+_MICROBATCH_BYTES = 8 * 4
 # While a weight sync lasts: two buckets, and what is gathered beside a parameter above their size.
-_BUCKETS = 2
-_GATHERED = 1 / 8
+_BUCKETS = 2 + 1 / 8
 
 
 @dataclass(frozen=True)
@@ -80,14 +74,6 @@ class Holding:
 
 
 @dataclass(frozen=True)
-class Problem:
-    """What does not fit, in one line: a sample into a micro-batch, a phase onto a GPU, a cache, a node's memory."""
-
-    kind: Literal["budget", "device", "engine", "host"]
-    line: str
-
-
-@dataclass(frozen=True)
 class Memory:
     """Memory of a run.
 
@@ -95,13 +81,13 @@ class Memory:
         phases: for each phase the GPU that holds most.
         host: the node that holds most, at its fullest moment.
         engine: one server.
-        problems: each thing that does not fit.
+        problems: a line for each thing that does not fit: samples, a phase, the cache, a node's memory.
     """
 
     phases: tuple[Holding, ...]
     host: Holding
     engine: PlannedEngine
-    problems: tuple[Problem, ...]
+    problems: tuple[str, ...]
 
     @property
     def worst(self) -> Holding:
@@ -127,21 +113,19 @@ def _ranks(models: dict[str, PlannedModel]) -> list[dict[str, int]]:
     return [dict(kind) for kind in dict.fromkeys(kinds)]
 
 
-def _offloaded(stages: dict[str, int], models: dict[str, PlannedModel]) -> float:
-    """Bytes of all models that stay on a rank's GPU during a rollout."""
-    return sum(
-        model.bytes_of(part, stages[name])
-        for name, model in models.items()
-        for part in on_device("rollout", name, model.config)
-    )
-
-
 def _engine(run: PlannedRun) -> PlannedEngine:
     """The engine on the GPU that leaves it least."""
     config, models, hardware, actor = run.config, run.models, run.hardware, run.models["actor"]
     taken = 0.0
     if not config.rollout.external_urls:
-        taken = max(_offloaded(stages, models) for stages in _ranks(models)) + hardware.trainer_overhead
+        taken = hardware.trainer_overhead + max(
+            sum(
+                model.bytes_of(part, stages[name])
+                for name, model in models.items()
+                for part in on_device("rollout", name, model.config)
+            )
+            for stages in _ranks(models)
+        )
     return PlannedEngine(actor.spec, config.rollout, actor.width, hardware, taken)
 
 
@@ -159,18 +143,20 @@ def _device(run: PlannedRun, phase: Phase, stages: dict[str, int], engine: Plann
         stage, tokens = stages[working], float(model.config.max_tokens_per_microbatch)
         activations = model.activations
         if training:
-            parts["activations kept"] = activations.kept(tokens, stage, _step_tokens(run, model))
+            # Tokens of an optimizer step on a rank, were every sample as long as the longest.
+            longest = math.ceil(minibatch_samples(config) / model.dp) * run.lengths.longest_sample / model.layout.cp
+            parts["activations kept"] = activations.kept(tokens, stage, longest)
         parts["activations in passing"] = activations.passing(tokens, training)
         parts["chunk of logits"] = activations.logits(tokens, stage, training)
         if is_probe(config) and phase == "score_policy":
             parts["hidden states in passing"] = 2 * tokens * model.spec.hidden_size * 4
     # For engines in FP8 the tensors of a bucket are quantised, and packed into a third buffer.
     quantised = config.rollout.quantization == "fp8"
-    buckets = _BUCKETS + _GATHERED + 2 * quantised if phase == "weight_sync" else 0
+    buckets = _BUCKETS + 2 * quantised if phase == "weight_sync" else 0
     parts["weight sync buffers"] = buckets * _bucket(config, models["actor"])
     if not config.rollout.external_urls:
-        onloaded = phase in ENGINE_ONLOADED
-        if onloaded or phase in ENGINE_WEIGHTS:
+        onloaded = phase == "rollout"
+        if onloaded or phase == "weight_sync":
             parts["engine weights"] = engine.weights
         if onloaded:
             parts["KV cache"] = engine.cache
@@ -189,11 +175,6 @@ def microbatches(run: PlannedRun, model: PlannedModel) -> int:
     return -(-count // multiple) * multiple
 
 
-def _step_tokens(run: PlannedRun, model: PlannedModel) -> float:
-    """Tokens of one optimizer step on a rank, were every sample as long as the longest."""
-    return math.ceil(minibatch_samples(run.config) / model.dp) * run.lengths.longest_sample / model.layout.cp
-
-
 def minibatch_samples(config: TrainConfig) -> int:
     """Samples of one optimizer step."""
     update, batch = config.algorithm.update, config.batch
@@ -210,16 +191,18 @@ def _bucket(config: TrainConfig, actor: PlannedModel) -> float:
 def _host(run: PlannedRun) -> Holding:
     """The node of rank 0, while a scored rollout is there and all models sleep.
 
-    The record of value pretraining is no part of it: its files are mapped, and their pages, once for all ranks of a
-    node, are page cache that the kernel drops where memory is short. What of it is in use at a time, a mini-batch or
-    the held-out part, is no more than a rollout.
+    The record of value pretraining is no part of it: its files are mapped, and the kernel drops their pages where
+    memory is short.
     """
     config, models, hardware, lengths = run.config, run.models, run.hardware, run.lengths
     world = models["actor"].world
     ranks = min(hardware.gpus_per_node, world)
     tokens = config.samples * lengths.sample
     minibatch = minibatch_samples(config) * lengths.sample
-    replay_bytes = _replay_bytes(config, models["actor"])
+    # Of the experts that the engines chose, in each layer.
+    spec, width = models["actor"].spec, models["actor"].width
+    replay_bytes = spec.num_layers * spec.experts_per_token * (1 if spec.num_experts <= 256 else 2)
+    replay_bytes *= config.rollout.router_replay
     computed = max(
         max(tokens * _SCORED_BYTES, minibatch * _BATCH_BYTES) / model.dp
         + (tokens * replay_bytes / model.dp if name == "actor" else 0)
@@ -241,15 +224,14 @@ def _host(run: PlannedRun) -> Holding:
         "samples at home on the node": tokens * ranks / world * (_BATCH_BYTES + replay_bytes),
         "samples that models compute": ranks * computed,
         # Where they were computed, and at home.
-        "hidden states": 2 * tokens * ranks / world * models["actor"].spec.hidden_size * models["actor"].width
-        if is_probe(config)
-        else 0,
+        "hidden states": is_probe(config) * 2 * tokens * ranks / world * spec.hidden_size * width,
         "samples, on rank 0": tokens * _SAMPLE_BYTES,
         "offloaded weights and optimizers": ranks * offloaded,
         "ranks and engines beside tensors": ranks * hardware.rank_memory,
     }
+    saved = {"actor", "critic"} | ({"reference"} if config.algorithm.saves_reference else set())
     copied = max(
-        sum(model.bytes_saved(stages[name]) for name, model in saved_models(config, models).items())
+        sum(model.bytes_saved(stages[name]) for name, model in models.items() if name in saved)
         for stages in _ranks(models)
     )
     parts["copy of the state that is being saved"] = ranks * copied
@@ -259,41 +241,26 @@ def _host(run: PlannedRun) -> Holding:
     return Holding("host", {name: size for name, size in parts.items() if size})
 
 
-def _replay_bytes(config: TrainConfig, actor: PlannedModel) -> int:
-    """Bytes per token of the experts that the engines chose."""
-    if not config.rollout.router_replay:
-        return 0
-    spec = actor.spec
-    return spec.num_layers * spec.experts_per_token * (1 if spec.num_experts <= 256 else 2)
-
-
-def _problems(run: PlannedRun, engine: PlannedEngine, phases: list[Holding], host: Holding) -> list[Problem]:
-    config, hardware, problems = run.config, run.hardware, []
-    longest, usable = run.lengths.longest_sample, hardware.usable_memory / GIB
+def _problems(run: PlannedRun, engine: PlannedEngine, phases: list[Holding], host: Holding) -> Iterator[str]:
+    config, hardware, rollout = run.config, run.hardware, run.config.rollout
+    longest, usable = run.lengths.longest_sample, hardware.usable_memory
     for name, model in run.models.items():
         section = model.config
         if name != "reference" and section.longest_sample < longest:
-            line = (
+            yield (
                 f"{name}.max_tokens_per_microbatch={section.max_tokens_per_microbatch} with cp={model.layout.cp} holds "
                 f"samples of at most {section.longest_sample} tokens, the longest has {longest}"
             )
-            problems.append(Problem("budget", line))
-    over = [phase for phase in phases if phase.total > hardware.usable_memory]
-    if over:
-        worst = max(over, key=lambda phase: phase.total)
-        line = f"{worst.phase} needs {worst.total / GIB:.1f} GiB on a GPU, {usable:.1f} GiB are usable"
-        problems.append(Problem("device", line))
+    worst = max(phases, key=lambda phase: phase.total)
+    if worst.total > usable:
+        yield f"{worst.phase} needs {worst.total / GIB:.1f} GiB on a GPU, {usable / GIB:.1f} GiB are usable"
     if engine.cache_tokens < longest:
-        line = (
-            f"an engine of rollout.tp={config.rollout.tp} and rollout.mem_fraction_static="
-            f"{config.rollout.mem_fraction_static:g} has a KV cache of {max(0, engine.cache_tokens)} tokens, the "
-            f"longest sample has {longest}"
+        yield (
+            f"an engine of rollout.tp={rollout.tp} and rollout.mem_fraction_static={rollout.mem_fraction_static:g} has "
+            f"a KV cache of {max(0, engine.cache_tokens)} tokens, the longest sample has {longest}"
         )
-        problems.append(Problem("engine", line))
     if host.total > hardware.node_memory:
-        line = (
+        yield (
             f"a node needs {host.total / GIB:.0f} GiB of its own memory, hardware.node_memory_gib is "
-            f"{hardware.node_memory / GIB:g}"
+            f"{config.hardware.node_memory_gib:g}"
         )
-        problems.append(Problem("host", line))
-    return problems

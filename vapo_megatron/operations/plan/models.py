@@ -16,7 +16,7 @@ from vapo_megatron.megatron.offload import Part
 from vapo_megatron.operations.hardware import Hardware
 from vapo_megatron.operations.plan.activations import Activations
 from vapo_megatron.operations.plan.inputs import Lengths, model_directory
-from vapo_megatron.weights.adapters import adapter_entries, adapter_parameter_count
+from vapo_megatron.weights.adapters import adapter_entries
 from vapo_megatron.weights.families import EMBEDDING, FINAL_NORM
 from vapo_megatron.weights.rules import Rule
 from vapo_megatron.weights.spec import Head, ModelSpec, read_spec
@@ -24,12 +24,11 @@ from vapo_megatron.weights.spec import Head, ModelSpec, read_spec
 
 @dataclass(frozen=True)
 class Shard:
-    """What a rank of one pipeline stage holds.
+    """Parameters of a rank of one pipeline stage, padding rows of the vocabulary and a tied head's copy included.
 
     Attributes:
-        dense: parameters that all data- and context-parallel ranks hold alike, padding rows of the vocabulary and a
-            tied head's copy included.
-        expert: parameters of experts, which the ranks of the stage share out.
+        dense: those that all data- and context-parallel ranks hold alike.
+        expert: those of experts, which the ranks of the stage share out.
     """
 
     dense: int
@@ -46,14 +45,12 @@ def shard(spec: ModelSpec, head: Head, layout: LayoutConfig, stage: int) -> Shar
     """What a rank of pipeline stage `stage` holds under a layout that divides the model."""
     layers = _layers(spec, layout, stage)
     first_kind = sum(layer < spec.dense_layers for layer in layers)
-    first, last = stage == 0, stage == layout.pp - 1
     outside: list[Rule] = []
-    if first:
-        outside.append(EMBEDDING)
-    if last:
+    if stage == layout.pp - 1:
         outside += [FINAL_NORM, *spec.head_rules(head)]
-    if last and not first and head == "lm" and spec.tied:
-        outside.append(EMBEDDING)  # Megatron keeps a copy where the head is not on the embedding's rank
+    # Megatron keeps a copy of a tied embedding where the head is not on the embedding's rank.
+    if stage == 0 or (outside and head == "lm" and spec.tied):
+        outside.append(EMBEDDING)
     counts = first_kind, len(layers) - first_kind
     dense = sum(n * _held(rules, spec, layout.tp) for n, (_, rules) in zip(counts, spec.layer_kinds, strict=True))
     experts = counts[1] * (spec.num_experts // layout.ep) * _held(spec.table.expert, spec, layout.tp)
@@ -61,7 +58,7 @@ def shard(spec: ModelSpec, head: Head, layout: LayoutConfig, stage: int) -> Shar
 
 
 def adapter_shard(spec: ModelSpec, head: Head, layout: LayoutConfig, stage: int, config: AdapterConfig) -> Shard:
-    """Of what such a rank holds, what is trained where the model has adapters: these, and a critic's head."""
+    """What such a rank trains of a model with adapters: these, and a critic's head."""
     layers = _layers(spec, layout, stage)
     rules = [entry.rule for entry in adapter_entries(spec, config) if entry.layer in layers]
     if head == "value" and stage == layout.pp - 1:
@@ -140,16 +137,19 @@ class PlannedModel:
         if part == "weights" and self.shares_base:
             return float(held.parameters * self.width)
         if part == "weights":
-            return self.shard(stage).parameters * self._bytes_a_weight() + self._adapters(stage) * self.width
+            # Transformer Engine keeps each matrix in FP8 by rows and by columns, over the micro-batches of a step.
+            width = self.width + (0 if self.config.precision.fp8 == "none" else 2)
+            adapters = 0
+            if self.adapter is not None:
+                adapters = adapter_shard(self.spec, "lm", self.layout, stage, self.adapter).dense
+            return float(self.shard(stage).parameters * width + adapters * self.width)
         if self.name == "reference":
             return 0.0
         if part == "gradients":
             return held.parameters * 4.0
         # Adam's two moments in fp32, and the fp32 weights where the model's own are narrower.
         state = 8.0 if self.width == 4 else 12.0
-        if not self.config.optimizer.distributed:
-            return held.parameters * state
-        return state * self._share(held)
+        return state * (self._share(held) if self.config.optimizer.distributed else held.parameters)
 
     def bytes_of_base(self, stage: int) -> float:
         """Bytes of the frozen weights that it shares with the actor."""
@@ -160,33 +160,12 @@ class PlannedModel:
 
         A unit has fp32 weights and both moments of every parameter that is trained, whatever the optimizer keeps.
         """
-        return self._bytes_a_saved_weight() * self._share(self.trained(stage))
-
-    @property
-    def bytes_in_checkpoint(self) -> float:
-        """Bytes of its saved unit, to which each parameter belongs once."""
-        if self.adapter is not None:
-            return self._bytes_a_saved_weight() * adapter_parameter_count(self.spec, self.adapter, self.head)
-        stages = range(self.layout.pp)
-        return sum(self.bytes_saved(stage) * self.world / self.layout.pp for stage in stages)
-
-    def _adapters(self, stage: int) -> int:
-        """Parameters of a rank's adapters."""
-        return 0 if self.adapter is None else adapter_shard(self.spec, "lm", self.layout, stage, self.adapter).dense
+        return (self.width + (0 if self.name == "reference" else OPTIMIZER_BYTES)) * self._share(self.trained(stage))
 
     def _share(self, held: Shard) -> float:
         """Parameters of a rank, shared out among the ranks that hold the same ones."""
         layout = self.layout
         return held.dense / (self.dp * layout.cp) + held.expert / (self.world // (layout.pp * layout.ep))
-
-    def _bytes_a_saved_weight(self) -> int:
-        return self.width + (0 if self.name == "reference" else OPTIMIZER_BYTES)
-
-    def _bytes_a_weight(self) -> float:
-        if self.config.precision.fp8 == "none":
-            return float(self.width)
-        # Transformer Engine keeps each matrix in FP8 by rows and by columns, over the micro-batches of a step.
-        return 2.0 + self.width
 
 
 @dataclass(frozen=True)
@@ -210,36 +189,25 @@ def planned_models(config: TrainConfig, world: int) -> dict[str, PlannedModel]:
     Raises:
         BadInput: config.json cannot be read, or a layout cannot be made of these ranks and this model.
     """
-    spec = read_spec(model_directory(config.model.path))
-    models = {"actor": _model("actor", spec, "lm", config.actor, config, world)}
+    models = {}
+
+    def add(name: str, path: str, head: Head, section: TrainableConfig, value_outputs: int = 1) -> None:
+        spec = read_spec(model_directory(path), value_outputs=value_outputs)
+        width = 4 if config.model.dtype == "float32" else 2
+        adapter = config.model.adapter if section.kind == "adapter" else None
+        fused, shares = config.model.attention != "sdpa", name == "critic" and config.shares_base
+        models[name] = PlannedModel(name, spec, head, section, world, width, fused, adapter, shares)
+        key = "actor" if name == "reference" else name
+        check_layout(section.layout, world, key)
+        check_model_layout(spec, section.layout, key)
+        check_adapter(spec, config.model.adapter, section, key)
+
+    add("actor", config.model.path, "lm", config.actor)
     if config.has_critic_model:
-        source = model_directory(str(config.critic_source))
-        critic = read_spec(source, value_outputs=config.algorithm.value_loss.outputs)
-        models["critic"] = _model("critic", critic, "value", config.critic, config, world)
+        add("critic", str(config.critic_source), "value", config.critic, config.algorithm.value_loss.outputs)
     if config.has_reference_model:
-        reference = read_spec(model_directory(str(config.reference_source)))
-        models["reference"] = _model("reference", reference, "lm", config.trainable("reference"), config, world)
+        add("reference", str(config.reference_source), "lm", config.trainable("reference"))
     return models
-
-
-def saved_models(config: TrainConfig, models: dict[str, PlannedModel]) -> dict[str, PlannedModel]:
-    """Those of the models that a checkpoint holds, by name."""
-    kept = {"actor", "critic"} | ({"reference"} if config.algorithm.saves_reference else set())
-    return {name: model for name, model in models.items() if name in kept}
-
-
-def _model(
-    name: str, spec: ModelSpec, head: Head, section: TrainableConfig, config: TrainConfig, world: int
-) -> PlannedModel:
-    width = 4 if config.model.dtype == "float32" else 2
-    adapter = config.model.adapter if section.kind == "adapter" else None
-    fused, shares = config.model.attention != "sdpa", name == "critic" and config.shares_base
-    model = PlannedModel(name, spec, head, section, world, width, fused, adapter, shares)
-    key = "actor" if name == "reference" else name
-    check_layout(section.layout, world, key)
-    check_model_layout(spec, section.layout, key)
-    check_adapter(spec, config.model.adapter, section, key)
-    return model
 
 
 def can_be_cut(spec: ModelSpec, layout: LayoutConfig, world: int) -> bool:

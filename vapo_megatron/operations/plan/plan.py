@@ -5,7 +5,7 @@ Seconds come of operations, bytes, stated rates and the shares of them that are 
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from vapo_megatron.config.plan import PlanConfig
@@ -23,7 +23,7 @@ from vapo_megatron.operations.plan.memory import (
     phases_of,
     plan_memory,
 )
-from vapo_megatron.operations.plan.models import PlannedModel, PlannedRun, planned_models, saved_models
+from vapo_megatron.operations.plan.models import PlannedModel, PlannedRun, planned_models
 from vapo_megatron.operations.plan.rollout import (
     Flops,
     PlannedEngine,
@@ -41,21 +41,15 @@ _BUCKET_SECONDS = 0.02
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of each phase of one step, of value pretraining before the first, and of one evaluation problem set."""
+    """Seconds of each phase of one step, and of value pretraining before the first."""
 
     phases: dict[str, float]
     value_pretraining: dict[str, float]
-    evaluation: float
 
     @property
     def step(self) -> float:
         """Seconds of a step."""
         return sum(self.phases.values())
-
-    @property
-    def pretraining(self) -> float:
-        """Seconds of value pretraining as a whole."""
-        return sum(self.value_pretraining.values())
 
 
 def _compute_seconds(model: PlannedModel, flops: Flops, hardware: Hardware) -> float:
@@ -64,9 +58,14 @@ def _compute_seconds(model: PlannedModel, flops: Flops, hardware: Hardware) -> f
     gain = efficiency.fp8_gain if model.config.precision.fp8 != "none" else 1.0
     # Only the ranks of a pipeline's last stage compute the head, and all others wait for them.
     head = flops.head * model.layout.pp / efficiency.linear
-    # Where experts are spread over ranks, all wait for the one whose experts get most tokens.
-    waiting = (EXPERT_IMBALANCE - 1) * mlp_share(model.spec) if model.layout.ep > 1 else 0.0
-    body = flops.linear * (1 + waiting) / (efficiency.linear * gain) + flops.attention / efficiency.attention
+    experts, waiting = 0.0, 1.0
+    if model.spec.num_experts:
+        # Where experts are spread over ranks, all wait for the one whose experts get most tokens.
+        experts, waiting = mlp_share(model.spec), EXPERT_IMBALANCE if model.layout.ep > 1 else 1.0
+    dense = flops.linear * (1 - experts) / efficiency.linear
+    body = (
+        dense + flops.linear * experts * waiting / efficiency.experts
+    ) / gain + flops.attention / efficiency.attention
     return (body + head) / (hardware.bf16 * model.world)
 
 
@@ -163,15 +162,15 @@ def sync_seconds(run: PlannedRun, engine: PlannedEngine) -> float:
     return seconds + _BUCKET_SECONDS * math.ceil(size / (run.config.rollout.sync.bucket_mib << 20))
 
 
-def plan_time(run: PlannedRun, engine: PlannedEngine, evaluation_samples: float) -> StepTime:
-    """Seconds of every phase; evaluation_samples: responses of one evaluation over all sets."""
+def plan_time(run: PlannedRun, engine: PlannedEngine) -> StepTime:
+    """Seconds of every phase."""
     config, models = run.config, run.models
     actor, critic, batch = models["actor"], models.get("critic"), config.batch
     update, n = config.algorithm.update, batch.samples_per_prompt
     samples = float(config.samples)
 
     def generate(prompts: float, responses: float) -> float:
-        return rollout_seconds(engine, run.engines, prompts, responses, run.lengths)
+        return rollout_seconds(engine, run.engines, prompts, responses, run.lengths, config.plan)
 
     def grade(responses: float) -> float:
         return responses * config.plan.grade_seconds / config.reward.workers
@@ -201,49 +200,24 @@ def plan_time(run: PlannedRun, engine: PlannedEngine, evaluation_samples: float)
     pretraining: dict[str, float] = {}
     if critic is not None and config.value_pretraining.enabled:
         settings = config.value_pretraining
-        trained = settings.updates(config.samples) * settings.minibatch_size
         # Every group that the policy writes is learnt from: one round.
         generated = generate(batch.prompts_per_step, samples)
         collected = max(generated + grade(n), grade(samples))
+        trained = settings.updates(config.samples) * settings.minibatch_size
         pretraining = {
             "rollouts": settings.rollouts(config.samples) * collected,
             "critic updates": update_seconds(run, critic, trained),
         }
-    evaluation = 0.0
-    if evaluation_samples:
-        evaluation = generate(evaluation_samples, evaluation_samples) + grade(evaluation_samples)
-    return StepTime(phases, pretraining, evaluation)
-
-
-@dataclass(frozen=True)
-class Saving:
-    """Bytes of one checkpoint, and seconds until it is on the disk, while training goes on."""
-
-    bytes: float
-    writes: float
-
-
-def plan_saving(models: Mapping[str, PlannedModel], hardware: Hardware) -> Saving:
-    """Of the models that are saved, at their layouts; what is slower counts, a rank or the file system."""
-    whole = sum(model.bytes_in_checkpoint for model in models.values())
-    # Of each model the fullest stage, whether or not these are of one rank.
-    share = sum(max(map(model.bytes_saved, range(model.layout.pp))) for model in models.values())
-    return Saving(whole, max(share / hardware.rank_save, whole / hardware.storage))
+    return StepTime(phases, pretraining)
 
 
 @dataclass(frozen=True)
 class Plan(PlannedRun):
-    """What a run on `world` GPUs needs and takes.
-
-    evaluations counts those of the whole run, evaluation_samples the responses of one.
-    """
+    """What a run on `world` GPUs needs and takes."""
 
     world: int
     memory: Memory
     time: StepTime
-    saving: Saving
-    evaluation_samples: int
-    evaluations: int
 
     @property
     def fits(self) -> bool:
@@ -251,19 +225,15 @@ class Plan(PlannedRun):
         return not self.memory.problems
 
     @property
-    def seconds(self) -> dict[str, float]:
-        """Seconds of the whole run by what they are spent on; starting and checkpoints are not among them."""
-        return {
-            "value pretraining": self.time.pretraining,
-            "steps": self.config.run.steps * self.time.step,
-            "evaluations": self.evaluations * self.time.evaluation,
-        }
+    def seconds(self) -> float:
+        """Seconds of the run's steps and value pretraining; starting, evaluations and checkpoints are not counted."""
+        return sum(self.time.value_pretraining.values()) + self.config.run.steps * self.time.step
 
     @property
     def gpu_hours(self) -> float:
-        """GPU-hours of the whole run, those of engines elsewhere included."""
+        """GPU-hours of these seconds, those of engines elsewhere included."""
         elsewhere = len(self.config.rollout.external_urls) * self.config.rollout.tp
-        return (self.world + elsewhere) * sum(self.seconds.values()) / 3600
+        return (self.world + elsewhere) * self.seconds / 3600
 
 
 def default_world(config: PlanConfig) -> int:
@@ -271,34 +241,19 @@ def default_world(config: PlanConfig) -> int:
     return config.plan.gpus or config.cluster.ranks or config.hardware.gpus_per_node
 
 
-def make_plan(config: PlanConfig, world: int, evaluation_samples: int = 0) -> Plan:
-    """The plan of a config; evaluation_samples: responses of one evaluation over all sets.
+def make_plan(config: PlanConfig, world: int) -> Plan:
+    """The plan of a config.
 
     Raises:
         BadInput: the model's config.json cannot be read, or the model or the engines cannot be laid out over `world`
             GPUs as the config says. What has no room is in the plan's memory.problems.
     """
-    hardware, lengths = Hardware(config.hardware), planned_lengths(config)
+    hardware, lengths, node = Hardware(config.hardware), planned_lengths(config), config.hardware.gpus_per_node
     models = planned_models(config, world)
     if not config.rollout.external_urls:
-        check_engine_size(config.rollout.tp, min(world, hardware.gpus_per_node))
-    if world > hardware.gpus_per_node and world % hardware.gpus_per_node:
-        raise BadInput(
-            f"{world} GPUs are no whole number of nodes of hardware.gpus_per_node={hardware.gpus_per_node}: choose a "
-            "multiple"
-        )
+        check_engine_size(config.rollout.tp, min(world, node))
+    if world > node and world % node:
+        raise BadInput(f"{world} GPUs are no whole number of nodes of hardware.gpus_per_node={node}: choose a multiple")
     run = PlannedRun(config, models, hardware, lengths)
     memory = plan_memory(run)
-    time = plan_time(run, memory.engine, evaluation_samples)
-    saving = plan_saving(saved_models(config, models), hardware)
-    counted = evaluation_samples, _evaluations(config)
-    return Plan(config, models, hardware, lengths, world, memory, time, saving, *counted)
-
-
-def _evaluations(config: PlanConfig) -> int:
-    """Evaluations of a run: before it if asked for, every so many steps, and after the last step."""
-    if not config.data.eval:
-        return 0
-    every, steps = config.evaluation.every, config.run.steps
-    during = 1 if every is None else -(-steps // every)
-    return during + int(config.evaluation.before_training)
+    return Plan(config, models, hardware, lengths, world, memory, plan_time(run, memory.engine))

@@ -1,11 +1,13 @@
 """The engines of a run: what they hold of a GPU, how many responses they generate at once, how long they take."""
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 
 from vapo_megatron.config.algorithm import DynamicSamplingConfig
 from vapo_megatron.config.model import LayoutConfig, RecomputeConfig
+from vapo_megatron.config.plan import PlannedRunConfig
 from vapo_megatron.config.rollout import RolloutConfig
 from vapo_megatron.operations.hardware import Hardware
 from vapo_megatron.operations.plan.inputs import Lengths
@@ -51,14 +53,9 @@ class PlannedEngine:
         return (self.config.attention_parts - 1) * self.spec.num_layers * 2 * self.spec.hidden_size * size
 
     @property
-    def quantised(self) -> bool:
-        """Whether the layers' matrices are in FP8; embedding and head are not."""
-        return self.config.quantization == "fp8"
-
-    @property
     def layer_width(self) -> float:
         """Bytes of a weight of the layers; in FP8 a block of 128 x 128 has a scale of four bytes."""
-        return 1 + 4 / 128**2 if self.quantised else float(self.width)
+        return 1 + 4 / 128**2 if self.config.quantization == "fp8" else float(self.width)
 
     @property
     def deterministic(self) -> bool:
@@ -119,30 +116,21 @@ class Flops:
         return self.linear + self.attention + self.head
 
 
-def _matrix(rule: Rule, spec: ModelSpec) -> int:
-    """Weights of a rule that are multiplied with every token: matrices, not biases and norms."""
-    return sum(math.prod(shape) for shape in rule.hf_shapes(spec) if len(shape) > 1)
-
-
-def matrix_parameters(spec: ModelSpec) -> int:
+@cache
+def matrix_parameters(spec: ModelSpec, part: str = "") -> int:
     """Weights of all layers that a token is multiplied with, of the experts those it is routed to.
 
-    Embedding and head are not among them.
+    Embedding, head, biases and norms are not among them. part: how Megatron's names of a part of the layers begin;
+    experts begin with "mlp.".
     """
-    return _matrices(spec, "")
 
+    def matrices(rules: Iterable[Rule]) -> int:
+        return sum(math.prod(shape) for rule in rules for shape in rule.hf_shapes(spec) if len(shape) > 1)
 
-@cache
-def _matrices(spec: ModelSpec, part: str) -> int:
-    """Those of a part of the layers, by how its Megatron names begin; experts begin with "mlp."."""
     layers = sum(
-        count * _matrix(rule, spec)
-        for count, rules in spec.layer_kinds
-        for rule in rules
-        if rule.megatron.startswith(part)
+        count * matrices(rule for rule in rules if rule.megatron.startswith(part)) for count, rules in spec.layer_kinds
     )
-    expert = sum(_matrix(rule, spec) for rule in spec.table.expert)
-    return layers + (spec.num_layers - spec.dense_layers) * spec.experts_per_token * expert
+    return layers + (spec.num_layers - spec.dense_layers) * spec.experts_per_token * matrices(spec.table.expert)
 
 
 def forward_flops(spec: ModelSpec, head: Head, tokens: float, squares: float, head_tokens: float) -> Flops:
@@ -164,36 +152,51 @@ def forward_flops(spec: ModelSpec, head: Head, tokens: float, squares: float, he
     )
 
 
-# Backward costs twice the forward pass; the fused attention kernels compute the scores once more (Dao 2023,
-# FlashAttention-2, section 3.1: 2.5), and the head computes its logits again.
-BACKWARD = {"linear": 2.0, "attention": 2.5, "head": 3.0}
-
-
 def training_flops(spec: ModelSpec, forward: Flops, layout: LayoutConfig, recompute: RecomputeConfig) -> Flops:
-    """Operations of forward and backward pass, what is computed again included."""
+    """Operations of forward and backward pass, what is computed again included.
+
+    Backward costs twice the forward pass; the fused attention kernels compute the scores once more (Dao 2023,
+    FlashAttention-2, section 3.1: 2.5), and the head computes its logits again.
+    """
     linear, attention = recompute.granularity == "full", recompute.granularity != "none"  # computed again
-    return Flops(
-        forward.linear * (1 + BACKWARD["linear"] + linear),
-        forward.attention * (1 + BACKWARD["attention"] + attention),
-        forward.head * (1 + BACKWARD["head"]),
-    )
+    return Flops(forward.linear * (3 + linear), forward.attention * (3.5 + attention), forward.head * 4)
 
 
 def mlp_share(spec: ModelSpec) -> float:
     """The MLP's, or the experts', share of a layer's matrix weights."""
-    return _matrices(spec, "mlp.") / matrix_parameters(spec)
+    return matrix_parameters(spec, "mlp.") / matrix_parameters(spec)
 
 
+# Seconds until a sum over GPUs of one node begins to move bytes; an assumption.
+_SUM_SECONDS = 1e-5
 # Points at which the batch of a decoding engine is looked at while its last responses run out.
 _TAIL_POINTS = 128
 # Of the variance of response lengths, what prompts account for: responses of one group are long together.
 BETWEEN_PROMPTS = 0.5
 
 
-def rollout_seconds(engine: PlannedEngine, engines: int, prompts: float, samples: float, lengths: Lengths) -> float:
-    """Seconds until the last of `engines` has answered its share of prompts with `samples` responses in all."""
-    load = samples / engines * imbalance(engines, prompts, samples, lengths)
-    return _engine_seconds(engine, prompts / engines, load, lengths)
+def rollout_seconds(
+    engine: PlannedEngine, engines: int, prompts: float, samples: float, lengths: Lengths, episode: PlannedRunConfig
+) -> float:
+    """Seconds until the last of `engines` has answered its share of prompts with `samples` responses in all.
+
+    Prompts are read once, then responses run, as many as the cache holds. While responses wait the batch is full; the
+    last ones run out as their lengths are distributed. An episode that waits for a tool leaves its place to others: it
+    costs time where nobody else waits longer for a turn. An engine without room for a single response, with which no
+    plan fits, is counted as if it had that.
+    """
+    prompts, samples = prompts / engines, samples / engines * imbalance(engines, prompts, samples, lengths)
+    at_once = min(samples, max(1.0, engine.at_once(lengths.running)))
+    prefill = prompts * prefill_seconds(engine, lengths.prompt)
+    waiting = (samples - at_once) * lengths.mean
+    full = waiting / at_once * decode_seconds(engine, at_once, lengths.running)
+    width, tail = lengths.longest / _TAIL_POINTS, 0.0
+    for point in range(_TAIL_POINTS):
+        produced = (point + 0.5) * width
+        running = max(1.0, at_once * lengths.still_running(produced))
+        tail += width * decode_seconds(engine, running, lengths.prompt + produced)
+    decoding = (prefill + full + tail) / reached_speed(engine)
+    return decoding + (episode.turns - 1) * max(0.0, episode.tool_seconds - full / episode.turns)
 
 
 def imbalance(engines: int, prompts: float, samples: float, lengths: Lengths) -> float:
@@ -218,25 +221,6 @@ def drawn_prompts(prompts: int, settings: DynamicSamplingConfig, informative_sha
     return min((settings.max_rounds or 1) * first, max(first, prompts / informative_share))
 
 
-def _engine_seconds(engine: PlannedEngine, prompts: float, samples: float, lengths: Lengths) -> float:
-    """Seconds in which one engine answers: prompts are read once, then responses run, as many as the cache holds.
-
-    While responses wait the batch is full; the last ones run out as their lengths are distributed. An engine without
-    room for a single one, with which no plan fits, is counted as if it had that.
-    """
-    at_once = min(samples, max(1.0, engine.at_once(lengths.running)))
-    prefill = prompts * prefill_seconds(engine, lengths.prompt)
-    waiting = (samples - at_once) * lengths.mean
-    full = waiting / at_once * decode_seconds(engine, at_once, lengths.running)
-    width = lengths.longest / _TAIL_POINTS
-    tail = 0.0
-    for point in range(_TAIL_POINTS):
-        produced = (point + 0.5) * width
-        running = max(1.0, at_once * lengths.still_running(produced))
-        tail += width * decode_seconds(engine, running, lengths.prompt + produced)
-    return (prefill + full + tail) / reached_speed(engine)
-
-
 def reached_speed(engine: PlannedEngine) -> float:
     """Of an engine, in units of that of one without batch-invariant kernels."""
     return engine.hardware.efficiency.deterministic if engine.deterministic else 1.0
@@ -251,7 +235,8 @@ def prefill_seconds(engine: PlannedEngine, tokens: float) -> float:
 def _rate(engine: PlannedEngine) -> float:
     """Operations a second of an engine's matrix products."""
     efficiency = engine.hardware.efficiency
-    return engine.hardware.bf16 * efficiency.linear * (efficiency.fp8_gain if engine.quantised else 1.0)
+    gain = efficiency.fp8_gain if engine.config.quantization == "fp8" else 1.0
+    return engine.hardware.bf16 * efficiency.linear * gain
 
 
 def decode_seconds(engine: PlannedEngine, batch: float, context: float) -> float:
@@ -268,9 +253,11 @@ def decode_seconds(engine: PlannedEngine, batch: float, context: float) -> float
         layers += hit * (experts + chosen) - chosen
     weights = (layers + engine.copied) * engine.layer_width + head * engine.width
     requests = batch / engine.config.attention_parts
-    moved = weights / tp + requests * context * engine.cache_bytes_per_token
-    memory = moved / (hardware.memory_rate * efficiency.memory)
-    compute = 2 * active * batch / (tp * _rate(engine))
+    rate = hardware.memory_rate * efficiency.memory
+    # Linear layers wait for their weights or their products, attention for the cache, one after the other.
+    linear = max(weights / tp / rate, 2 * active * batch / (tp * _rate(engine)))
+    cache = requests * context * engine.cache_bytes_per_token / rate
     # Two sums over the GPUs of a server in every layer.
     sums = 4 * spec.num_layers * batch * spec.hidden_size * engine.width * (tp - 1) / tp / hardware.link(tp)
-    return max(memory, compute) + sums + efficiency.decode_overhead
+    sums += 2 * spec.num_layers * _SUM_SECONDS * (tp > 1)
+    return linear + cache + sums + efficiency.decode_overhead + batch * efficiency.request_overhead

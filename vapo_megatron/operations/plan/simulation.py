@@ -1,0 +1,410 @@
+"""`plan --simulate`: the steps of a run in small ticks of time, to see which way of collecting would suit a cluster.
+
+What is drawn, kept and dropped is decided by the run's own ledger (engines/ledger.py). Engines, tools, graders and the
+trainer only take time; nothing is written.
+"""
+
+import heapq
+import math
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import cache
+from statistics import NormalDist
+from typing import Any, Literal
+
+import numpy as np
+
+from vapo_megatron.config.rollout import AsynchronousConfig, PartialResponsesConfig
+from vapo_megatron.engines.ledger import Ledger, StepRule
+from vapo_megatron.errors import BadInput
+from vapo_megatron.operations.plan.inputs import Lengths
+from vapo_megatron.operations.plan.plan import Plan, make_plan
+from vapo_megatron.operations.plan.rollout import (
+    BETWEEN_PROMPTS,
+    decode_seconds,
+    drawn_prompts,
+    prefill_seconds,
+    reached_speed,
+)
+from vapo_megatron.training.collect import step_rule
+
+_WAITING, _RUNNING, _AT_TOOL, _DONE = range(4)
+_NUMBERS = ("number", "draw", "engine", "state", "turns")
+_AMOUNTS = ("left", "turn_tokens", "written", "unread", "ready_at", "versions")
+_RESPONSE = np.dtype([(name, np.int64) for name in _NUMBERS] + [(name, np.float64) for name in _AMOUNTS])
+_NORMAL = NormalDist()
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A run to simulate; times in seconds.
+
+    Attributes:
+        rule: what makes a step. Windows are not simulated.
+        sync_mode: what becomes of responses under way at a weight sync.
+        engines, at_once: how many, and responses that each of them generates together; others wait.
+        decode_seconds: of a decoding step, by running responses and the mean tokens of their sequences.
+        prefill_seconds: of reading so many tokens; nothing else is generated meanwhile.
+        lengths_of: tokens of the responses of a group, by its number, float64 [responses].
+        is_informative: whether a group has both correct and incorrect responses, by its number.
+        trainer_seconds: of everything that the trainer does with samples of so many tokens.
+        grade_seconds, grade_workers: of a response; how many are graded at once.
+        turns, tool_seconds: responses of an episode, and what it waits for a tool between two, outside the batch.
+        tick: time moves by at most so much.
+        steps: that are counted, after those in which the run settles.
+    """
+
+    rule: StepRule
+    sync_mode: Literal["wait", "retract", "in_place"]
+    engines: int
+    at_once: int
+    decode_seconds: Callable[[float, float], float]
+    prefill_seconds: Callable[[float], float]
+    prompt_tokens: int
+    lengths_of: Callable[[int], np.ndarray]
+    trainer_seconds: Callable[[float], float]
+    sync_seconds: float
+    grade_seconds: float
+    grade_workers: int
+    tick: float
+    is_informative: Callable[[int], bool] = lambda number: True
+    turns: int = 1
+    tool_seconds: float = 0.0
+    steps: int = 4
+
+
+@dataclass
+class Outcome:
+    """A run that has settled, step by step.
+
+    Attributes:
+        seconds, tokens: from one step's groups to the next one's; of its responses.
+        waited: seconds in which the trainer waits, for groups or for engines that are to get its weights.
+        ages: mean weight syncs between drawing and training a token.
+        decoding: seconds in which engines decoded, summed over engines, from the first step on.
+        counts: of the ledger.
+    """
+
+    seconds: list[float] = field(default_factory=list)
+    tokens: list[float] = field(default_factory=list)
+    waited: list[float] = field(default_factory=list)
+    ages: list[float] = field(default_factory=list)
+    decoding: float = 0.0
+    counts: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def step(self) -> float:
+        """Mean seconds of a step."""
+        return sum(self.seconds) / len(self.seconds)
+
+
+class _Rollouts:
+    """Groups on their way through engines, tools and graders. `responses` has a row for each, oldest first."""
+
+    def __init__(self, scenario: Scenario, steps: int) -> None:
+        self.scenario, self.ledger = scenario, Ledger(replace(scenario.rule, steps=steps, windows=1))
+        self.now, self.version, self.decoding = 0.0, 0, 0.0
+        self.responses = self._rows = np.zeros(0, _RESPONSE)  # the first rows of those that have room
+        self._draws = 0
+        self._missing: dict[int, int] = {}  # responses of a draw that are not done; 0: it is graded
+        self._graded_at: list[tuple[float, int, int]] = []  # a heap: when, draw, number
+        self._graders = [0.0] * max(1, scenario.grade_workers)
+        self._unread_seconds = np.zeros(scenario.engines)
+        self._is_paused = False
+        self._may_begin = True  # whether there may be a free place and somebody waiting for it
+
+    def take(self) -> np.ndarray:
+        """The responses of the next step."""
+        self._remove(self.ledger.expired())
+        self._is_paused = False
+        self._fill()
+        self.run(self.ledger.is_ready)
+        taken = self._remove(self.ledger.take())
+        self._remove(self.ledger.surplus())
+        if not self.ledger.rule.staleness:  # engines wait; what they have begun is read anew
+            self._stop()
+            self._is_paused = True
+        return taken
+
+    def sync_weights(self) -> None:
+        """Engines pause, get weights of the next version and go on."""
+        if self.scenario.sync_mode == "retract":
+            self._stop()
+        self._is_paused = True
+        self.run(lambda: False, self.now + self.scenario.sync_seconds)
+        self.version += 1
+        self.ledger.advance()
+        if self.ledger.rule.staleness:  # other engines wait until the next step asks
+            self._is_paused = False
+            self._fill()
+
+    def run(self, is_over: Callable[[], bool], end: float = math.inf) -> None:
+        """Let time pass until a condition holds, or until a moment."""
+        while not is_over() and self.now < end:
+            if self._may_begin and not self._is_paused:
+                self._begin_waiting()
+            events = [end, *(entry[0] for entry in self._graded_at[:1])]
+            if self.scenario.turns > 1:
+                events += [self.responses["ready_at"][self.responses["state"] == _AT_TOOL].min(initial=math.inf)]
+            running = np.flatnonzero(self.responses["state"] == _RUNNING)
+            if not len(running) or self._is_paused:
+                assert min(events) < math.inf, "the simulation waits for what will never happen"
+                self.now = max(self.now, min(events))
+            else:
+                self._decode(running, min(self.scenario.tick, max(0.0, min(events) - self.now)))
+            if self.scenario.turns > 1:
+                self._answer_tools()
+            self._grade()
+
+    def _fill(self) -> None:
+        scenario, drawn = self.scenario, []
+        load = np.bincount(self.responses["engine"], self.responses["state"] != _DONE, scenario.engines)
+        for _ in range(self.ledger.room()):
+            number = self.ledger.draw()
+            lengths = scenario.lengths_of(number)
+            rows = np.zeros(len(lengths), _RESPONSE)
+            self._draws += 1
+            rows["number"], rows["draw"], rows["engine"] = number, self._draws, load.argmin()
+            rows["turns"] = np.minimum(scenario.turns, lengths) - 1
+            rows["turn_tokens"] = rows["left"] = lengths / (rows["turns"] + 1)
+            rows["unread"][0] = scenario.prompt_tokens  # it is read once for the whole group
+            load[load.argmin()] += len(rows)
+            self._missing[self._draws] = len(rows)
+            drawn.append(rows)
+        if drawn:
+            self._may_begin, count = True, len(self.responses)
+            new = np.concatenate(drawn)
+            if count + len(new) > len(self._rows):
+                self._rows = np.concatenate((self.responses, np.zeros(count + 2 * len(new), _RESPONSE)))
+            self._rows[count : count + len(new)] = new
+            self.responses = self._rows[: count + len(new)]
+
+    def _begin_waiting(self) -> None:
+        """Give the places that are free in an engine's batch to those that wait longest."""
+        rows = self.responses
+        waiting = np.flatnonzero(rows["state"] == _WAITING)
+        self._may_begin = False
+        waiting = waiting[np.argsort(rows["engine"][waiting].astype(np.int16), kind="stable")]
+        engine = rows["engine"][waiting]
+        place = np.arange(len(waiting)) - np.searchsorted(engine, np.arange(self.scenario.engines))[engine]
+        running = np.bincount(rows["engine"], rows["state"] == _RUNNING, self.scenario.engines)
+        begun = waiting[place < self.scenario.at_once - running[engine]]
+        for row in begun[rows["unread"][begun] > 0]:
+            self._unread_seconds[rows["engine"][row]] += self.scenario.prefill_seconds(rows["unread"][row])
+        rows["unread"][begun], rows["state"][begun] = 0, _RUNNING
+
+    def _decode(self, running: np.ndarray, seconds: float) -> None:
+        rows, engines = self.responses, self.scenario.engines
+        engine = rows["engine"][running]
+        count = np.bincount(engine, minlength=engines)
+        tokens = np.bincount(engine, self.scenario.prompt_tokens + rows["written"][running], engines)
+        free = np.where(count, np.maximum(0.0, seconds - self._unread_seconds), 0.0)
+        self._unread_seconds = np.maximum(0.0, self._unread_seconds - seconds)
+        pairs = zip(count.tolist(), tokens.tolist(), strict=True)
+        steps = free / [self.scenario.decode_seconds(n, total / n) if n else 1.0 for n, total in pairs]
+        gained = np.minimum(steps[engine], rows["left"][running])
+        rows["written"][running] += gained
+        rows["left"][running] -= gained
+        rows["versions"][running] += gained * self.version
+        self.now += seconds
+        self.decoding += float(free.sum())
+        ended = running[rows["left"][running] < 1e-6]
+        self._may_begin = self._may_begin or len(ended) > 0
+        goes_on = ended[rows["turns"][ended] > 0]
+        rows["state"][ended], rows["state"][goes_on] = _DONE, _AT_TOOL
+        rows["ready_at"][goes_on] = self.now + self.scenario.tool_seconds
+        rows["left"][goes_on], rows["turns"][goes_on] = rows["turn_tokens"][goes_on], rows["turns"][goes_on] - 1
+        for row in ended[rows["state"][ended] == _DONE]:
+            draw, number = int(rows["draw"][row]), int(rows["number"][row])
+            self._missing[draw] -= 1
+            if not self._missing[draw]:
+                for _ in range(int((rows["draw"] == draw).sum())):
+                    graded_at = max(self.now, self._graders[0]) + self.scenario.grade_seconds
+                    heapq.heapreplace(self._graders, graded_at)
+                heapq.heappush(self._graded_at, (graded_at, draw, number))
+
+    def _answer_tools(self) -> None:
+        rows = self.responses
+        rows["state"][(rows["state"] == _AT_TOOL) & (rows["ready_at"] <= self.now)] = _WAITING
+        self._may_begin = True
+
+    def _grade(self) -> None:
+        while self._graded_at and self._graded_at[0][0] <= self.now:
+            _, draw, number = heapq.heappop(self._graded_at)
+            if draw in self._missing:  # it was not dropped meanwhile
+                self.ledger.grade(number, self.ledger.rule.most_draws is None or self.scenario.is_informative(number))
+                self._remove(self.ledger.surplus())
+                self._fill()
+
+    def _stop(self) -> None:
+        """Whatever runs waits; its cache is gone."""
+        rows = self.responses
+        begun = (rows["state"] == _RUNNING) | ((rows["state"] == _WAITING) & (rows["written"] > 0))
+        rows["unread"][begun] = self.scenario.prompt_tokens + rows["written"][begun]
+        rows["state"][begun], self._may_begin = _WAITING, True
+        self._unread_seconds[:] = 0.0
+
+    def _remove(self, numbers: Iterable[int]) -> np.ndarray:
+        numbers = list(numbers)
+        if not numbers:
+            return self.responses[:0]
+        is_gone = np.isin(self.responses["number"], numbers)
+        self._may_begin = True
+        gone = self.responses[is_gone]
+        self.responses = self._rows = self.responses[~is_gone]
+        for draw in set(gone["draw"].tolist()):
+            del self._missing[draw]
+        return gone
+
+
+def simulate(scenario: Scenario) -> Outcome:
+    """Run its steps, as training/loop.py goes through them."""
+    rule = scenario.rule
+    settled = 2 + rule.oldest
+    last = settled + scenario.steps
+    # Engines work ahead of the last step that counts as they do of any other.
+    rollouts, outcome = _Rollouts(scenario, 2 * last), Outcome()
+    taken, waited = 0.0, 0.0
+    for step in range(last):
+        asked = rollouts.now
+        samples = rollouts.take()
+        written = float(samples["written"].sum())
+        seconds, waited, taken = rollouts.now - taken, waited + rollouts.now - asked, rollouts.now
+        if step >= settled:
+            outcome.seconds.append(seconds)
+            outcome.tokens.append(written)
+            outcome.waited.append(waited)
+            outcome.ages.append(max(0.0, rollouts.version - float(samples["versions"].sum()) / written))
+        trainer_seconds = scenario.trainer_seconds(written + len(samples) * scenario.prompt_tokens)
+        rollouts.run(lambda: False, rollouts.now + trainer_seconds)
+        trained = rollouts.now
+        if rule.staleness and scenario.sync_mode == "wait":
+            rollouts.run(lambda: not rollouts.ledger.in_flight and not rollouts.ledger.room())
+        waited = rollouts.now - trained
+        rollouts.sync_weights()
+    outcome.decoding, outcome.counts = rollouts.decoding, dict(rollouts.ledger.counts)
+    return outcome
+
+
+# Phases of a plan in which engines work, or that are no part of a step of a trainer which shares its GPUs with none.
+_OF_ENGINES = ("rollout", "verify", "weight_sync")
+_TICKS = 60  # in the time of a mean response
+# Responses that are simulated a second, on a busy core.
+_RESPONSES_A_SECOND = 20000
+
+
+def drawn_lengths(lengths: Lengths, responses: int, seed: int, number: int) -> np.ndarray:
+    """Tokens of the responses of a group; those to one prompt are long together."""
+    random = np.random.default_rng((seed, number))
+    normal = math.sqrt(BETWEEN_PROMPTS) * random.standard_normal()
+    normal = normal + math.sqrt(1 - BETWEEN_PROMPTS) * random.standard_normal(responses)
+    places = np.array([_NORMAL.cdf(place) for place in normal.tolist()])
+    return np.maximum(1.0, np.round(lengths.longest * places**lengths.exponent))
+
+
+def scenario_of(plan: Plan, partial: bool = False, staleness: int = 0, engine_gpus: int | None = None) -> Scenario:
+    """A plan's run in some mode.
+
+    Args:
+        partial: what is not finished goes on in the next step.
+        staleness: steps that engines work ahead.
+        engine_gpus: GPUs of engines of their own, which get weights over the network once; None: as the plan says.
+
+    Raises:
+        BadInput: the trainer cannot be laid out over the other GPUs or does not fit them, or no response fits a cache.
+    """
+    config, lengths, engine, trainer = plan.config, plan.lengths, plan.memory.engine, plan
+    count, sync = plan.engines, plan.time.phases["weight_sync"]
+    if engine_gpus is not None:
+        trainer, actor = make_plan(config, plan.world - engine_gpus), plan.models["actor"]
+        engine = replace(engine, taken=0.0)
+        count = engine_gpus // config.rollout.tp
+        sync = trainer.time.phases["weight_sync"] + actor.spec.parameter_count() * actor.width / plan.hardware.network
+    at_once = int(engine.at_once(lengths.running))
+    if not trainer.fits or not at_once:
+        raise BadInput(f"{trainer.world} GPUs are too few for the trainer, or an engine's cache is for a response")
+    ahead = config.rollout.asynchronous.weight_sync if staleness else "auto"
+    oversampling = (config.rollout.partial_responses.oversampling or 1.5) if partial else None
+    changes = {
+        "asynchronous": AsynchronousConfig(max_staleness=staleness, weight_sync=ahead),
+        "partial_responses": PartialResponsesConfig(oversampling=oversampling),
+    }
+    rollout, sampling = config.rollout.model_copy(update=changes), config.algorithm.dynamic_sampling
+    share = config.plan.informative_share if sampling.enabled else 1.0
+    seconds = sum(value for phase, value in trainer.time.phases.items() if phase not in _OF_ENGINES)
+    reached, tokens = reached_speed(engine), config.samples * lengths.sample
+
+    @cache
+    def decode(running: int, context: int) -> float:
+        return decode_seconds(engine, running, context) / reached
+
+    return Scenario(
+        rule=step_rule(config.batch, sampling, 1, rollout),
+        sync_mode=rollout.sync_mode("float32" if engine.width == 4 else "bfloat16", True),
+        engines=count,
+        at_once=at_once,
+        decode_seconds=lambda running, context: decode(running, round(context / 64) * 64),
+        prefill_seconds=lambda unread: prefill_seconds(engine, unread) / reached,
+        prompt_tokens=max(1, round(lengths.prompt)),
+        lengths_of=lambda number: drawn_lengths(lengths, config.batch.samples_per_prompt, config.run.seed, number),
+        trainer_seconds=lambda trained: seconds * trained / tokens,
+        sync_seconds=sync,
+        grade_seconds=config.plan.grade_seconds,
+        grade_workers=config.reward.workers,
+        tick=lengths.mean * decode_seconds(engine, at_once, lengths.running) / _TICKS,
+        is_informative=lambda number: int((number + 1) * share) > int(number * share),
+        turns=config.plan.turns,
+        tool_seconds=config.plan.tool_seconds,
+    )
+
+
+def modes(plan: Plan) -> list[dict[str, Any]]:
+    """Synchronous and with partial responses on the GPUs as planned, asynchronous with the best-looking split of GPUs.
+
+    An asynchronous run is simulated as it is configured, and with a staleness of one and two. engines_unused: tokens a
+    second, less than those of engines that are full all the time; age: mean weight syncs between drawing and training.
+    """
+    rollout, batch, settings = plan.config.rollout, plan.config.batch, plan.config.algorithm.dynamic_sampling
+    drawn = drawn_prompts(batch.prompts_per_step, settings, plan.config.plan.informative_share)
+    if (needed := 25 * drawn * batch.samples_per_prompt / _RESPONSES_A_SECOND) > 5:
+        print(f"simulating: about {needed:.0f} s", file=sys.stderr, flush=True)
+    own_gpus = len(rollout.external_urls) * rollout.tp or None
+    runs: dict[str, tuple[int | None, Scenario]] = {}
+    if own_gpus is None:
+        runs["synchronous"] = None, scenario_of(plan)
+        runs["partial responses"] = None, scenario_of(plan, partial=True)
+    for staleness in sorted({1, 2, rollout.asynchronous.max_staleness} - {0}):
+        splits = [(own_gpus, scenario_of(plan, staleness=staleness))] if own_gpus else list(_splits(plan, staleness))
+        if splits:
+            runs[f"asynchronous, max_staleness {staleness}"] = min(splits, key=lambda split: _bound(split[1], plan))
+    rows = []
+    for name, (gpus, scenario) in runs.items():
+        outcome = simulate(scenario)
+        seconds, tokens = sum(outcome.seconds), sum(outcome.tokens)
+        row = {"mode": name, "engine_gpus": gpus, "step": outcome.step}
+        row["engines_unused"] = max(0.0, 1 - tokens / seconds / full_rate(scenario, plan.lengths))
+        rows.append(row | {"trainer_idle": sum(outcome.waited) / seconds, "age": float(np.mean(outcome.ages))})
+    return rows
+
+
+def _splits(plan: Plan, staleness: int) -> Iterator[tuple[int, Scenario]]:
+    """Each number of GPUs that engines can have for themselves, whole nodes remaining for the trainer."""
+    node = plan.hardware.gpus_per_node
+    for gpus in range(plan.config.rollout.tp, plan.world, plan.config.rollout.tp):
+        if plan.world <= node or (plan.world - gpus) % node == 0:
+            with suppress(BadInput):
+                yield gpus, scenario_of(plan, staleness=staleness, engine_gpus=gpus)
+
+
+def full_rate(scenario: Scenario, lengths: Lengths) -> float:
+    """Tokens a second of engines that are always full."""
+    return scenario.engines * scenario.at_once / scenario.decode_seconds(scenario.at_once, lengths.running)
+
+
+def _bound(scenario: Scenario, plan: Plan) -> float:
+    """Seconds of a step at least: the longer of training, and of decoding with engines that are always full."""
+    samples, lengths = plan.config.samples, plan.lengths
+    decoding = samples * lengths.mean / full_rate(scenario, lengths)
+    return max(decoding, scenario.trainer_seconds(samples * lengths.sample)) + scenario.sync_seconds
