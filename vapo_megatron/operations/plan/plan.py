@@ -54,76 +54,59 @@ class StepTime:
 
 def _compute_seconds(model: PlannedModel, flops: Flops, hardware: Hardware) -> float:
     """Seconds of a rank's products."""
-    efficiency = hardware.efficiency
+    efficiency, experts, waiting = hardware.efficiency, 0.0, 1.0
     gain = efficiency.fp8_gain if model.config.precision.fp8 != "none" else 1.0
     # Only the ranks of a pipeline's last stage compute the head, and all others wait for them.
     head = flops.head * model.layout.pp / efficiency.linear
-    experts, waiting = 0.0, 1.0
     if model.spec.num_experts:
         # Where experts are spread over ranks, all wait for the one whose experts get most tokens.
         experts, waiting = mlp_share(model.spec), EXPERT_IMBALANCE if model.layout.ep > 1 else 1.0
-    dense = flops.linear * (1 - experts) / efficiency.linear
-    body = (
-        dense + flops.linear * experts * waiting / efficiency.experts
-    ) / gain + flops.attention / efficiency.attention
+    linear = (1 - experts) / efficiency.linear + experts * waiting / efficiency.experts
+    body = flops.linear * linear / gain + flops.attention / efficiency.attention
     return (body + head) / (hardware.bf16 * model.world)
 
 
-def _pass_bytes_seconds(model: PlannedModel, tokens: float, training: bool, hardware: Hardware) -> float:
+def _exchange_seconds(model: PlannedModel, tokens: float, training: bool, hardware: Hardware) -> float:
     """Seconds that a rank waits for other ranks in passes over some tokens of the whole run."""
-    layout, spec, width = model.layout, model.spec, model.width
-    layers = spec.num_layers / layout.pp
-    mine = tokens / (model.dp * layout.cp)
-    full = training and model.config.recompute.granularity == "full"
-    seconds = 0.0
-    if layout.tp > 1:
+    layout, spec = model.layout, model.spec
+    again = training and model.config.recompute.granularity == "full"
+    mine, cut = tokens / (model.dp * layout.cp), layout.tp if layout.sequence_parallel else 1
+    # By dimension: ranks of a collective, times in each layer, elements of a token that a rank gets.
+    kinds = [
         # Gather and scatter round attention and MLP (or sums of twice the bytes), backward as well and once more for
         # the gradients of weights.
-        times = 4 + (6 if training else 0) + (4 if full else 0)
-        moved = times * layers * mine * spec.hidden_size * width * (layout.tp - 1) / layout.tp
-        seconds += moved / hardware.link(layout.tp)
-    if layout.cp > 1:
-        times = 1 + (2 if training else 0) + (1 if full else 0)
-        moved = times * layers * mine * 2 * spec.kv_size / layout.tp * width * (layout.cp - 1)
-        seconds += moved / hardware.link(layout.tp * layout.cp)
-    if layout.ep > 1:
-        times = 2 * (1 + (2 if training else 0) + (1 if full else 0))
-        share = mine / (layout.tp if layout.sequence_parallel else 1) * spec.experts_per_token
-        seconds += (
-            times * layers * share * spec.hidden_size * width * (layout.ep - 1) / layout.ep / hardware.link(layout.ep)
-        )
+        (layout.tp, 4 + 6 * training + 4 * again, spec.hidden_size * (layout.tp - 1) / layout.tp),
+        (layout.cp, 1 + 2 * training + again, 2 * spec.kv_size / layout.tp * (layout.cp - 1)),
+        (
+            layout.ep,
+            2 * (1 + 2 * training + again),
+            spec.experts_per_token / cut * spec.hidden_size * (layout.ep - 1) / layout.ep,
+        ),
+    ]
+    seconds = 0.0
+    for (ranks, times, elements), spans in zip(kinds, (layout.tp, layout.tp * layout.cp, layout.ep), strict=True):
+        if ranks > 1:
+            moved = times * spec.num_layers / layout.pp * mine * elements * model.width
+            seconds += moved / hardware.link(spans)
     if layout.pp > 1:
-        times = (2 if training else 1) * (layout.vpp or 1)
-        cut = layout.tp if layout.sequence_parallel else 1
-        seconds += times * mine * spec.hidden_size * width / cut / hardware.link(model.world // layout.pp + 1)
+        moved = (1 + training) * (layout.vpp or 1) * mine * spec.hidden_size * model.width / cut
+        seconds += moved / hardware.link(model.world // layout.pp + 1)
     return seconds
 
 
-def _bubble(model: PlannedModel, count: int) -> float:
-    """Time of a pipelined pass in units of the time without waiting (Narayanan et al. 2021, section 2.2)."""
-    return 1 + (model.layout.pp - 1) / (count * (model.layout.vpp or 1))
-
-
-def score_seconds(run: PlannedRun, model: PlannedModel, samples: float) -> float:
-    """Seconds of one forward pass over some samples."""
-    lengths, hardware = run.lengths, run.hardware
+def pass_seconds(run: PlannedRun, model: PlannedModel, samples: float, training: bool) -> float:
+    """Seconds of scoring some samples, or of training on them once, in optimizer steps of a mini-batch each."""
+    lengths, layout, minibatch = run.lengths, model.layout, minibatch_samples(run.config)
     tokens = samples * lengths.sample
     flops = forward_flops(model.spec, model.head, tokens, samples * lengths.mean_square, samples * lengths.mean)
-    count = max(1, math.ceil(tokens / model.dp / (model.config.max_tokens_per_microbatch * model.layout.cp)))
-    seconds = _compute_seconds(model, flops, hardware)
-    return (seconds + _pass_bytes_seconds(model, tokens, False, hardware)) * _bubble(model, count)
-
-
-def update_seconds(run: PlannedRun, model: PlannedModel, samples: float) -> float:
-    """Seconds of training once on some samples, in optimizer steps of a mini-batch each."""
-    lengths, hardware, minibatch = run.lengths, run.hardware, minibatch_samples(run.config)
-    tokens = samples * lengths.sample
-    forward = forward_flops(model.spec, model.head, tokens, samples * lengths.mean_square, samples * lengths.mean)
-    flops = training_flops(model.spec, forward, model.layout, model.config.recompute)
-    steps, count = max(1.0, samples / minibatch), microbatches(run, model)
-    seconds = _compute_seconds(model, flops, hardware)
-    seconds = (seconds + _pass_bytes_seconds(model, tokens, True, hardware)) * _bubble(model, count)
-    return seconds + steps * optimizer_seconds(model, hardware)
+    count = max(1, math.ceil(tokens / model.dp / (model.config.max_tokens_per_microbatch * layout.cp)))
+    if training:
+        flops, count = training_flops(model.spec, flops, layout, model.config.recompute), microbatches(run, model)
+    # Time of a pipelined pass in units of the time without waiting (Narayanan et al. 2021, section 2.2).
+    bubble = 1 + (layout.pp - 1) / (count * (layout.vpp or 1))
+    working = _compute_seconds(model, flops, run.hardware)
+    seconds = (working + _exchange_seconds(model, tokens, training, run.hardware)) * bubble
+    return seconds + training * max(1.0, samples / minibatch) * optimizer_seconds(model, run.hardware)
 
 
 def optimizer_seconds(model: PlannedModel, hardware: Hardware) -> float:
@@ -184,13 +167,13 @@ def plan_time(run: PlannedRun, engine: PlannedEngine) -> StepTime:
     phase_names = phases_of(config)
     for phase, name in (("score_reference", "reference"), ("score_policy", "actor"), ("score_values", "critic")):
         if phase in phase_names:
-            phases[phase] = score_seconds(run, models[name], samples)
+            phases[phase] = pass_seconds(run, models[name], samples, False)
     if config.algorithm.uses_reference and not config.has_reference_model:
-        phases["score_reference"] = score_seconds(run, actor, samples)
+        phases["score_reference"] = pass_seconds(run, actor, samples, False)
     if critic is not None:
-        once = update_seconds(run, critic, samples)
+        once = pass_seconds(run, critic, samples, True)
         phases["update_critic"] = once * update.epochs * update.critic_updates_per_policy_update
-    phases["update_policy"] = update.epochs * update_seconds(run, actor, samples)
+    phases["update_policy"] = update.epochs * pass_seconds(run, actor, samples, True)
     phases["offload_and_onload"] = sum(move_seconds(model, phase_names, run.hardware) for model in models.values())
     phases["weight_sync"] = sync_seconds(run, engine)
     if config.rollout.external_urls and config.rollout.asynchronous.max_staleness:
@@ -206,7 +189,7 @@ def plan_time(run: PlannedRun, engine: PlannedEngine) -> StepTime:
         trained = settings.updates(config.samples) * settings.minibatch_size
         pretraining = {
             "rollouts": settings.rollouts(config.samples) * collected,
-            "critic updates": update_seconds(run, critic, trained),
+            "critic updates": pass_seconds(run, critic, trained, True),
         }
     return StepTime(phases, pretraining)
 

@@ -12,7 +12,7 @@ from vapo_megatron.config.rollout import RolloutConfig
 from vapo_megatron.megatron.offload import PARTS
 from vapo_megatron.operations.hardware import GIB
 from vapo_megatron.operations.plan.models import PlannedModel, can_be_cut
-from vapo_megatron.operations.plan.plan import Plan, make_plan, score_seconds, update_seconds
+from vapo_megatron.operations.plan.plan import Plan, make_plan, pass_seconds
 
 _BUDGET_STEP = 1024
 _RECOMPUTE = [RecomputeConfig(granularity=kind) for kind in ("none", "selective", "full")]
@@ -73,7 +73,7 @@ def _sections(plan: Plan, name: str) -> list[tuple[float, TrainableConfig]]:
             section = section.model_copy(update={"recompute": recompute, "max_tokens_per_microbatch": budget})
             changed = replace(model, config=section)
             if max(_peak(changed, stage) for stage in range(layout.pp)) <= room:
-                seconds = score_seconds(plan, changed, samples) + update_seconds(plan, changed, samples)
+                seconds = sum(pass_seconds(plan, changed, samples, training) for training in (False, True))
                 fitting.append((seconds, section))
         best += [min(fitting, key=lambda pair: pair[0])] if fitting else []
     return sorted(best, key=lambda pair: pair[0])[:_EACH]

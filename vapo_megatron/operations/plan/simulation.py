@@ -4,14 +4,14 @@ What is drawn, kept and dropped is decided by the run's own ledger (engines/ledg
 trainer only take time; nothing is written.
 """
 
-import heapq
 import math
 import sys
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
-from statistics import NormalDist
+from statistics import NormalDist, mean
 from typing import Any, Literal
 
 import numpy as np
@@ -21,13 +21,7 @@ from vapo_megatron.engines.ledger import Ledger, StepRule
 from vapo_megatron.errors import BadInput
 from vapo_megatron.operations.plan.inputs import Lengths
 from vapo_megatron.operations.plan.plan import Plan, make_plan
-from vapo_megatron.operations.plan.rollout import (
-    BETWEEN_PROMPTS,
-    decode_seconds,
-    drawn_prompts,
-    prefill_seconds,
-    reached_speed,
-)
+from vapo_megatron.operations.plan.rollout import BETWEEN_PROMPTS, decode_seconds, prefill_seconds, reached_speed
 from vapo_megatron.training.collect import step_rule
 
 _WAITING, _RUNNING, _AT_TOOL, _DONE = range(4)
@@ -44,13 +38,13 @@ class Scenario:
     Attributes:
         rule: what makes a step. Windows are not simulated.
         sync_mode: what becomes of responses under way at a weight sync.
-        engines, at_once: how many, and responses that each of them generates together; others wait.
+        engines, at_once: how many, and the responses that each generates together; others wait.
         decode_seconds: of a decoding step, by running responses and the mean tokens of their sequences.
         prefill_seconds: of reading so many tokens; nothing else is generated meanwhile.
         lengths_of: tokens of the responses of a group, by its number, float64 [responses].
         is_informative: whether a group has both correct and incorrect responses, by its number.
         trainer_seconds: of everything that the trainer does with samples of so many tokens.
-        grade_seconds, grade_workers: of a response; how many are graded at once.
+        grade_seconds, grade_workers: of a response; how many share the grading.
         turns, tool_seconds: responses of an episode, and what it waits for a tool between two, outside the batch.
         tick: time moves by at most so much.
         steps: that are counted, after those in which the run settles.
@@ -109,8 +103,8 @@ class _Rollouts:
         self.responses = self._rows = np.zeros(0, _RESPONSE)  # the first rows of those that have room
         self._draws = 0
         self._missing: dict[int, int] = {}  # responses of a draw that are not done; 0: it is graded
-        self._graded_at: list[tuple[float, int, int]] = []  # a heap: when, draw, number
-        self._graders = [0.0] * max(1, scenario.grade_workers)
+        self._graded_at: deque[tuple[float, int, int]] = deque()  # when, draw, number
+        self._graders_free = 0.0
         self._unread_seconds = np.zeros(scenario.engines)
         self._is_paused = False
         self._may_begin = True  # whether there may be a free place and somebody waiting for it
@@ -129,7 +123,6 @@ class _Rollouts:
         return taken
 
     def sync_weights(self) -> None:
-        """Engines pause, get weights of the next version and go on."""
         if self.scenario.sync_mode == "retract":
             self._stop()
         self._is_paused = True
@@ -145,7 +138,7 @@ class _Rollouts:
         while not is_over() and self.now < end:
             if self._may_begin and not self._is_paused:
                 self._begin_waiting()
-            events = [end, *(entry[0] for entry in self._graded_at[:1])]
+            events = [end, self._graded_at[0][0] if self._graded_at else math.inf]
             if self.scenario.turns > 1:
                 events += [self.responses["ready_at"][self.responses["state"] == _AT_TOOL].min(initial=math.inf)]
             running = np.flatnonzero(self.responses["state"] == _RUNNING)
@@ -155,7 +148,8 @@ class _Rollouts:
             else:
                 self._decode(running, min(self.scenario.tick, max(0.0, min(events) - self.now)))
             if self.scenario.turns > 1:
-                self._answer_tools()
+                answered = (self.responses["state"] == _AT_TOOL) & (self.responses["ready_at"] <= self.now)
+                self.responses["state"][answered], self._may_begin = _WAITING, True
             self._grade()
 
     def _fill(self) -> None:
@@ -220,19 +214,13 @@ class _Rollouts:
             draw, number = int(rows["draw"][row]), int(rows["number"][row])
             self._missing[draw] -= 1
             if not self._missing[draw]:
-                for _ in range(int((rows["draw"] == draw).sum())):
-                    graded_at = max(self.now, self._graders[0]) + self.scenario.grade_seconds
-                    heapq.heapreplace(self._graders, graded_at)
-                heapq.heappush(self._graded_at, (graded_at, draw, number))
-
-    def _answer_tools(self) -> None:
-        rows = self.responses
-        rows["state"][(rows["state"] == _AT_TOOL) & (rows["ready_at"] <= self.now)] = _WAITING
-        self._may_begin = True
+                seconds = (rows["draw"] == draw).sum() * self.scenario.grade_seconds / self.scenario.grade_workers
+                self._graders_free = max(self.now, self._graders_free) + seconds
+                self._graded_at.append((self._graders_free, draw, number))
 
     def _grade(self) -> None:
         while self._graded_at and self._graded_at[0][0] <= self.now:
-            _, draw, number = heapq.heappop(self._graded_at)
+            _, draw, number = self._graded_at.popleft()
             if draw in self._missing:  # it was not dropped meanwhile
                 self.ledger.grade(number, self.ledger.rule.most_draws is None or self.scenario.is_informative(number))
                 self._remove(self.ledger.surplus())
@@ -291,8 +279,6 @@ def simulate(scenario: Scenario) -> Outcome:
 # Phases of a plan in which engines work, or that are no part of a step of a trainer which shares its GPUs with none.
 _OF_ENGINES = ("rollout", "verify", "weight_sync")
 _TICKS = 60  # in the time of a mean response
-# Responses that are simulated a second, on a busy core.
-_RESPONSES_A_SECOND = 20000
 
 
 def drawn_lengths(lengths: Lengths, responses: int, seed: int, number: int) -> np.ndarray:
@@ -366,10 +352,8 @@ def modes(plan: Plan) -> list[dict[str, Any]]:
     An asynchronous run is simulated as it is configured, and with a staleness of one and two. engines_unused: tokens a
     second, less than those of engines that are full all the time; age: mean weight syncs between drawing and training.
     """
-    rollout, batch, settings = plan.config.rollout, plan.config.batch, plan.config.algorithm.dynamic_sampling
-    drawn = drawn_prompts(batch.prompts_per_step, settings, plan.config.plan.informative_share)
-    if (needed := 25 * drawn * batch.samples_per_prompt / _RESPONSES_A_SECOND) > 5:
-        print(f"simulating: about {needed:.0f} s", file=sys.stderr, flush=True)
+    rollout = plan.config.rollout
+    print("simulating: a second for some 20,000 responses", file=sys.stderr, flush=True)
     own_gpus = len(rollout.external_urls) * rollout.tp or None
     runs: dict[str, tuple[int | None, Scenario]] = {}
     if own_gpus is None:
@@ -383,9 +367,11 @@ def modes(plan: Plan) -> list[dict[str, Any]]:
     for name, (gpus, scenario) in runs.items():
         outcome = simulate(scenario)
         seconds, tokens = sum(outcome.seconds), sum(outcome.tokens)
-        row = {"mode": name, "engine_gpus": gpus, "step": outcome.step}
-        row["engines_unused"] = max(0.0, 1 - tokens / seconds / full_rate(scenario, plan.lengths))
-        rows.append(row | {"trainer_idle": sum(outcome.waited) / seconds, "age": float(np.mean(outcome.ages))})
+        shares = {
+            "engines_unused": max(0.0, 1 - tokens / seconds / full_rate(scenario, plan.lengths)),
+            "trainer_idle": sum(outcome.waited) / seconds,
+        }
+        rows.append({"mode": name, "engine_gpus": gpus, "step": outcome.step, **shares, "age": mean(outcome.ages)})
     return rows
 
 
