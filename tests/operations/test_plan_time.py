@@ -150,3 +150,17 @@ def test_a_reference_that_is_replaced_is_part_of_a_checkpoint() -> None:
     )
     sizes = {name: replaced.models[name].spec.parameter_count() for name in ("actor", "critic")}
     assert checkpoint_bytes(replaced.config, sizes) - checkpoint_bytes(kept.config, sizes) == weights
+
+
+def test_experts_and_running_responses_have_rates_of_their_own() -> None:
+    mixture = ("model.path=Qwen3-30B-A3B", "actor.layout={tp: 1, ep: 8, sequence_parallel: false}", "rollout.tp=2")
+    fast, slow = (
+        plan(*mixture, f"hardware.efficiency.experts={share}", example="aime_qwen2.5_32b/grpo.yaml").time.phases
+        for share in (0.2, 0.1)
+    )
+    assert 1.4 < slow["score_policy"] / fast["score_policy"] < 2 and slow["rollout"] == fast["rollout"]
+    assert plan("hardware.efficiency.experts=0.1").time == plan().time, "a dense model has none"
+    free, slowed = (plan(f"hardware.efficiency.request_overhead={seconds}") for seconds in (0, 1e-4))
+    uneven = imbalance(free.engines, 512, 512 * 16, free.lengths)
+    tokens = 512 * 16 / free.engines * uneven * free.lengths.mean
+    assert slowed.time.phases["rollout"] - free.time.phases["rollout"] == pytest.approx(tokens * 1e-4, rel=0.01)

@@ -62,43 +62,31 @@ def plan_run(config: PlanConfig, gpus: int | None, nodes: int | None, as_text: b
 
 
 def assumptions(plan: Plan) -> list[str]:
-    """One line each."""
+    """What is taken for granted, one line each; the keys are explained in docs/configuration.md."""
     hardware, lengths, config = plan.hardware, plan.lengths, plan.config
-    batch, reached, asked = config.batch, hardware.efficiency, config.plan
-    uneven = imbalance(plan.engines, batch.prompts_per_step, config.samples, lengths)
+    uneven = imbalance(plan.engines, config.batch.prompts_per_step, config.samples, lengths)
+    reached = ", ".join(f"{name} {value:g}" for name, value in hardware.efficiency.model_dump().items())
+    kept = config.hardware.model_dump(include={"trainer_overhead_gib", "engine_overhead_gib", "fragmentation"})
+    asked = config.plan.model_dump(exclude={"gpus", "mean_prompt_tokens", "mean_response_tokens"})
     lines = [
         f"{hardware.kind}: {hardware.device_memory / GIB:.1f} GiB, {hardware.bf16 / 1e12:.0f} TFLOP/s dense bf16, "
         f"memory {hardware.memory_rate / 1e9:.0f} GB/s, NVLink {hardware.nvlink / 1e9:.0f}, network "
         f"{hardware.network / 1e9:.0f}, PCIe {hardware.pcie / 1e9:.0f} GB/s a GPU in one direction (hardware.*)",
-        "of these rates are reached: "
-        + ", ".join(f"{name} {value:g}" for name, value in reached.model_dump().items())
-        + " (hardware.efficiency.*; not measured on your machines); communication does not overlap with computation",
+        f"of these rates are reached (hardware.efficiency.*): {reached}; communication does not overlap",
         f"prompts have {lengths.prompt:.0f} tokens, responses {lengths.mean:.0f} on average with a tail up to "
-        f"{lengths.longest} (plan.mean_prompt_tokens, plan.mean_response_tokens); half of the variance of lengths is "
-        f"between prompts, and the engine with most tokens has {uneven:.2f} times the mean",
-        f"{hardware.trainer_overhead / GIB:g} GiB of a GPU go to the trainer's context and NCCL, "
-        f"{hardware.engine_overhead / GIB:g} GiB to an offloaded engine's, {config.hardware.fragmentation:.0%} are "
-        "lost to fragmentation (hardware.trainer_overhead_gib, .engine_overhead_gib, .fragmentation)",
-        f"grading takes {asked.grade_seconds:g} s a response on each of {config.reward.workers} reward.workers and "
-        "overlaps with generation (plan.grade_seconds); starting, evaluations and checkpoints are not counted",
-        f"the rank whose experts get most tokens gets {EXPERT_IMBALANCE:g} times the mean",
+        f"{lengths.longest} (plan.mean_prompt_tokens, plan.mean_response_tokens); the engine with most tokens has "
+        f"{uneven:.2f} times the mean, the rank whose experts get most {EXPERT_IMBALANCE:g} times",
+        ", ".join([f"hardware.{key}={value:g}" for key, value in kept.items()]),
+        ", ".join([f"plan.{key}={value:g}" for key, value in asked.items()] + [f"{plan.engines} engines"]),
+        "starting, evaluations and checkpoints are not counted",
     ]
-    if asked.turns > 1:
-        lines.append(
-            f"an episode has {asked.turns} turns and waits {asked.tool_seconds:g} s for a tool between two, outside "
-            "the engine's batch (plan.turns, plan.tool_seconds)"
-        )
     if config.algorithm.dynamic_sampling.enabled:
-        drawn = drawn_prompts(batch.prompts_per_step, config.algorithm.dynamic_sampling, asked.informative_share)
-        lines.append(
-            f"dynamic sampling draws {drawn:.0f} prompts for {batch.prompts_per_step}, as {asked.informative_share:.0%}"
-            " of the groups are informative (plan.informative_share)"
+        drawn = drawn_prompts(
+            config.batch.prompts_per_step, config.algorithm.dynamic_sampling, config.plan.informative_share
         )
+        lines.append(f"dynamic sampling draws {drawn:.0f} prompts for {config.batch.prompts_per_step}")
     if config.rollout.external_urls:
-        lines.append(
-            f"{plan.engines} engines elsewhere (rollout.external_urls) have {config.rollout.tp} GPUs of the same kind "
-            "each; `rollout` is what the trainer waits for them, where they work ahead"
-        )
+        lines.append("`rollout` is what the trainer waits for engines elsewhere, where they work ahead")
     if model_directory(config.model.path) != Path(config.model.path):
         lines.append(f"{config.model.path} is not here: its sizes are those that the package has of that name")
     return lines
@@ -125,15 +113,7 @@ def as_json(plan: Plan, proposals: Sequence[Proposal]) -> dict[str, Any]:
         "format": 2,
         "gpus": plan.world,
         "kind": plan.hardware.kind,
-        "models": {
-            name: {
-                "family": model.spec.family,
-                "parameters": model.spec.parameter_count(model.head),
-                "active_parameters": model.spec.active_parameter_count(model.head),
-                "layout": model.layout.describe(plan.world),
-            }
-            for name, model in plan.models.items()
-        },
+        "models": {name: model.layout.describe(plan.world) for name, model in plan.models.items()},
         "fits": plan.fits,
         "problems": list(memory.problems),
         "memory": {"usable": plan.hardware.usable_memory, "phases": holdings[:-1], "node": holdings[-1]},

@@ -284,9 +284,9 @@ _TICKS = 60  # in the time of a mean response
 def drawn_lengths(lengths: Lengths, responses: int, seed: int, number: int) -> np.ndarray:
     """Tokens of the responses of a group; those to one prompt are long together."""
     random = np.random.default_rng((seed, number))
-    normal = math.sqrt(BETWEEN_PROMPTS) * random.standard_normal()
-    normal = normal + math.sqrt(1 - BETWEEN_PROMPTS) * random.standard_normal(responses)
-    places = np.array([_NORMAL.cdf(place) for place in normal.tolist()])
+    shared, apart = random.standard_normal(), random.standard_normal(responses)
+    places = math.sqrt(BETWEEN_PROMPTS) * shared + math.sqrt(1 - BETWEEN_PROMPTS) * apart
+    places = np.array([_NORMAL.cdf(place) for place in places.tolist()])
     return np.maximum(1.0, np.round(lengths.longest * places**lengths.exponent))
 
 
