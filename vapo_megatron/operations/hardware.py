@@ -23,7 +23,7 @@ class Hardware:
     def __init__(self, config: HardwareConfig) -> None:
         memory_mib, *rates = RATES[config.kind]
         stated = config.bf16_tflops, config.memory_gbs, config.nvlink_gbs, config.network_gbs, config.pcie_gbs
-        bf16, memory, nvlink, network, pcie = (given or rate for given, rate in zip(stated, rates, strict=True))
+        bf16, memory, nvlink, network, pcie = (override or rate for override, rate in zip(stated, rates, strict=True))
         self.kind, self.gpus_per_node, self.efficiency = config.kind, config.gpus_per_node, config.efficiency
         self.device_memory = (config.device_memory_gib or memory_mib / 1024) * GIB
         self.node_memory, self.rank_memory = config.node_memory_gib * GIB, config.rank_memory_gib * GIB

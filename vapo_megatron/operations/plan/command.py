@@ -125,8 +125,8 @@ def as_json(plan: Plan, proposals: Sequence[Proposal]) -> dict[str, Any]:
         "time": asdict(time) | {"step": time.step},
         "run": {"seconds": plan.seconds, "gpu_hours": plan.gpu_hours},
         "proposals": [
-            {"overrides": found.changes, "step": found.plan.time.step, "gpu_hours": found.plan.gpu_hours}
-            for found in proposals
+            {"overrides": proposal.changes, "step": proposal.plan.time.step, "gpu_hours": proposal.plan.gpu_hours}
+            for proposal in proposals
         ],
         "warnings": warnings(plan),
         "assumptions": assumptions(plan),
@@ -160,11 +160,12 @@ def show(plan: Plan, proposals: Sequence[Proposal], console: Console) -> None:
         console.print(f"[bold yellow]warning[/]: {line}", soft_wrap=True, highlight=False)
     for problem in plan.memory.problems:
         console.print(f"[bold red]does not fit[/]: {problem}", soft_wrap=True)
-    for found in proposals:
+    for proposal in proposals:
+        better = proposal.plan
         console.print(
-            f"\n[bold]{'Faster' if plan.fits else 'Fits'}[/]: {found.plan.time.step:.0f} s a step, at most "
-            f"{found.plan.memory.worst.total / GIB:.1f} GiB on a GPU, {found.plan.gpu_hours:,.0f} GPU-hours with\n"
-            f"  {found.overrides}",
+            f"\n[bold]{'Faster' if plan.fits else 'Fits'}[/]: {better.time.step:.0f} s a step, at most "
+            f"{better.memory.worst.total / GIB:.1f} GiB on a GPU, {better.gpu_hours:,.0f} GPU-hours with\n"
+            f"  {proposal.overrides}",
             soft_wrap=True,
             highlight=False,
         )

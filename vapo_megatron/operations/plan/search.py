@@ -56,8 +56,8 @@ def propose(plan: Plan) -> list[Proposal]:
                     yield changed
                     break
 
-    best = sorted(islice(fitting(), _BEST), key=lambda found: found.seconds)
-    return [Proposal(found, _changes(plan.config, found.config)) for found in best]
+    best = sorted(islice(fitting(), _BEST), key=lambda changed: changed.seconds)
+    return [Proposal(changed, _changes(plan.config, changed.config)) for changed in best]
 
 
 def _sections(plan: Plan, name: str) -> list[tuple[float, TrainableConfig]]:
