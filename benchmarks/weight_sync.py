@@ -15,8 +15,7 @@ Columns:
     of a copy   GB/s over that of a memory copy of the same bytes, bucket by bucket, in rank 0 of the same run
     gather      seconds of collectives and of waiting for other ranks; convert: of copies into place, and of checksums
                 where one rank has all of a bucket; send: of announcing buckets and of answers, and else of checksums;
-                load: of the server's loading, its checksums beside it. On rank 0; they overlap, so that their sum may
-                be more than the whole
+                load: of the server's loading, its checksums beside it. On rank 0
     MiB beyond  most memory of a rank beyond what it held before, over all ranks: RSS without a GPU (pages of shared
                 buckets count in every rank), else allocated device memory
 
