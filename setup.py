@@ -71,6 +71,9 @@ setup(
     extras_require={
         "h100": ["transformer-engine[core-cu13,pytorch]>=2.9,<2.12"],
         "fp8export": ["nvidia-modelopt>=0.44"],
+        "verifiers": [
+            "verifiers==0.1.9.post3"
+        ],  # rollout.agent: verifiers:NAME; later ones want other pins than the lock
         "wandb": ["wandb>=0.19"],  # monitoring.wandb
         "mlflow": ["mlflow>=2.9"],  # monitoring.mlflow
         "docs": ["mkdocs-material>=9.5,<10"],  # make docs

@@ -251,7 +251,9 @@ class Planner:
         self._cost = Cost(float(spec.parameter_count()), float(spec.num_layers * spec.num_heads * spec.head_dim))
         self.mesh = _Line(dp_size)
 
-    def plan(self, lengths: torch.Tensor, samples: Sequence[int]) -> MicrobatchPlan:
+    def plan(
+        self, lengths: torch.Tensor, samples: Sequence[int], segments: torch.Tensor | None = None
+    ) -> MicrobatchPlan:
         """As Trainable.plan."""
         settings: dict[str, Any] = {"max_tokens": self._max_tokens, "cost": self._cost, "alignment": 16}
         return plan_microbatches(samples, lengths.numpy(), dp_size=self.mesh.dp_size, **settings)

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -48,12 +49,37 @@ def make_batch(
 def with_observation(sample: Sample, after: int, count: int) -> Sample:
     """A sample that is given `count` tokens after its first `after` ones; their log-probs are nobody's."""
     places = np.full(count, after)
+    mask = np.ones(len(sample.response_ids), dtype=bool) if sample.loss_mask is None else sample.loss_mask
     return replace(
         sample,
         response_ids=np.insert(sample.response_ids, places, np.arange(count) % 7),
         rollout_logprobs=np.insert(sample.rollout_logprobs, places, -99.0),
-        loss_mask=np.insert(np.ones(len(sample.response_ids), dtype=bool), places, False),
+        loss_mask=np.insert(mask, places, False),
     )
+
+
+def with_segment(sample: Sample, after: int, prompt: int) -> Sample:
+    """A sample whose context begins anew after its first `after` tokens, with a prompt of so many tokens."""
+    observed = with_observation(sample, after, prompt)
+    return replace(observed, segment_starts=(*(s + prompt * (s >= after) for s in sample.segment_starts), after))
+
+
+def in_segments(samples: Sequence[Sample]) -> list[Sample]:
+    """Every segment of some samples as a sample of its own."""
+    parts = []
+    for sample in samples:
+        ids, mask = [*sample.prompt.token_ids, *sample.response_ids.tolist()], sample.loss_mask
+        assert mask is not None
+        bounds = [0, *(len(sample.prompt.token_ids) + start for start in sorted(sample.segment_starts)), len(ids)]
+        written = np.concatenate([np.zeros(len(sample.prompt.token_ids), dtype=bool), mask])
+        logprobs = np.concatenate([np.zeros(len(sample.prompt.token_ids), np.float32), sample.rollout_logprobs])
+        for first, end in pairwise(bounds):
+            own = int(written[first:end].argmax())  # tokens of the segment's prompt
+            part = slice(first + own, end)
+            prompt = replace(sample.prompt, token_ids=tuple(ids[first : first + own]))
+            fields: dict[str, Any] = {"response_ids": ids[part], "rollout_logprobs": logprobs[part]}
+            parts.append(replace(sample, prompt=prompt, **fields, loss_mask=written[part], segment_starts=()))
+    return parts
 
 
 def spread(batch: ExperienceBatch) -> ShardedBatch:

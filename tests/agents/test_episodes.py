@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
+from batches import in_segments
 from openai import AsyncOpenAI
 from tiny_qwen3 import token_logprobs
 from transformers import Qwen3ForCausalLM
@@ -163,14 +164,32 @@ def test_turns_are_kept_as_drawn_with_the_log_probs_of_their_whole_context(
     assert [s.episode for s in again] == [s.episode for s in samples]
 
 
-def test_a_rewritten_history_begins_a_segment_and_the_verifier_reads_the_last_answer(
-    dispatcher: Dispatcher, tokenizer: TextTokenizer
+def test_a_rewritten_history_begins_a_segment_of_the_same_sample(
+    dispatcher: Dispatcher, tokenizer: TextTokenizer, model: Qwen3ForCausalLM
 ) -> None:
     samples, _ = play(dispatcher, tokenizer, "forgets")
-    row = episode_metrics(samples)
-    assert row["agent/segments"] == 2 and row["agent/tokens_rewritten"] > 0
-    assert all(sample.loss_mask is None and sample.reward is None for sample in samples)
-    assert tokenizer.decode_all(list(samples[0].prompt.token_ids)) == "<bos> user w6 w7 <eos> <bos> assistant"
+    row, again = episode_metrics(samples), tokenizer.encode_prompt("w6 w7")
+    assert len(samples) == 3 and row["agent/turns"] == row["agent/segments"] == 2, "an episode is one sample"
+    assert row["agent/tokens_rewritten"] == len(again)
+    assert row["agent/tokens_written"] == sum(s.loss_mask.sum() for s in samples) / 3
+    for sample in samples:
+        (start,) = sample.segment_starts
+        assert sample.prompt.token_ids == tuple(tokenizer.encode_prompt("w5")) and sample.reward is None
+        assert sample.response_ids[start : start + len(again)].tolist() == again
+        assert not sample.loss_mask[start : start + len(again)].any()
+        assert sample.loss_mask.sum() == len(sample.loss_mask) - len(again)
+    for part in in_segments(samples):  # the log-probs are those of each segment's own context
+        tokens = [*part.prompt.token_ids, *part.response_ids.tolist()]
+        expected = np.array(token_logprobs(model, tokens)[len(part.prompt.token_ids) - 1 :])
+        assert np.abs(part.rollout_logprobs - expected).max() < 1e-4
+
+
+def test_all_segments_count_towards_the_tokens_of_an_episode(dispatcher: Dispatcher, tokenizer: TextTokenizer) -> None:
+    most = 2 * len(tokenizer.encode_prompt("w6 w7")) + 12 + 3
+    samples, _ = play(dispatcher, tokenizer, "forgets", max_tokens=most)
+    assert all(len(s.prompt.token_ids) + len(s.response_ids) <= most for s in samples)
+    for sample in samples:  # 12 tokens in the first segment leave four for the second
+        assert sample.loss_mask[: sample.segment_starts[0]].sum() < 12 or len(sample.response_ids) == most - 6
 
 
 def test_evaluation_plays_episodes_and_grades_what_the_agent_did_not(
@@ -192,7 +211,7 @@ def test_evaluation_plays_episodes_and_grades_what_the_agent_did_not(
         result, _ = evaluator.conclude("set", problems, responses, 2, tmp_path / f"{name}.jsonl")
         assert result.avg_at_k == (name != "raises") and {one.grade_reason for one in responses} == {reason}
         again = read_outputs(tmp_path / f"{name}.jsonl")
-        assert again == responses and all(bool(one.episode) is (name == "Echo") for one in again)
+        assert again == responses and all(bool(one.episode) is (name != "raises") for one in again)
         assert all(one.episode.endswith(one.text) and one.episode != one.text for one in again if one.episode)
 
 
@@ -236,6 +255,24 @@ def test_an_episode_that_reaches_a_limit_is_truncated(
     (cut,), _ = play(dispatcher, tokenizer, "Echo", samples=1, max_turns=1)
     grade_samples([cut], cast(VerifierPool, AskedVerifier()), tokenizer.decode, RewardConfig())
     assert cut.truncated and cut.reward == -1.0 + 0.5, "what it earned before the limit stays"
+
+
+def test_an_environment_of_verifiers_is_played_by_its_name(dispatcher: Dispatcher, tokenizer: TextTokenizer) -> None:
+    pytest.importorskip("verifiers", reason="the extra verifiers is not installed")
+    settings = RolloutConfig(agent="verifiers:sums_for_verifiers", episode=EpisodeConfig(max_tokens=200))
+    agents = Agents(dispatcher, tokenizer, settings)
+    try:
+        samples = dispatcher.loop.run(agents.generate(group(tokenizer)))
+    finally:
+        agents.close()
+    assert is_whole(samples) and [sample.reward for sample in samples] == [0.5] * 3
+    assert episode_metrics(samples)["agent/turns"] == 2
+    assert all("user w5 w5 <eos>" in tokenizer.decode_all(s.response_ids[~s.loss_mask].tolist()) for s in samples)
+
+
+def test_verifiers_that_are_not_there_are_refused_by_name() -> None:
+    with pytest.raises(BadInput, match=r"rollout\.agent=verifiers:no_such_environment: cannot be imported"):
+        load_agent("verifiers:no_such_environment")
 
 
 def test_only_the_episodes_own_path_answers(dispatcher: Dispatcher, tokenizer: TextTokenizer) -> None:

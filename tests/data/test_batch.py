@@ -34,6 +34,7 @@ def parts(batch: ExperienceBatch, name: str) -> list[list[float]]:
     sizes = {
         "tokens": [p + r for p, r in LENGTHS],
         "loss_mask": [p + r for p, r in LENGTHS],
+        "segment_starts": [p + r for p, r in LENGTHS],
         "routed_experts": [p + r - 1 for p, r in LENGTHS],
         "cu_seqlens": [p + r for p, r in LENGTHS],
         "response_cu_seqlens": list(responses),
@@ -110,7 +111,8 @@ def test_neighbours_are_taken_without_a_copy() -> None:
 def test_what_no_phase_has_filled_in_stays_away() -> None:
     part = make_batch().select([1, 2])
     assert part.values is None and part.selected is None and "returns" not in part.tensors()
-    assert set(full_batch().rollout_tensors()) == {*part.tensors(), "loss_mask", "observation_lengths", "turn_rewards"}
+    of_episodes = {"loss_mask", "observation_lengths", "segment_starts", "segments", "turn_rewards"}
+    assert set(full_batch().rollout_tensors()) == {*part.tensors(), *of_episodes}
 
 
 @pytest.mark.parametrize(

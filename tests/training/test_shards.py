@@ -59,7 +59,7 @@ class Planner:
     def __init__(self, layout: LayoutConfig) -> None:
         self.mesh = make_mesh(layout)
 
-    def plan(self, lengths: torch.Tensor, samples: Any) -> Any:
+    def plan(self, lengths: torch.Tensor, samples: Any, segments: torch.Tensor | None = None) -> Any:
         cost = Cost(1.0, 0.01)
         return plan_microbatches(samples, lengths.numpy(), dp_size=self.mesh.dp_size, max_tokens=600, cost=cost)
 

@@ -44,7 +44,7 @@ class Planner:
     def __init__(self, tp: int, replays: bool) -> None:
         self.mesh, self.replays = LinedUp(tp), replays
 
-    def plan(self, lengths: torch.Tensor, samples: Any) -> Any:
+    def plan(self, lengths: torch.Tensor, samples: Any, segments: torch.Tensor | None = None) -> Any:
         cost = Cost(1.0, 0.01)
         return plan_microbatches(samples, lengths.numpy(), dp_size=self.mesh.dp_size, max_tokens=600, cost=cost)
 

@@ -135,11 +135,13 @@ class Endpoint:
             raise _Refused(f"the chat template cannot be applied: {error}", "template") from None
         context = [*segment.prompt_ids, *segment.token_ids, *observed]
         max_tokens = body.get("max_completion_tokens") or body.get("max_tokens") or episode.request.max_new_tokens
-        room = min(int(max_tokens), episode.request.max_new_tokens, self._limits.max_tokens - len(context))
+        # All that models are to read of the episode; a segment that is new is not among the recorded ones yet.
+        total = recording.tokens + (len(context) if is_new else len(observed))
+        room = min(int(max_tokens), episode.request.max_new_tokens, self._limits.max_tokens - total)
         if room < 1:
             episode.limit = episode.limit or "tokens"
             raise _Refused(
-                f"the conversation is {len(context)} tokens, rollout.episode.max_tokens={self._limits.max_tokens}",
+                f"the episode is {total} tokens, rollout.episode.max_tokens={self._limits.max_tokens}",
                 "context_length_exceeded",
             )
         turn = await self._generate(episode, context, room)

@@ -1,6 +1,7 @@
 """Groups of episodes in place of groups of responses: runs the user's agent and makes samples of what it recorded."""
 
 import asyncio
+import contextlib
 import importlib
 import inspect
 import logging
@@ -57,6 +58,33 @@ def run_environment(kind: type) -> Callable[[dict[str, Any], str, Any], Awaitabl
     return run
 
 
+def run_verifiers_environment(name: str) -> Callable[[dict[str, Any], str, Any], Awaitable[dict[str, Any]]]:
+    """An agent that plays an environment of the library verifiers (the extra `verifiers`), by the name of its module:
+    its rollout against our endpoint, and the reward of its rubric.
+
+    Of a row it is given `prompt` (or else the messages of the direct way), `answer`, `task` and `info`.
+
+    Raises:
+        ImportError, ValueError, RuntimeError: verifiers is not installed, or it cannot load the environment.
+    """
+    import verifiers
+    from openai import AsyncOpenAI
+
+    environment = verifiers.load_environment(name)
+
+    async def run(task: dict[str, Any], base_url: str, http_client: Any) -> dict[str, Any]:
+        client = AsyncOpenAI(base_url=base_url, api_key="none", http_client=http_client, max_retries=0)
+        row = {"prompt": task.get("prompt") or task["messages"], "answer": task["answer"], "example_id": 0}
+        row |= {"task": task.get("task") or name, "info": task.get("info") or {}}
+        state = await environment.rollout(row, client, "policy", {})
+        if (error := state.get("error")) is not None:
+            raise RuntimeError(f"{name}: {reason_of(error.__cause__ or error)}")
+        await environment.rubric.score_rollout(state, score_sem=contextlib.nullcontext())
+        return {"reward": float(state["reward"])}
+
+    return run
+
+
 _logger = logging.getLogger(__name__)
 _NO_TOKENS, _NO_LOGPROBS = np.zeros(0, np.int32), np.zeros(0, np.float32)
 # Why an episode is not trained on: too slow, the agent raised, the chat template failed, engines were stopped, no turn.
@@ -69,7 +97,8 @@ Agent = Callable[[dict[str, Any], str, Any], Awaitable[Any]]
 
 
 def load_agent(path: str) -> Agent:
-    """The async function at package.module:name, or the run of the environment class that stands there.
+    """The async function at package.module:name, or the run of the environment class that stands there; of
+    verifiers:NAME the run of that environment of theirs.
 
     Raises:
         BadInput: it cannot be imported, is not async, or is an environment without a method that is needed.
@@ -78,9 +107,12 @@ def load_agent(path: str) -> Agent:
     if str(Path.cwd()) not in sys.path:
         sys.path.append(str(Path.cwd()))
     try:
+        if module == "verifiers":
+            return run_verifiers_environment(name)
         agent: Any = getattr(importlib.import_module(module), name)
     except Exception as error:  # a user's module may raise anything on import
-        raise BadInput(f"{_KEY}={path}: cannot be imported ({reason_of(error)}): give package.module:name") from None
+        remedy = "give package.module:name, or verifiers:NAME with the extra and the environment's package installed"
+        raise BadInput(f"{_KEY}={path}: cannot be imported ({reason_of(error)}): {remedy}") from None
     if inspect.isclass(agent):
         if not is_environment(agent):
             raise BadInput(f"{_KEY}={path}: a class without the async methods reset and step: add them")
@@ -201,7 +233,7 @@ class Agents:
             "tool_seconds": max(seconds - episode.engine_seconds, 0.0),
             "tool_errors": float(answer.get("tool_errors", 0)),
         }
-        prompt = replace(group.prompt, token_ids=tuple(recording.segments[-1].prompt_ids))
+        prompt = replace(group.prompt, token_ids=tuple(recording.ordered[0].prompt_ids))
         rewards = answer.get("turn_rewards", ())
         sample = Sample(prompt, group.group, index, episode.seed, **recording.fields(rewards), episode=figures)
         if episode.limit:

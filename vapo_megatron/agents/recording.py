@@ -74,38 +74,57 @@ class Recording:
         """Responses of the policy, over all segments."""
         return sum(len(segment.turns) for segment in self.segments)
 
+    @property
+    def ordered(self) -> list[Segment]:
+        """Segments in the order in which their last turns were written: the episode's last turn is the last one's."""
+        return sorted(self.segments, key=lambda segment: segment.ends[-1][0])
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that models read of the episode: of all segments, prompts included."""
+        return sum(len(segment.prompt_ids) + len(segment.token_ids) for segment in self.segments)
+
     def figures(self) -> dict[str, float]:
-        """What the episode came to, for metrics. Rewritten: tokens of the segments that are not trained on."""
-        last = self.segments[-1]
-        written = sum(last.mask)
+        """What the episode came to, for metrics. Rewritten: prompts of the segments after the first."""
+        written = sum(sum(segment.mask) for segment in self.segments)
+        rewritten = sum(len(segment.prompt_ids) for segment in self.segments[1:])
         return {
             "turns": float(self.turns),
             "segments": float(len(self.segments)),
             "tokens_written": float(written),
-            "tokens_observed": float(len(last.mask) - written),
-            "tokens_rewritten": float(sum(sum(segment.mask) for segment in self.segments[:-1])),
+            "tokens_observed": float(sum(len(segment.mask) for segment in self.segments) - written),
+            "tokens_rewritten": float(rewritten),
         }
 
     def fields(self, rewards: Sequence[float]) -> dict[str, Any]:
-        """Of the Sample that the last segment is: its tokens, the versions that wrote them, the rewards of its turns.
+        """Of the Sample that the episode is: what follows the prompt of the first of the ordered segments, with the
+        prompts of the others as observations.
 
         rewards: of all turns of the episode; empty where none gave any.
         """
-        last = self.segments[-1]
-        placed = np.zeros(len(last.token_ids), dtype=np.float32)
-        for number, place in last.ends if rewards else ():
-            placed[place] = rewards[number]
-        turns, mask = last.turns, np.array(last.mask, dtype=np.bool_)
-        versions = tuple(entry for turn in turns for entry in turn.versions)
+        ordered = self.ordered
+        ids, logprobs, mask = list(ordered[0].token_ids), list(ordered[0].logprobs), list(ordered[0].mask)
+        ends, starts = dict(ordered[0].ends), []
+        for segment in ordered[1:]:
+            starts.append(len(ids))
+            ids += segment.prompt_ids + segment.token_ids
+            logprobs += [0.0] * len(segment.prompt_ids) + segment.logprobs
+            mask += [False] * len(segment.prompt_ids) + segment.mask
+            ends |= {number: place + starts[-1] + len(segment.prompt_ids) for number, place in segment.ends}
+        placed = np.zeros(len(ids), dtype=np.float32)
+        for number, reward in enumerate(rewards):
+            placed[ends[number]] = reward
+        turns = [turn for segment in ordered for turn in segment.turns]
         engines = {turn.engine for turn in turns}
         return {
-            "response_ids": np.array(last.token_ids, dtype=np.int32),
-            "rollout_logprobs": np.array(last.logprobs, dtype=np.float32),
-            "loss_mask": None if mask.all() else mask,
+            "response_ids": np.array(ids, dtype=np.int32),
+            "rollout_logprobs": np.array(logprobs, dtype=np.float32),
+            "loss_mask": None if all(mask) else np.array(mask, dtype=np.bool_),
+            "segment_starts": tuple(starts),
             "turn_rewards": placed if placed.any() else None,
             "weight_version": turns[-1].weight_version,
-            "weight_version_oldest": turns[0].weight_version_oldest,
-            "versions": versions,
+            "weight_version_oldest": min(turn.weight_version_oldest for turn in turns),
+            "versions": tuple(entry for turn in turns for entry in turn.versions),
             "engine": engines.pop() if len(engines) == 1 else "",
             "finish_reason": turns[-1].finish_reason,
         }

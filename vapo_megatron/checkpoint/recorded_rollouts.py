@@ -26,7 +26,7 @@ from vapo_megatron.errors import BadInput
 
 # On the disk: token and rollout log-prob.
 BYTES_PER_TOKEN = 8
-_OVER_TOKENS = ("tokens", "rollout_logprobs", "loss_mask", "turn_rewards")
+_OVER_TOKENS = ("tokens", "rollout_logprobs", "loss_mask", "segment_starts", "turn_rewards")
 
 
 class RecordedRollouts:
@@ -41,6 +41,7 @@ class RecordedRollouts:
         self._tokens: list[Tensor] = []
         self._logprobs: list[Tensor] = []
         self._masks: list[Tensor | None] = []
+        self._segment_starts: list[Tensor | None] = []
         self._turn_rewards: list[Tensor | None] = []
         none = torch.zeros(0, dtype=torch.int64)
         # Of each sample: its file, and where it and its response begin there.
@@ -65,6 +66,7 @@ class RecordedRollouts:
         self._tokens.append(rollout.tokens)
         self._logprobs.append(rollout.rollout_logprobs)
         self._masks.append(rollout.loss_mask)
+        self._segment_starts.append(rollout.segment_starts)
         self._turn_rewards.append(rollout.turn_rewards)
         self._file = torch.cat((self._file, file))
         self._start = torch.cat((self._start, rollout.cu_seqlens[:-1]))
@@ -87,11 +89,15 @@ class RecordedRollouts:
             rows = zip(samples.tolist(), files.tolist(), self._start[samples].tolist(), lengths.tolist(), strict=True)
             masks = [self._mask(*row) for row in rows]
             tensors["loss_mask"] = torch.cat([torch.zeros(0, dtype=torch.bool), *masks])
-        if any(rewards is not None for rewards in self._turn_rewards):
-            stretches = zip(files.tolist(), self._response_start[samples].tolist(), responses.tolist(), strict=True)
-            sources = ((self._turn_rewards[file], start, length) for file, start, length in stretches)
-            parts = [torch.zeros(n) if of is None else of[start : start + n] for of, start, n in sources]
-            tensors["turn_rewards"] = torch.cat([torch.zeros(0), *parts])
+        for name, held, starts, counts in (
+            ("segment_starts", self._segment_starts, self._start, lengths),
+            ("turn_rewards", self._turn_rewards, self._response_start, responses),
+        ):
+            if (like := next((tensor for tensor in held if tensor is not None), None)) is not None:
+                stretches = zip(files.tolist(), starts[samples].tolist(), counts.tolist(), strict=True)
+                sources = ((held[file], start, length) for file, start, length in stretches)
+                parts = [like.new_zeros(n) if of is None else of[start : start + n] for of, start, n in sources]
+                tensors[name] = torch.cat([like[:0], *parts])
         return tensors
 
     def _mask(self, sample: int, file: int, start: int, length: int) -> Tensor:

@@ -87,7 +87,9 @@ class EpisodeConfig(Section):
     long is broken."""
 
     max_turns: int = Field(16, ge=1, description="responses of the policy in an episode")
-    max_tokens: int = Field(8192, ge=8, description="prompt, responses and observations of an episode")
+    max_tokens: int = Field(
+        8192, ge=8, description="prompts, responses and observations of an episode, of all its segments"
+    )
     timeout_s: float = Field(600.0, gt=0, description="seconds for an episode")
     tool_parser: str | None = Field(
         None,
@@ -157,8 +159,8 @@ class RolloutConfig(Section):
     agent: str | None = Field(
         None,
         pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$",
-        description="package.module:name of async f(task, base_url, http_client) -> reward, or of an environment: "
-        "training's responses are its episodes; none: one prompt, one response",
+        description="package.module:name of async f(task, base_url, http_client) -> reward, or of an environment; or "
+        "verifiers:NAME: training's responses are its episodes; none: one prompt, one response",
     )
     episode: EpisodeConfig = EpisodeConfig()
 

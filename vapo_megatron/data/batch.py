@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from vapo_megatron.data.sample import Sample
@@ -27,7 +28,7 @@ from vapo_megatron.data.sample import Sample
 #   offsets          S + 1, where each sample's part begins and the last one ends
 Over = Literal["tokens", "positions", "response_tokens", "samples", "offsets"]
 # The fields that episodes alone have.
-_OF_EPISODES = ("loss_mask", "observation_lengths", "turn_rewards")
+_OF_EPISODES = ("loss_mask", "observation_lengths", "segment_starts", "segments", "turn_rewards")
 
 
 def _over(over: Over, dtype: torch.dtype | None) -> dict[str, Any]:
@@ -53,6 +54,9 @@ class ExperienceBatch:
             where responses come whole. Those that go on are truncated then, and no others.
         loss_mask: bool [N], the response tokens among all; None where no sample has an observation.
         observation_lengths: int64 [S], tokens of each sample that are neither prompt nor response; None with loss_mask.
+        segment_starts: bool [N], tokens before which a sample's context ends: models read each segment of a sample as a
+            sequence of its own, algorithms read all its response tokens as one response. None: one segment each.
+        segments: int64 [S], segments of each sample; None with segment_starts.
         turn_rewards: float32 [T], the part of `rewards` that came before the end, where it came; None: nothing did.
         routed_experts: the experts that the engine chose, uint8 or int16 [N - S, layers * experts per token], a row for
             each token but a sample's last; None where they were not asked for.
@@ -86,6 +90,8 @@ class ExperienceBatch:
     window_starts: Tensor | None = field(default=None, metadata=_over("samples", torch.int64))
     loss_mask: Tensor | None = field(default=None, metadata=_over("tokens", torch.bool))
     observation_lengths: Tensor | None = field(default=None, metadata=_over("samples", torch.int64))
+    segment_starts: Tensor | None = field(default=None, metadata=_over("tokens", torch.bool))
+    segments: Tensor | None = field(default=None, metadata=_over("samples", torch.int64))
     turn_rewards: Tensor | None = field(default=None, metadata=_over("response_tokens", torch.float32))
     routed_experts: Tensor | None = field(default=None, metadata=_over("positions", None))
     greedy_rewards: Tensor | None = field(default=None, metadata=_over("samples", torch.float32))
@@ -137,6 +143,12 @@ class ExperienceBatch:
             prompt = int(self.prompt_lengths[sample])
             return torch.arange(prompt, int(self.cu_seqlens[sample + 1] - self.cu_seqlens[sample]))
         return self.loss_mask[int(self.cu_seqlens[sample]) : int(self.cu_seqlens[sample + 1])].nonzero().squeeze(1)
+
+    def segment_bounds(self, sample: int) -> list[int]:
+        """Where the segments of a sample begin among its own tokens, and where the last one ends."""
+        start, end = int(self.cu_seqlens[sample]), int(self.cu_seqlens[sample + 1])
+        inner = [] if self.segment_starts is None else self.segment_starts[start:end].nonzero().squeeze(1).tolist()
+        return [0, *inner, end - start]
 
     def table(self) -> "SampleTable":
         """What goes by samples."""
@@ -209,6 +221,7 @@ class SampleTable:
     group_ids: Tensor
     window_starts: Tensor | None = None
     observation_lengths: Tensor | None = None
+    segments: Tensor | None = None
     greedy_rewards: Tensor | None = None
     shaped_rewards: Tensor | None = None
     selected: Tensor | None = None
@@ -241,11 +254,11 @@ class SampleTable:
         """The samples of both, with the fields that every table has."""
         names = [f.name for f in fields(self) if f.default is MISSING]
         joined = SampleTable(*(torch.cat((getattr(self, name), getattr(other, name))) for name in names))
-        observed = [table.observation_lengths for table in (self, other)]
-        if any(lengths is not None for lengths in observed):
-            filled = zip(observed, (self, other), strict=True)
-            parts = [torch.zeros_like(t.prompt_lengths) if lengths is None else lengths for lengths, t in filled]
-            joined.observation_lengths = torch.cat(parts)
+        for name, missing in (("observation_lengths", 0), ("segments", 1)):
+            columns = [(getattr(table, name), table.prompt_lengths) for table in (self, other)]
+            if any(column is not None for column, _ in columns):
+                parts = [torch.full_like(like, missing) if column is None else column for column, like in columns]
+                setattr(joined, name, torch.cat(parts))
         return joined
 
     def batch(self, **over_tokens: Tensor) -> ExperienceBatch:
@@ -281,7 +294,7 @@ def from_samples(samples: Sequence[Sample]) -> ExperienceBatch:
     responses = torch.tensor([int(mask.sum()) for mask in masks])
     observations = torch.tensor([len(mask) for mask in masks]) - responses
     tokens = [part for s in samples for part in (np.array(s.prompt.token_ids, dtype=np.int32), s.response_ids)]
-    places = [part for s, mask in pairs for part in (np.zeros(len(s.prompt.token_ids), dtype=np.bool_), mask)]
+    segmented = any(s.segment_starts for s in samples)
     return ExperienceBatch(
         tokens=torch.from_numpy(np.concatenate(tokens)),
         cu_seqlens=offsets(prompts + responses + observations),
@@ -293,11 +306,23 @@ def from_samples(samples: Sequence[Sample]) -> ExperienceBatch:
         truncated=torch.tensor([s.goes_on if starts else s.truncated for s in samples]),
         group_ids=torch.tensor([s.group for s in samples]),
         window_starts=torch.tensor(starts) if starts else None,
-        loss_mask=torch.from_numpy(np.concatenate(places)) if observed else None,
+        loss_mask=_behind_prompts(samples, masks) if observed else None,
         observation_lengths=observations if observed else None,
+        segment_starts=_behind_prompts(samples, [_begins(s) for s in samples]) if segmented else None,
+        segments=torch.tensor([1 + len(s.segment_starts) for s in samples]) if segmented else None,
         turn_rewards=_turn_rewards(pairs),
         routed_experts=_take_experts(samples),
     )
+
+
+def _begins(sample: Sample) -> NDArray[np.bool_]:
+    return np.isin(np.arange(len(sample.response_ids)), sample.segment_starts)
+
+
+def _behind_prompts(samples: Sequence[Sample], marks: Sequence[NDArray[np.bool_]]) -> Tensor:
+    """Marks on response_ids of each sample as marks on all of its tokens, False on those of the prompt."""
+    prompts = [np.zeros(len(sample.prompt.token_ids), dtype=np.bool_) for sample in samples]
+    return torch.from_numpy(np.concatenate([part for pair in zip(prompts, marks, strict=True) for part in pair]))
 
 
 def _turn_rewards(pairs: Sequence[tuple[Sample, Any]]) -> Tensor | None:

@@ -6,6 +6,7 @@ Where their tokens lie under zig-zag context parallelism: every sequence, padded
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -85,6 +86,12 @@ def padded_lengths(lengths: Sequence[int], alignment: int, total_alignment: int)
     return padded
 
 
+def planned_lengths(lengths: Tensor, segments: Tensor | None, alignment: int) -> Tensor:
+    """Tokens that samples count as in a plan, which pads each as one sequence: enough for pack(), which pads each
+    segment. lengths, segments: int64 [S]; segments None: one each."""
+    return lengths if segments is None else lengths + (segments - 1) * (alignment - 1)
+
+
 def pack(
     batch: ExperienceBatch,
     samples: Sequence[int],
@@ -94,11 +101,13 @@ def pack(
     cp_rank: int,
     experts_per_token: int = 0,
 ) -> MicroBatch:
-    """Pack some samples of a batch. No sample at all gives one sequence of padding, which weighs nothing.
+    """Pack some samples of a batch, each segment of theirs as a sequence. No sample at all gives one sequence of
+    padding, which weighs nothing.
 
     experts_per_token: of a model that is to go through the batch's routed_experts; 0: of one that is not.
     """
-    positions_of = [int(batch.lengths[s]) - 1 for s in samples]
+    segments = [(s, *ends) for s in samples for ends in pairwise(batch.segment_bounds(s))]
+    positions_of = [end - first - 1 for _, first, end in segments]
     lengths = padded_lengths(positions_of, alignment, total_alignment)
     total = sum(lengths)
     ids, labels = torch.zeros(total, dtype=torch.int64), torch.zeros(total, dtype=torch.int64)
@@ -109,15 +118,17 @@ def pack(
         width = batch.routed_experts.shape[1]
         experts = (torch.arange(width) % experts_per_token).to(batch.routed_experts.dtype).repeat(total, 1)
     start = 0
-    for sample, n, padded in zip(samples, positions_of, lengths, strict=False):
-        tokens = batch.tokens[int(batch.cu_seqlens[sample]) : int(batch.cu_seqlens[sample + 1])].long()
+    for (sample, first, end), n, padded in zip(segments, positions_of, lengths, strict=False):
+        offset = int(batch.cu_seqlens[sample])
+        tokens = batch.tokens[offset + first : offset + end].long()
         ids[start : start + n] = tokens[:-1]
         labels[start : start + n] = tokens[1:]
-        response = torch.arange(int(batch.response_cu_seqlens[sample]), int(batch.response_cu_seqlens[sample + 1]))
-        response_index[start - 1 + batch.response_places(sample)] = response
+        places = batch.response_places(sample)
+        response = ((places >= first) & (places < end)).nonzero().squeeze(1)
+        response_index[start - 1 + places[response] - first] = response + batch.response_cu_seqlens[sample]
         chosen = batch.sample_experts(sample)
         if experts is not None and chosen is not None:
-            experts[start : start + n] = chosen
+            experts[start : start + n] = chosen[first : first + n]
         start += padded
     local = local_positions(lengths, cp_size, cp_rank)
     return MicroBatch(

@@ -48,6 +48,8 @@ class Sample:
     engine is the URL of the server that wrote it; empty where several did.
     loss_mask, bool [response], is False on tokens that the policy did not write but was given on the way, such as a
     tool's output: nothing is learnt from them, and their rollout_logprobs are not read. None: it wrote all of them.
+    segment_starts are the places in response_ids where the context begins anew, with a history that was rewritten: what
+    models read there has nothing before it. The prompt of such a segment is an observation. Empty: one context.
     turn_rewards, float32 [response], are the rewards that an episode gave on the way, each on the last token of its
     turn; reward is the sum of them and of what came at the end. None: all of it came at the end.
     episode has the figures of the agent's episode (agents/) that the sample was recorded in, whose prompt is that of
@@ -75,6 +77,7 @@ class Sample:
     window_start: int | None = None
     engine: str = ""
     loss_mask: NDArray[np.bool_] | None = None
+    segment_starts: tuple[int, ...] = ()
     turn_rewards: NDArray[np.float32] | None = None
     episode: dict[str, float] | None = None
 

@@ -254,7 +254,7 @@ def _ignore(responses: int) -> None: ...
 # Of a sample, what goes into JSON; its prompt is known by its number, its text follows from its tokens.
 _FACTS = (
     *("index", "seed", "finish_reason", "weight_version", "weight_version_oldest", "versions"),
-    *("reward", "correct", "grade_reason", "extracted", "extra", "window_start", "episode"),
+    *("reward", "correct", "grade_reason", "extracted", "extra", "window_start", "segment_starts", "episode"),
 )
 
 
@@ -304,6 +304,7 @@ def _sample(
 ) -> Sample:
     ids, logprobs, mask = tensors[f"{place}/tokens"], tensors[f"{place}/logprobs"], tensors.get(f"{place}/loss_mask")
     fact["versions"] = tuple((version, count) for version, count in fact["versions"])
+    fact["segment_starts"] = tuple(fact["segment_starts"])
     text = decode(ids.tolist())
     if f"{place}/prompt" in tensors:
         prompt = replace(prompt, token_ids=tuple(tensors[f"{place}/prompt"].tolist()))

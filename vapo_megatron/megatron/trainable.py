@@ -16,7 +16,7 @@ from torch import Tensor, UntypedStorage
 from vapo_megatron.config.model import ActorConfig, ModelConfig, TrainableConfig
 from vapo_megatron.data.balance import Cost, MicrobatchPlan, plan_microbatches
 from vapo_megatron.data.batch import ExperienceBatch
-from vapo_megatron.data.microbatch import MicroBatch, Packed, Share
+from vapo_megatron.data.microbatch import MicroBatch, Packed, Share, planned_lengths
 from vapo_megatron.megatron.adapters import add_adapters, freeze_base, without_adapters
 from vapo_megatron.megatron.layer_spec import parameters_of
 from vapo_megatron.megatron.mesh import Mesh, check_model_layout
@@ -252,12 +252,13 @@ class Trainable:
             float(self.spec.num_layers * self.spec.num_heads * self.spec.head_dim),
         )
 
-    def plan(self, lengths: Tensor, samples: Sequence[int]) -> MicrobatchPlan:
-        """Which data-parallel rank computes which of some samples. lengths: int64 [S], of all of them by number."""
+    def plan(self, lengths: Tensor, samples: Sequence[int], segments: Tensor | None = None) -> MicrobatchPlan:
+        """Which data-parallel rank computes which of some samples. lengths: int64 [S], of all of them by number;
+        segments: int64 [S], sequences of each, which are padded one by one; None: one each."""
         layout = self.config.layout
         return plan_microbatches(
             samples,
-            lengths.numpy(),
+            planned_lengths(lengths, segments, layout.alignment).numpy(),
             dp_size=self.mesh.dp_size,
             max_tokens=self.config.max_tokens_per_microbatch * layout.cp,
             cost=self.cost,
@@ -270,7 +271,7 @@ class Trainable:
         """This rank's part of some samples of a batch, all of them where they are a Share; packed when asked for."""
         share = samples
         if not isinstance(share, Share):
-            share = Share(self.plan(batch.lengths, samples)[self.mesh.dp_rank], len(samples))
+            share = Share(self.plan(batch.lengths, samples, batch.segments)[self.mesh.dp_rank], len(samples))
         layout, total = self.config.layout, self.config.total_alignment
         replayed = self.spec.experts_per_token if self.replays else 0
         return Packed(batch, share, layout.alignment, total, layout.cp, self.mesh.cp_rank, replayed)

@@ -102,7 +102,8 @@ def check_lengths(config: TrainConfig, spec: ModelSpec) -> None:
     for name, section in (("actor", config.actor), ("critic", config.critic)):
         if name not in config.model_sizes:
             continue
-        check_capacity(section, name, longest, key)
+        rewritten = config.rollout.episode.max_turns - 1 if config.rollout.agent is not None else 0
+        check_capacity(section, name, longest + rewritten * (section.layout.alignment - 1), key)
 
 
 def check_capacity(section: TrainableConfig, name: str, longest: int, what: str) -> None:

@@ -160,10 +160,17 @@ class ShardedBatch:
         whole = self.table if len(chosen) == self.samples else self.table.select(chosen)
         if isinstance(model, Probe):
             return self._part_at_home(chosen, whole)
-        plan, mesh = model.plan(whole.lengths, range(whole.samples)), model.mesh
+        plan, mesh = model.plan(whole.lengths, range(whole.samples), whole.segments), model.mesh
         numbers = chosen.numpy()
         samples_of_ranks = [numbers[plan.samples_of(d)] for d in range(mesh.dp_size)]
-        held = [*("routed_experts",) * model.replays, "tokens", "loss_mask", "rollout_logprobs", *names]
+        held = [
+            *("routed_experts",) * model.replays,
+            "tokens",
+            "loss_mask",
+            "segment_starts",
+            "rollout_logprobs",
+            *names,
+        ]
         sent = {name: tensor for name in held if (tensor := getattr(self.own, name)) is not None}
         of_ranks = [samples_of_ranks[mesh.dp_rank_of(rank)] for rank in range(self._ranks)]
         received = exchange(sent, _rows(self.table, sent), _held(self._homes), of_ranks)

@@ -1,0 +1,52 @@
+"""Episodes of several segments are scored and trained alike at any layout, and as if segments were samples."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from batches import in_segments, with_observation, with_segment
+from hf_models import VOCAB, write_model
+from ranks import run_ranks
+from trainables import loss_of, make_trainable
+
+from vapo_megatron.config.model import LayoutConfig
+from vapo_megatron.data.batch import from_samples
+from vapo_megatron.data.sample import Prompt, Sample
+
+
+def episodes() -> list[Sample]:
+    """Three episodes, of one, two and three segments."""
+    generator, samples = torch.Generator().manual_seed(2), []
+    for number, (prompt, response) in enumerate([(3, 12), (5, 9), (2, 17)]):
+        ids = torch.randint(0, VOCAB, (prompt + response,), generator=generator).tolist()
+        fields: Any = (ids[prompt:], [-2.0] * response, "stop", 0, 0)
+        sample = Sample(
+            Prompt(str(number), "", "", tuple(ids[:prompt])), number, 0, 0, *fields, reward=1.0, correct=True
+        )
+        sample = with_observation(sample, response - 2, 3)
+        for after in [response // 2, response // 4][:number]:
+            sample = with_segment(sample, after, 4)
+        samples.append(sample)
+    return samples
+
+
+def scored(model_dir: Path, head: Any, split: bool, layout: LayoutConfig) -> tuple[list[float], float]:
+    trainable = make_trainable(model_dir, head, layout=layout, max_tokens_per_microbatch=64)
+    batch = from_samples(in_segments(episodes()) if split else episodes())
+    outputs = trainable.score(batch)[:, 0].tolist()
+    norm = trainable.train_step(batch, range(batch.samples), loss_of(trainable, batch)).grad_norm
+    return outputs, norm
+
+
+@pytest.mark.parametrize("head", ["lm", "value"])
+def test_segments_are_read_alone_at_any_layout(tmp_path: Path, head: str) -> None:
+    model_dir = write_model(tmp_path / "model", "qwen3")
+    ((outputs, norm),) = run_ranks(1, scored, model_dir, head, True, LayoutConfig())
+    for ranks, layout in (
+        (1, LayoutConfig()),
+        (2, LayoutConfig(cp=2)),
+        (4, LayoutConfig(tp=2, pp=2, sequence_parallel=True)),
+    ):
+        for ours, our_norm in run_ranks(ranks, scored, model_dir, head, False, layout):
+            assert ours == pytest.approx(outputs, abs=2e-5) and our_norm == pytest.approx(norm, rel=1e-4)
