@@ -20,6 +20,7 @@ from examples.ablation.tabular.training import Course, Training
 from vapo_megatron.algorithms.baselines import tracked_values, with_responses
 from vapo_megatron.algorithms.gae import length_adaptive_lambda
 from vapo_megatron.algorithms.segments import place_terminal
+from vapo_megatron.config.algorithm import AdvantageConfig
 from vapo_megatron.errors import BadInput
 from vapo_megatron.training.advantages import ReturnHistory, calibrated_advantages
 
@@ -154,7 +155,9 @@ def from_trainer(
         everywhere=lambda per_response: per_response,
     )
     known = torch.ones(samples, dtype=torch.bool)
-    advantages, _ = calibrated_advantages(batch, rewards[tokens], lam[responses], known, history, trusted=True)  # type: ignore[arg-type]
+    advantages, _ = calibrated_advantages(
+        batch, rewards[tokens], lam[responses], known, history, AdvantageConfig(calibration="trust")
+    )  # type: ignore[arg-type]
     return advantages
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from vapo_megatron.algorithms import calibration
 from vapo_megatron.algorithms.segments import place_terminal
-from vapo_megatron.config.algorithm import AlgorithmConfig, ShapingConfig
+from vapo_megatron.config.algorithm import AdvantageConfig, AlgorithmConfig, ShapingConfig
 from vapo_megatron.config.run import MonitoringConfig
 from vapo_megatron.data.batch import from_samples
 from vapo_megatron.data.sample import Prompt, Sample
@@ -66,7 +66,9 @@ def test_the_advantages_of_three_steps_are_those_written_out(truncated: str, tru
         bounds = own.response_cu_seqlens.tolist()
         rewards = place_terminal(own.rewards, own.response_cu_seqlens, own.response_tokens)
         lam = 1 - 1 / (own.response_lengths + 1.0)
-        found, row = calibrated_advantages(batch, rewards, lam, known, history, trusted)
+        found, row = calibrated_advantages(
+            batch, rewards, lam, known, history, AdvantageConfig(calibration="trust" if trusted else "values")
+        )
 
         returns, siblings, first = own.rewards.tolist(), [], []
         for s in range(batch.samples):
@@ -116,7 +118,7 @@ def test_the_config_says_whether_trust_counts_and_which_lambda(kind: str, tmp_pa
         lam = advantages.policy_lambda(own.response_lengths, config.advantage)
         rewards = place_terminal(own.rewards, own.response_cu_seqlens, own.response_tokens)
         known = torch.ones(batch.samples, dtype=torch.bool)
-        wanted, _ = calibrated_advantages(batch, rewards, lam, known, apart, kind == "trust")
+        wanted, _ = calibrated_advantages(batch, rewards, lam, known, apart, config.advantage)
         with Recorder(tmp_path, MonitoringConfig(), is_main_rank=False) as recorder:
             estimate_advantages(batch, config, recorder, history=history)
         assert own.advantages is not None and torch.equal(own.advantages, wanted)

@@ -80,6 +80,23 @@ def test_a_probe_is_killed_and_goes_on_to_the_bit(shared: World) -> None:
     assert state == max(before.glob("checkpoints/step_*/" + PROBE_FILE)).read_bytes()
 
 
+def test_a_prompts_history_is_killed_with_its_run_and_goes_on_to_the_bit(shared: World) -> None:
+    form = (
+        *("algorithm.advantage.estimator=batch_baseline", "algorithm.advantage.tracker=true", "run.steps=4"),
+        *("value_pretraining.enabled=false", "batch.samples_per_prompt=1", "batch.prompts_per_step=32"),
+        *("algorithm.kl.placement=none", "algorithm.kl.coef=0", "algorithm.kl.replace_reference_every=null"),
+    )
+    straight, expected = finished(shared, "tracked_straight", *form)
+    config = config_of(
+        shared, "tracked_killed", ONE_RANK, *form, "run.resume=auto", "checkpoint.asynchronous=false",
+    )  # fmt: skip
+    assert live(shared, config, 1, partial(kill_at, "policy update", 8)).code == 75
+    assert live(shared, config, 1) == End(0, "")
+    run_dir = Path(config.run.directory)
+    assert metrics(run_dir) == expected and expected[-1]["advantage/tracked"] > 0
+    assert left_behind(run_dir) == left_behind(Path(straight.run.directory))
+
+
 def test_a_smaller_critic_is_killed_and_goes_on_to_the_bit(shared: World) -> None:
     tokenizer, small = word_tokenizer(WORDS, 128, CHATML_TEMPLATE), shared.folder / "small"
     shape = TinyModel(vocab_size=len(tokenizer), layers=1, hidden_size=32, intermediate_size=48, max_positions=128)

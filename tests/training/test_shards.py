@@ -125,6 +125,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "vapo": {"advantage": {"length_adaptive_alpha": 0.3}},
     "calibrated": {"advantage": {"calibration": "trust", "length_adaptive_floor": 0.5}},
     "calibrated_masked": {"advantage": {"calibration": "values"}, "shaping": {"truncated": "mask"}},
+    "tracked": {"advantage": {"estimator": "batch_baseline", "tracker": True}},
     "masked": {"shaping": {"truncated": "mask"}},
     "window": {"shaping": {"truncated": "window"}, "advantage": {"length_adaptive_alpha": 0.3}},
     "kl": {"kl": {"placement": "reward", "coef": 0.1}, "advantage": {"whiten": "full", "gamma": 0.97}},
@@ -146,7 +147,7 @@ def estimates(names: list[str]) -> Any:
         batch = spread(whole)
         with Recorder(Path("unused"), MonitoringConfig(), is_main_rank=False) as recorder:
             history = ReturnHistory()
-            if config.advantage.calibration != "none":  # the step before
+            if config.advantage.calibration != "none" or config.advantage.tracker:  # the step before
                 estimate_advantages(batch, config, recorder, history=history)
             estimate_advantages(batch, config, recorder, history=history)
             settings = config.importance_sampling.model_copy(update={"kind": "tis"})

@@ -78,7 +78,7 @@ def means_of_other_groups(found: Tensor) -> Tensor:
     return torch.where(others[1] > 0, others[0] / others[1].clamp(min=1), fallback)
 
 
-def tracked_values(sums: Tensor, weights: Tensor, prior: float) -> Tensor:
+def tracked_values(sums: Tensor, weights: Tensor, prior: float | Tensor) -> Tensor:
     """The value of each prompt before its next response (SPO's tracker, arXiv 2509.13232, section 3.1).
 
     The posterior mean of its return, whose evidence fades each time the prompt is answered. SPO fades it by how far the
@@ -86,7 +86,7 @@ def tracked_values(sums: Tensor, weights: Tensor, prior: float) -> Tensor:
 
     Args:
         sums, weights: float64 [...], faded sums of returns and of responses; 0 of a prompt that was never answered.
-        prior: value of such a prompt.
+        prior: value of such a prompt, one or [...].
 
     Returns:
         float64 [...].

@@ -51,6 +51,11 @@ class AdvantageConfig(Section):
         description="values: GAE of values that the returns of past steps calibrate; trust: mixed with return less "
         "value, as far as past steps say that the critic explains nothing",
     )
+    tracker: bool = Field(
+        False,
+        description="one response a prompt: what earlier responses to its prompt earned stands in the place of a group "
+        "(SPO), as the baseline of batch_baseline or among what calibration weighs",
+    )
     credit: Literal["token", "turn"] = Field(
         "token",
         description="gae: over tokens, or over the turns of an agent's episode, with the value of a turn's first state "
@@ -102,6 +107,11 @@ class AdvantageConfig(Section):
         ):
             if on and self.credit == "turn":
                 raise ValueError(f"credit=turn with {key}: turns have the values of plain GAE alone, set credit=token")
+        if self.tracker and not (self.estimator == "batch_baseline" or self.calibration != "none"):
+            raise ValueError(
+                f"tracker=true with estimator={self.estimator} and calibration={self.calibration}: nothing reads a "
+                "prompt's history there, set estimator=batch_baseline, or calibration=values or trust"
+            )
         if self.estimator == "raft" and self.whiten != "none":
             raise ValueError(f"whiten={self.whiten} with estimator=raft: its 1 and 0 select responses, set whiten=none")
         return self
@@ -290,6 +300,11 @@ class AlgorithmConfig(Section):
     def check(self, samples_per_prompt: int) -> None:
         """Raise ValueError, in one line, for switches that a group of this many samples cannot serve."""
         if samples_per_prompt > 1:
+            if self.advantage.tracker:
+                raise ValueError(
+                    f"algorithm.advantage.tracker=true with batch.samples_per_prompt={samples_per_prompt}: a group is "
+                    "its own baseline, set tracker=false or samples_per_prompt=1"
+                )
             return
         if self.advantage.estimator in GROUP_ESTIMATORS:
             raise ValueError(

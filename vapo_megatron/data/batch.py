@@ -9,6 +9,7 @@ samples of a rollout as an ExperienceBatch, and of all of them what goes by samp
 mini-batches are computed on every rank from the same numbers, and no parallel layout can change them.
 """
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, Literal
@@ -18,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vapo_megatron.data.sample import Sample
+from vapo_megatron.data.sample import Prompt, Sample
 
 # What the first dimension of a field goes over; select() and the shapes that are checked follow from it.
 #   tokens           N, prompt and response of each sample, cut at cu_seqlens
@@ -50,6 +51,7 @@ class ExperienceBatch:
         correct: bool [S], the verifier's grade.
         truncated: bool [S], ended for want of room.
         group_ids: int64 [S], samples of one prompt share one.
+        prompt_keys: int64 [S], the same for samples of one row of the data in every step; None where none is read.
         window_starts: int64 [S], the first response token that the policy was not trained on in an earlier step; None
             where responses come whole. Those that go on are truncated then, and no others.
         loss_mask: bool [N], the response tokens among all; None where no sample has an observation.
@@ -87,6 +89,7 @@ class ExperienceBatch:
     correct: Tensor = field(metadata=_over("samples", torch.bool))
     truncated: Tensor = field(metadata=_over("samples", torch.bool))
     group_ids: Tensor = field(metadata=_over("samples", torch.int64))
+    prompt_keys: Tensor | None = field(default=None, metadata=_over("samples", torch.int64))
     window_starts: Tensor | None = field(default=None, metadata=_over("samples", torch.int64))
     loss_mask: Tensor | None = field(default=None, metadata=_over("tokens", torch.bool))
     observation_lengths: Tensor | None = field(default=None, metadata=_over("samples", torch.int64))
@@ -219,6 +222,7 @@ class SampleTable:
     correct: Tensor
     truncated: Tensor
     group_ids: Tensor
+    prompt_keys: Tensor | None = None
     window_starts: Tensor | None = None
     observation_lengths: Tensor | None = None
     segments: Tensor | None = None
@@ -305,6 +309,7 @@ def from_samples(samples: Sequence[Sample]) -> ExperienceBatch:
         correct=torch.tensor([bool(s.correct) for s in samples]),
         truncated=torch.tensor([s.goes_on if starts else s.truncated for s in samples]),
         group_ids=torch.tensor([s.group for s in samples]),
+        prompt_keys=torch.tensor([_key(s.prompt) for s in samples]),
         window_starts=torch.tensor(starts) if starts else None,
         loss_mask=_behind_prompts(samples, masks) if observed else None,
         observation_lengths=observations if observed else None,
@@ -323,6 +328,11 @@ def _behind_prompts(samples: Sequence[Sample], marks: Sequence[NDArray[np.bool_]
     """Marks on response_ids of each sample as marks on all of its tokens, False on those of the prompt."""
     prompts = [np.zeros(len(sample.prompt.token_ids), dtype=np.bool_) for sample in samples]
     return torch.from_numpy(np.concatenate([part for pair in zip(prompts, marks, strict=True) for part in pair]))
+
+
+def _key(prompt: Prompt) -> int:
+    digest = hashlib.blake2b(f"{prompt.source}\0{prompt.id}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
 
 
 def _turn_rewards(pairs: Sequence[tuple[Sample, Any]]) -> Tensor | None:

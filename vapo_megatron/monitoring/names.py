@@ -38,6 +38,7 @@ EXPLAINED_CALIBRATED = "critic/explained_calibrated"
 TRUST = "critic/trust"
 CRITIC_SLOPE = "critic/past_slope"
 GROUP_WEIGHT = "critic/group_weight"
+TRACKED = "advantage/tracked"
 CRITIC_FAULT = "critic/fault_"  # and the fault's name (algorithms/critic_faults.py): 1 in the steps that show it
 SIGN_AGREEMENT = "advantage/sign_agreement"
 CRITIC_GRAD_NORM = "critic/grad_norm"

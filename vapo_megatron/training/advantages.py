@@ -1,6 +1,7 @@
 """From rewards and values to advantages and value targets: the algorithms of vapo_megatron.algorithms, by config."""
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch
 from torch import Tensor
 
 from vapo_megatron.algorithms import advantages, calibration, importance, shaping
+from vapo_megatron.algorithms.baselines import leave_one_out, tracked_values, with_responses
 from vapo_megatron.algorithms.critic_faults import value_faults
 from vapo_megatron.algorithms.critic_metrics import Figures, explained, figures_of, sign_agreement, signs_of
 from vapo_megatron.algorithms.gae import (
@@ -31,25 +33,68 @@ from vapo_megatron.training.metrics import advantage_metrics, value_metrics
 from vapo_megatron.training.shards import ShardedBatch
 from vapo_megatron.training.user_functions import user_advantages, user_metrics, user_selection
 
+# Of a checkpoint: what ReturnHistory has tracked.
+TRACKER_FILE = "tracked_returns.json"
+
 
 class ReturnHistory:
-    """What past steps of a run said of returns; the same on every rank, and part of its checkpoints."""
+    """What past steps of a run said of returns; the same on every rank, and part of its checkpoints.
 
-    def __init__(self, state: list[Any] | None = None) -> None:
-        """state: of a checkpoint."""
+    Attributes:
+        past: for advantage.calibration.
+        tracked: for advantage.tracker, by a prompt's key the faded sums of its returns and of its responses.
+    """
+
+    def __init__(self, state: list[Any] | None = None, tracked: bytes = b"") -> None:
+        """state and tracked: of a checkpoint."""
         self.past = calibration.Moments.from_state(state) if state else None
+        self.tracked: dict[str, Sequence[float]] = json.loads(tracked or b"{}")
 
     def state(self) -> list[Any]:
         """For a checkpoint; empty before the first step."""
         return self.past.state() if self.past is not None else []
 
+    def tracked_state(self) -> bytes:
+        """For a checkpoint's TRACKER_FILE; empty without a tracker."""
+        return json.dumps(self.tracked).encode() if self.tracked else b""
+
     def add(self, step: calibration.Moments) -> None:
         """Remember a step, and forget a part of those before it."""
         self.past = step if self.past is None else self.past.followed_by(step)
 
+    def track(self, keys: Tensor, returns: Tensor, known: Tensor) -> tuple[Tensor, float]:
+        """Baselines of S responses from what earlier steps said of their prompts, and then remember these.
+
+        Args:
+            keys: int64 [S], of prompts.
+            returns: [S].
+            known: bool [S], the responses that have a return.
+
+        Returns:
+            float64 [S], 0 where the return is not known; the share of known ones whose prompt has a history: the others
+            have the mean of the other responses of the batch.
+        """
+        keys, returns, baselines = keys[known], returns[known], torch.zeros(len(keys), dtype=torch.float64)
+        sums, weights = self._sums(keys)
+        baselines[known] = tracked_values(sums, weights, leave_one_out(returns, torch.arange(len(returns))))
+        prompts, owner, counts = keys.unique(return_inverse=True, return_counts=True)
+        totals = torch.zeros(len(prompts), dtype=torch.float64).index_add_(0, owner, returns.double())
+        after = with_responses(*self._sums(prompts), totals, counts.double())
+        self.tracked |= zip(map(str, prompts.tolist()), torch.stack(after, 1).tolist(), strict=True)
+        return baselines, float((weights > 0).double().sum() / max(1, len(weights)))
+
+    def _sums(self, keys: Tensor) -> Tensor:
+        rows = [self.tracked.get(str(key), (0.0, 0.0)) for key in keys.tolist()]
+        return torch.tensor(rows, dtype=torch.float64).view(-1, 2).t()
+
 
 def calibrated_advantages(
-    batch: ShardedBatch, token_rewards: Tensor, lam: Tensor, known: Tensor, history: ReturnHistory, trusted: bool
+    batch: ShardedBatch,
+    token_rewards: Tensor,
+    lam: Tensor,
+    known: Tensor,
+    history: ReturnHistory,
+    config: AdvantageConfig,
 ) -> tuple[Tensor, dict[str, float]]:
     """Collective: A = g GAE(V~) + (1 - g) (R - V~), and metrics; the batch becomes part of the history.
 
@@ -59,7 +104,7 @@ def calibrated_advantages(
         lam: float32 [own S], lambda of each response.
         known: bool [S], the responses that have a return: the others say nothing of later ones.
         history: past steps. Without any, V~ is the mean of the others and g is 0.
-        trusted: False: g is 1 throughout.
+        config: says what takes part. With tracker m is the history of the prompt; with calibration=values g is 1.
 
     Returns:
         float32 [own T], metrics by name.
@@ -70,13 +115,16 @@ def calibrated_advantages(
     siblings, others = torch.zeros(2, batch.samples, dtype=torch.float64)
     siblings[known], others[known] = calibration.means_of_siblings(returns[known], table.group_ids[known])
     metrics: dict[str, float] = {}
+    if config.tracker:
+        assert table.prompt_keys is not None, "a batch of samples knows their prompts"
+        siblings, metrics[names.TRACKED] = history.track(table.prompt_keys, returns, known)
     if history.past is None:
         values, trust = to_tokens(others[batch.at_home].float(), bounds), 0.0
     else:
         fit = calibration.coefficients(history.past)
         values, trust = calibration.calibrated_values(home.values, siblings[batch.at_home], bounds, fit), fit.trust
-        metrics = {names.CRITIC_SLOPE: fit.slope, names.GROUP_WEIGHT: fit.group_weight}
-    trust = trust if trusted else 1.0
+        metrics |= {names.CRITIC_SLOPE: fit.slope, names.GROUP_WEIGHT: fit.group_weight}
+    trust = trust if config.calibration == "trust" else 1.0
     of = table.response_lengths
     bootstrapped = segmented_gae(token_rewards, values, bounds, lam, of=of)
     unbiased = segmented_gae(token_rewards, values, bounds, 1.0, of=of)
@@ -98,7 +146,7 @@ def estimate_advantages(
 ) -> None:
     """Collective: fill shaped_rewards, selected, advantages and, where there is a critic, returns of a scored batch.
 
-    new_critic: nothing has trained the critic yet. history: what past steps said of returns, for advantage.calibration.
+    new_critic: nothing has trained the critic yet. history: of the run, for calibration and tracker.
     """
     best, filtered, home, table = None, None, batch.own, batch.table
     with recorder.timer("advantages"):
@@ -110,8 +158,7 @@ def estimate_advantages(
                 assert history is not None, "the run's history of returns calibrates values"
                 home.advantages, row = calibrated_advantages(
                     *(batch, token_rewards(home, config), policy_lambda(home.response_lengths, config.advantage)),
-                    *(returns_known(table.truncated, config.shaping), history),
-                    trusted=config.advantage.calibration == "trust",
+                    *(returns_known(table.truncated, config.shaping), history, config.advantage),
                 )
                 recorder.add(row)
             lam = policy_lambda(table.response_lengths, config.advantage)
@@ -125,7 +172,7 @@ def estimate_advantages(
                 earlier=home.turn_rewards,
             )
         elif config.advantage.function is None:
-            estimate = response_advantages(batch, rewards, config)
+            estimate = response_advantages(batch, rewards, config, recorder, history)
             home.advantages = to_tokens(estimate[batch.at_home], home.response_cu_seqlens)
             if config.advantage.estimator == "raft":
                 best = (estimate > 0) & table.correct
@@ -295,7 +342,9 @@ def clamped(lam: Tensor, config: AdvantageConfig) -> float:
     return float((lam <= config.length_adaptive_floor).float().mean())
 
 
-def response_advantages(batch: ShardedBatch, rewards: Tensor, config: AlgorithmConfig) -> Tensor:
+def response_advantages(
+    batch: ShardedBatch, rewards: Tensor, config: AlgorithmConfig, recorder: Recorder, history: ReturnHistory | None
+) -> Tensor:
     """Collective: advantages from rewards [S] alone, the same for all tokens of a response: float32 [S].
 
     A KL penalty in the reward is that of the response, the sum over its tokens.
@@ -306,6 +355,12 @@ def response_advantages(batch: ShardedBatch, rewards: Tensor, config: AlgorithmC
     if estimator == "remax":
         assert table.greedy_rewards is not None, "no greedy rewards: they are collected with the batch"
         return advantages.remax(rewards, table.greedy_rewards)
+    if config.advantage.tracker:
+        assert history is not None and table.prompt_keys is not None, "the run tracks the returns of its prompts"
+        known = returns_known(table.truncated, config.shaping)
+        baselines, share = history.track(table.prompt_keys, rewards, known)
+        recorder.add({names.TRACKED: share})
+        return (rewards - baselines).float()
     estimators = {
         "grpo": advantages.grpo,
         "dr_grpo": advantages.dr_grpo,

@@ -17,7 +17,7 @@ from vapo_megatron.config.run import CheckpointConfig, RunConfig
 from vapo_megatron.engines.engines import EnginesFailed
 from vapo_megatron.engines.stream import StopAsked
 from vapo_megatron.megatron.probe import PROBE_FILE, Probe
-from vapo_megatron.training.advantages import ReturnHistory
+from vapo_megatron.training.advantages import TRACKER_FILE, ReturnHistory
 from vapo_megatron.training.profiler import profiled
 from vapo_megatron.training.rollouts import Rollouts
 from vapo_megatron.training.skipped_updates import SkippedUpdates
@@ -33,7 +33,7 @@ class RunState:
         recorded: what value pretraining has recorded so far, empty once it is over.
         metrics: of the step that was done last, by name; rank 0's count.
         updates: judges those of the models.
-        returns: what past steps said of returns, for advantage.calibration.
+        returns: what past steps said of returns, for advantage.calibration and advantage.tracker.
     """
 
     def __init__(
@@ -53,7 +53,9 @@ class RunState:
         self.step = resumed.progress.step if resumed is not None else 0
         self.pretraining = resumed.progress.pretraining if resumed is not None else PretrainingProgress()
         self.recorded = RecordedRollouts(run_dir, resumed.manifest.record if resumed is not None else {})
-        self.returns = ReturnHistory(resumed.progress.returns if resumed is not None else None)
+        self.returns = ReturnHistory()
+        if resumed is not None:
+            self.returns = ReturnHistory(resumed.progress.returns, on_rank_zero(partial(resumed.read, TRACKER_FILE)))
         self.metrics: Mapping[str, float] = {}
         self._whole: Snapshot | None = None
         self.started = time.perf_counter()
@@ -124,6 +126,7 @@ class RunState:
         }
         progress = progress.model_copy(update=drawn)
         contents = {GROUPS_FILE: graded, PROBE_FILE: self._probe.state() if self._probe is not None else b""}
+        contents[TRACKER_FILE] = self.returns.tracked_state()
         self._whole, failure = Snapshot(progress, self.metrics, self.recorded.files, contents), rollouts.engines.failure
         self._checkpointer.safe_point(
             self._whole,
