@@ -95,6 +95,7 @@ class TrainConfig(Section):
         self._rollouts_fit()
         self._agents_fit()
         self._old_responses_fit()
+        self._scoring_fits()
         self._windows_fit()
         _check_preset(self)
         return self
@@ -225,6 +226,23 @@ class TrainConfig(Section):
                 f"{key} with algorithm.advantage.estimator=remax: its greedy responses are of newer weights than the "
                 "others, choose another estimator"
             )
+
+    def _scoring_fits(self) -> None:
+        """Log-probs of engines in the place of the trainer's: of the weights that are trained, and of nothing else."""
+        within, rollout = self.algorithm.update.rollout_logprobs_within, self.rollout
+        staleness, partial = rollout.asynchronous.max_staleness, rollout.partial_responses.oversampling
+        for key, on in (
+            ("critic.kind=probe", self.algorithm.uses_critic and self.critic.kind == "probe"),
+            ("rollout.router_replay=true", rollout.router_replay),
+            (f"rollout.asynchronous.max_staleness={staleness}", staleness > 0),
+            (f"rollout.partial_responses.oversampling={partial}", partial is not None),
+            (f"rollout.windows={rollout.windows}", rollout.windows > 1),
+        ):
+            if on and within is not None:
+                raise ValueError(
+                    f"algorithm.update.rollout_logprobs_within={within} with {key}: it needs the pass of the "
+                    "weights that are trained over every response, set one of them back"
+                )
 
     def _windows_fit(self) -> None:
         """Responses that are trained window by window: their reward is still to come, earlier windows are trained."""
