@@ -79,7 +79,8 @@ class ReturnHistory:
         baselines[known] = tracked_values(sums, weights, leave_one_out(returns, torch.arange(len(returns))))
         prompts, owner, counts = keys.unique(return_inverse=True, return_counts=True)
         totals = torch.zeros(len(prompts), dtype=torch.float64).index_add_(0, owner, returns.double())
-        after = with_responses(*self._sums(prompts), totals, counts.double())
+        faded_sums, faded_weights = self._sums(prompts)
+        after = with_responses(faded_sums, faded_weights, totals, counts.double())
         self.tracked |= zip(map(str, prompts.tolist()), torch.stack(after, 1).tolist(), strict=True)
         return baselines, float((weights > 0).double().sum() / max(1, len(weights)))
 
