@@ -127,7 +127,6 @@ class TrainConfig(Section):
             raise ValueError(f"checkpoint.keep.best={best} is no metric of a step: give one such as reward/mean")
 
     def _values_fit(self) -> None:
-        """Values that cannot leave a range: no return may."""
         settings, reward = self.algorithm.value_loss, self.reward
         switch = "kind=hl_gauss" if settings.kind == "hl_gauss" else f"squash={settings.squash}"
         if self.critic.init == "reward_model":
@@ -185,7 +184,6 @@ class TrainConfig(Section):
             )
 
     def _agents_fit(self) -> None:
-        """Episodes in place of responses; credit by turns needs turns."""
         algorithm, agent = self.algorithm, self.rollout.agent
         rounds = algorithm.dynamic_sampling.max_rounds
         if agent is None:
@@ -204,7 +202,6 @@ class TrainConfig(Section):
                 raise ValueError(f"rollout.agent={agent} with {key}: episodes cannot be had so, {remedy}")
 
     def _old_responses_fit(self) -> None:
-        """Responses of earlier weights: the algorithm must know what to do with them."""
         staleness, algorithm = self.rollout.asynchronous.max_staleness, self.algorithm
         partial, estimator = self.rollout.partial_responses.oversampling, self.algorithm.advantage.estimator
         if not staleness and not partial:
@@ -228,26 +225,19 @@ class TrainConfig(Section):
             )
 
     def _scoring_fits(self) -> None:
-        """Log-probs of engines in the place of the trainer's: of the weights that are trained, and of nothing else."""
         within, rollout = self.algorithm.update.rollout_logprobs_within, self.rollout
-        staleness, partial = rollout.asynchronous.max_staleness, rollout.partial_responses.oversampling
+        older = rollout.asynchronous.max_staleness > 0 or rollout.partial_responses.enabled or rollout.windows > 1
         for key, on in (
             ("critic.kind=probe", self.algorithm.uses_critic and self.critic.kind == "probe"),
             ("rollout.router_replay=true", rollout.router_replay),
-            (f"rollout.asynchronous.max_staleness={staleness}", staleness > 0),
-            (f"rollout.partial_responses.oversampling={partial}", partial is not None),
-            (f"rollout.windows={rollout.windows}", rollout.windows > 1),
+            ("responses of older weights (rollout.asynchronous, .partial_responses or .windows)", older),
         ):
             if on and within is not None:
-                raise ValueError(
-                    f"algorithm.update.rollout_logprobs_within={within} with {key}: it needs the pass of the "
-                    "weights that are trained over every response, set one of them back"
-                )
+                name = f"algorithm.update.rollout_logprobs_within={within}"
+                raise ValueError(f"{name} with {key}: that needs the pass, set one of them back")
 
     def _windows_fit(self) -> None:
-        """Responses that are trained window by window: their reward is still to come, earlier windows are trained."""
-        algorithm = self.algorithm
-        rounds = algorithm.dynamic_sampling.max_rounds
+        algorithm, rounds = self.algorithm, self.algorithm.dynamic_sampling.max_rounds
         for key, on, remedy in (
             (f"shaping.truncated={algorithm.shaping.truncated}", algorithm.shaping.truncated != "window", "window"),
             (f"dynamic_sampling.max_rounds={rounds}", algorithm.dynamic_sampling.enabled, "null"),
@@ -261,12 +251,11 @@ class TrainConfig(Section):
                 )
 
     def _grade_is_there(self) -> None:
-        nll, algorithm = self.algorithm.policy_loss.positive_nll, self.algorithm
-        rounds = algorithm.dynamic_sampling.max_rounds
+        algorithm, rounds = self.algorithm, self.algorithm.dynamic_sampling.max_rounds
         if self.reward.correct_above is not None:
             return
         for key, on in (
-            ("policy_loss.positive_nll.coef", nll.coef > 0),
+            ("policy_loss.positive_nll.coef", algorithm.policy_loss.positive_nll.coef > 0),
             (f"dynamic_sampling.max_rounds={rounds}", algorithm.dynamic_sampling.enabled),
             ("advantage.estimator=raft", algorithm.advantage.estimator == "raft"),
         ):
