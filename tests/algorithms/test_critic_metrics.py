@@ -220,16 +220,9 @@ def test_bias_by_position_and_outcome(masked: bool) -> None:
         for q in quantiles
     ]
     assert cm.bias_by_position(case.figures(quantiles)).tolist() == pytest.approx(expected, abs=1e-6)
-    for good, found, end in zip(
-        (True, False),
-        cm.bias_by_outcome(case.figures(), correct),
-        cm.bias_at_end(case.figures(), correct),
-        strict=True,
-    ):
+    for good, found in zip((True, False), cm.bias_by_outcome(case.figures(), correct), strict=True):
         errors = [case.values[t] - case.returns[t] for t in case.kept if (case.returns[t] > 0) == good]
         assert float(found) == pytest.approx(statistics.fmean(errors), abs=1e-6)
-        last = [case.values[x[-1]] - case.returns[x[-1]] for x in by_response if (case.returns[x[-1]] > 0) == good]
-        assert float(end) == pytest.approx(statistics.fmean(last), abs=1e-6)
     assert bool(cm.bias_by_outcome(case.figures(), torch.ones(len(LENGTHS)))[1].isnan())
 
 

@@ -55,16 +55,15 @@ class Figures(NamedTuple):
     errors_spread: Tensor
     first_value: Tensor
     first_return: Tensor
-    last_error: Tensor
     largest: Tensor
     sizes: Tensor
     biases: Tensor
 
     @classmethod
     def read(cls, columns: Tensor) -> "Figures":
-        """From what figures_of gave, of some responses or of all, [S, 12 + Q]."""
+        """From what figures_of gave, of some responses or of all, [S, 11 + Q]."""
         rows = columns.t()
-        return cls._make((*rows[:12].unbind(), rows[12:]))
+        return cls._make((*rows[:11].unbind(), rows[11:]))
 
     def only(self, responses: Tensor) -> "Figures":
         """Those of some responses, bool [S]."""
@@ -73,7 +72,7 @@ class Figures(NamedTuple):
 
 @torch.no_grad()
 def figures_of(values: Tensor, returns: Tensor, cu_seqlens: Tensor, quantiles: Sequence[float] = ()) -> Tensor:
-    """The columns of Figures, [S, 12 + Q]. A response's do not depend on those beside it.
+    """The columns of Figures, [S, 11 + Q]. A response's do not depend on those beside it.
 
     values, returns [T]. quantiles: of biases, V - R at the token floor(q (l - 1)) of l. Raises ValueError for one that
     is outside [0, 1].
@@ -102,7 +101,7 @@ def figures_of(values: Tensor, returns: Tensor, cu_seqlens: Tensor, quantiles: S
     columns = [
         *(lengths.double(), mean_v, segment_sum(from_v.square(), bounds)),
         *(mean_r, segment_sum(from_r.square(), bounds), segment_sum(from_v * from_r, bounds)),
-        *(segment_sum(from_e.square(), bounds), at(bounds[:-1], v), at(bounds[:-1], r), at(bounds[1:] - 1, v - r)),
+        *(segment_sum(from_e.square(), bounds), at(bounds[:-1], v), at(bounds[:-1], r)),
         *(largest, segment_sum(v.abs(), bounds)),
         *(at(bounds[:-1] + (q * (lengths - 1)).floor().long(), v - r) for q in quantiles),
     ]
@@ -235,13 +234,6 @@ def bias_by_outcome(figures: Figures, correct: Tensor) -> tuple[Tensor, Tensor]:
     """
     sums, good = figures.tokens * (figures.values - figures.returns), correct != 0
     return sums[good].sum() / figures.tokens[good].sum(), sums[~good].sum() / figures.tokens[~good].sum()
-
-
-def bias_at_end(figures: Figures, correct: Tensor) -> tuple[Tensor, Tensor]:
-    """V - R at the last token of correct and of incorrect responses, mean over responses; NaN if none."""
-    has = figures.tokens > 0
-    good, error = correct[has] != 0, figures.last_error[has]
-    return error[good].mean(), error[~good].mean()
 
 
 def signs_of(advantages: Tensor, cu_seqlens: Tensor) -> Tensor:

@@ -6,8 +6,6 @@ V_t is the value of the state before response token t. After the last token it i
 given for a response that was cut off.
 """
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
@@ -120,24 +118,6 @@ def bootstrap_of_truncated(values: Tensor, truncated: Tensor, cu_seqlens: Tensor
     return bootstrap
 
 
-class Differences(NamedTuple):
-    """delta_t of the U tokens that a mask keeps, packed.
-
-    Attributes:
-        deltas: [U], float32 or the wider dtype of rewards and values.
-        cu_seqlens: int64 [S + 1], bounds within U.
-        kept: int64 [U], where those tokens stand among all T; None: all of them are kept.
-    """
-
-    deltas: Tensor
-    cu_seqlens: Tensor
-    kept: Tensor | None
-
-    def unpack(self, x: Tensor, tokens: int) -> Tensor:
-        """[U] -> [T], 0 where the mask keeps none."""
-        return x if self.kept is None else x.new_zeros(tokens).index_copy_(0, self.kept, x)
-
-
 def temporal_differences(
     rewards: Tensor,
     values: Tensor,
@@ -145,8 +125,12 @@ def temporal_differences(
     gamma: float,
     mask: Tensor | None,
     bootstrap_values: Tensor | None,
-) -> Differences:
-    """delta_t = r_t + gamma V_{t+1} - V_t; arguments and errors as in `segmented_gae`."""
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """delta_t = r_t + gamma V_{t+1} - V_t of the U tokens that a mask keeps; arguments as in `segmented_gae`.
+
+    Returns [U], float32 or the wider dtype of rewards and values; int64 [S + 1], bounds within U; int64 [U], where
+    those tokens stand among all T, or None where all are kept.
+    """
     if rewards.dim() != 1 or rewards.shape != values.shape:
         raise ValueError(f"rewards and values must be [T], got {list(rewards.shape)} and {list(values.shape)}")
     if mask is not None and mask.shape != rewards.shape:
@@ -170,7 +154,7 @@ def temporal_differences(
     deltas[:-1].add_(values[1:], alpha=gamma)
     # The token after a last token belongs to another response.
     deltas[last] = terminal
-    return Differences(deltas, cu_seqlens, kept)
+    return deltas, cu_seqlens, kept
 
 
 def _advantages(
@@ -183,10 +167,10 @@ def _advantages(
     bootstrap_values: Tensor | None,
     of: Tensor | None,
 ) -> list[Tensor]:
-    deltas = temporal_differences(rewards, values, cu_seqlens, gamma, mask, bootstrap_values)
+    deltas, bounds, kept = temporal_differences(rewards, values, cu_seqlens, gamma, mask, bootstrap_values)
     decays = [decay(lam, gamma, cu_seqlens.numel() - 1, rewards.device) for lam in lambdas]
-    scans = suffix_scan_(deltas.deltas, deltas.cu_seqlens.diff(), decays, of)
-    return [deltas.unpack(scan, rewards.numel()) for scan in scans]
+    scans = suffix_scan_(deltas, bounds.diff(), decays, of)
+    return scans if kept is None else [x.new_zeros(rewards.numel()).index_copy_(0, kept, x) for x in scans]
 
 
 def decay(lam: float | Tensor, gamma: float, responses: int, device: torch.device) -> Tensor:

@@ -147,7 +147,6 @@ def value_metrics(batch: ShardedBatch, values: Tensor, returns: Tensor, known: T
     explained = critic_metrics.explained_beside_baselines(figures, table.group_ids[known], position)
     slope, intercept = critic_metrics.calibration(figures)
     good, bad = critic_metrics.bias_by_outcome(figures, correct)
-    good_end, bad_end = critic_metrics.bias_at_end(figures, correct)
     mean, variance = critic_metrics.pooled(every.tokens, every.values, every.values_spread)
     metrics = {
         names.EXPLAINED_VARIANCE: explained.critic,
@@ -160,8 +159,6 @@ def value_metrics(batch: ShardedBatch, values: Tensor, returns: Tensor, known: T
         "critic/value_std": variance.sqrt(),
         f"{names.VALUE_BIAS}correct": good,
         f"{names.VALUE_BIAS}incorrect": bad,
-        f"{names.VALUE_BIAS}end_correct": good_end,
-        f"{names.VALUE_BIAS}end_incorrect": bad_end,
     }
     biases = critic_metrics.bias_by_position(figures)
     metrics |= {f"{names.VALUE_BIAS}{p}": bias for p, bias in zip(names.BIAS_POSITIONS, biases, strict=True)}

@@ -85,15 +85,9 @@ class Rollouts:
     """Where graded samples come from. prompts, evaluation_prompts and verifier are rank 0's.
 
     Attributes:
-        engines: of the run.
-        tokenizer: decodes responses for the verifier.
-        sampling: of training's responses.
-        reward: of an incorrect response, among others.
         seed: of the run; that of a response follows from it.
         routed_experts: what engines tell of the experts that they chose; None where they are not asked.
-        verifier: grades responses.
         prompts: of training, in the order in which they are drawn.
-        evaluation_prompts: of each evaluation set.
         probe: sequences of token ids on which engines and trainer are compared after a weight sync.
         stream: of what is trained on, between begin() and end().
         written_by: on rank 0, for each sample of the step that was taken last the URL of the engine that wrote it under

@@ -1,5 +1,6 @@
 """How far a run is: its step, its value pretraining, and what of it is saved when."""
 
+import logging
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -7,20 +8,26 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import torch.distributed as dist
+from torch.profiler import profile, supported_activities
+
 from vapo_megatron.checkpoint.checkpointer import Checkpointer
 from vapo_megatron.checkpoint.manifest import GROUPS_FILE, PretrainingProgress, Progress
 from vapo_megatron.checkpoint.recorded_rollouts import RecordedRollouts
 from vapo_megatron.checkpoint.resume import Resumed
 from vapo_megatron.checkpoint.state_saver import Snapshot
 from vapo_megatron.collectives import on_rank_zero
-from vapo_megatron.config.run import CheckpointConfig, RunConfig
+from vapo_megatron.config.run import CheckpointConfig, ProfileConfig, RunConfig
+from vapo_megatron.config.run_directory import PROFILE
 from vapo_megatron.engines.engines import EnginesFailed
 from vapo_megatron.engines.stream import StopAsked
+from vapo_megatron.megatron.platform import current_platform
 from vapo_megatron.megatron.probe import PROBE_FILE, Probe
 from vapo_megatron.training.advantages import TRACKER_FILE, ReturnHistory
-from vapo_megatron.training.profiler import profiled
 from vapo_megatron.training.rollouts import Rollouts
 from vapo_megatron.training.skipped_updates import SkippedUpdates
+
+_logger = logging.getLogger(__name__)
 
 
 class RunState:
@@ -166,3 +173,33 @@ class RunState:
 
     def _is_multiple_of(self, every: int | None) -> bool:
         return every is not None and self.step % every == 0
+
+
+@contextmanager
+def profiled(step: int, config: ProfileConfig, run_dir: Path) -> Iterator[None]:
+    """Trace what this rank does inside, where it is rank 0 and the config names the step.
+
+    Writes profile/step_00003_rank0.json.gz in the run directory, for https://ui.perfetto.dev, and on CUDA
+    step_00003_rank0.memory.pickle, for https://pytorch.org/memory_viz. A step that fails leaves no trace. A trace that
+    cannot be written is a warning: no run ends for it.
+    """
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    if step not in config.steps or rank:
+        yield
+        return
+    path, platform = run_dir / PROFILE / f"step_{step:05d}_rank{rank}", current_platform()
+    with (
+        platform.allocations_recorded() as write_allocations,
+        profile(activities=supported_activities(), record_shapes=True, profile_memory=True) as trace,
+    ):
+        yield
+        platform.synchronize()
+        trace.stop()
+        try:
+            path.parent.mkdir(exist_ok=True)
+            partial = path.with_name(f"partial_{path.name}.json.gz")
+            trace.export_chrome_trace(str(partial))
+            partial.rename(path.with_name(f"{path.name}.json.gz"))
+            write_allocations(f"{path}.memory.pickle")
+        except (OSError, RuntimeError) as error:
+            _logger.warning("%s.json.gz: the trace was not written (%s)", path, error)
