@@ -358,8 +358,8 @@ def response_advantages(
         return advantages.remax(rewards, table.greedy_rewards)
     if config.advantage.tracker:
         assert history is not None and table.prompt_keys is not None, "the run tracks the returns of its prompts"
-        known = returns_known(table.truncated, config.shaping)
-        baselines, share = history.track(table.prompt_keys, rewards, known)
+        finished = returns_known(table.truncated, config.shaping)
+        baselines, share = history.track(table.prompt_keys, rewards, finished)
         recorder.add({names.TRACKED: share})
         return (rewards - baselines).float()
     estimators = {
