@@ -18,7 +18,6 @@ from vapo_megatron.config.model import (
 )
 from vapo_megatron.megatron.mesh import make_mesh
 from vapo_megatron.megatron.trainable import Trainable
-from vapo_megatron.operations.plan.activations import Activations
 from vapo_megatron.operations.plan.models import PlannedModel
 from vapo_megatron.weights.spec import read_spec
 
@@ -159,9 +158,10 @@ def test_activations_within_a_tenth_of_what_autograd_keeps(
     measured = max(run_ranks(layout.model_size, kept_by_rank, directory, layout, recompute, dtype, head, deadline=120))
     width = 4 if dtype == "float32" else 2
     spec = read_spec(directory)
-    activations = Activations(spec, layout, recompute, width, False, head, 1024)  # type: ignore[arg-type]
+    section = section_of(layout, head, "model").model_copy(update={"recompute": recompute})
+    model = PlannedModel("actor", spec, head, section, layout.model_size, width, False)  # type: ignore[arg-type]
     tokens = TOKENS / layout.cp
-    planned = activations.kept(tokens, 0, tokens)
+    planned = model.activations_kept(tokens, 0, tokens)
     if recompute.granularity == "full":
-        planned -= tokens * activations.layer()  # what backward computes again is not there after forward
+        planned -= tokens * model.layer()  # what backward computes again is not there after forward
     assert planned == pytest.approx(measured, rel=0.1)

@@ -14,8 +14,8 @@ from vapo_megatron.config.plan import PlanConfig
 from vapo_megatron.config.proportions import proportions_left
 from vapo_megatron.errors import BadInput
 from vapo_megatron.operations.hardware import GIB
-from vapo_megatron.operations.plan.activations import EXPERT_IMBALANCE
 from vapo_megatron.operations.plan.inputs import model_directory
+from vapo_megatron.operations.plan.models import EXPERT_IMBALANCE
 from vapo_megatron.operations.plan.plan import Plan, default_world, make_plan
 from vapo_megatron.operations.plan.rollout import drawn_prompts, imbalance
 from vapo_megatron.operations.plan.search import Proposal, propose

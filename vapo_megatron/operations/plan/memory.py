@@ -141,13 +141,12 @@ def _device(run: PlannedRun, phase: Phase, stages: dict[str, int], engine: Plann
     if working is not None:
         model, training = models[working], phase.startswith("update")
         stage, tokens = stages[working], float(model.config.max_tokens_per_microbatch)
-        activations = model.activations
         if training:
             # Tokens of an optimizer step on a rank, were every sample as long as the longest.
             longest = math.ceil(minibatch_samples(config) / model.dp) * run.lengths.longest_sample / model.layout.cp
-            parts["activations kept"] = activations.kept(tokens, stage, longest)
-        parts["activations in passing"] = activations.passing(tokens, training)
-        parts["chunk of logits"] = activations.logits(tokens, stage, training)
+            parts["activations kept"] = model.activations_kept(tokens, stage, longest)
+        parts["activations in passing"] = model.activations_passing(tokens, training)
+        parts["chunk of logits"] = model.logits(tokens, stage, training)
         if is_probe(config) and phase == "score_policy":
             parts["hidden states in passing"] = 2 * tokens * model.spec.hidden_size * 4
     # For engines in FP8 the tensors of a bucket are quantised, and packed into a third buffer.

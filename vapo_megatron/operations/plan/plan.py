@@ -13,7 +13,6 @@ from vapo_megatron.engines.engine_limits import check_engine_size
 from vapo_megatron.errors import BadInput
 from vapo_megatron.megatron.offload import Phase
 from vapo_megatron.operations.hardware import Hardware
-from vapo_megatron.operations.plan.activations import EXPERT_IMBALANCE
 from vapo_megatron.operations.plan.inputs import planned_lengths
 from vapo_megatron.operations.plan.memory import (
     Memory,
@@ -23,7 +22,7 @@ from vapo_megatron.operations.plan.memory import (
     phases_of,
     plan_memory,
 )
-from vapo_megatron.operations.plan.models import PlannedModel, PlannedRun, planned_models
+from vapo_megatron.operations.plan.models import EXPERT_IMBALANCE, PlannedModel, PlannedRun, planned_models
 from vapo_megatron.operations.plan.rollout import (
     Flops,
     PlannedEngine,

@@ -95,10 +95,10 @@ def _powers(limit: int) -> list[int]:
 
 def _peak(model: PlannedModel, stage: int) -> float:
     """Bytes of an update on a rank of a stage, with as many micro-batches as the pipeline takes."""
-    tokens, activations = float(model.config.max_tokens_per_microbatch), model.activations
+    tokens = float(model.config.max_tokens_per_microbatch)
     state = sum(model.bytes_of(part, stage) for part in PARTS)
-    kept = activations.kept(tokens, stage, tokens * 2 * model.layout.pp)
-    return state + kept + activations.passing(tokens, True) + activations.logits(tokens, stage, True)
+    kept = model.activations_kept(tokens, stage, tokens * 2 * model.layout.pp)
+    return state + kept + model.activations_passing(tokens, True) + model.logits(tokens, stage, True)
 
 
 def _engines(plan: Plan) -> list[RolloutConfig]:
