@@ -58,7 +58,9 @@ class Client:
 
     def completion(self, first: int, length: int, reason: FinishReason) -> Completion:
         ids, version = np.array([first, *range(1, length)], dtype=np.int32), self.version
-        return Completion(ids, -np.ones(length, np.float32), reason, version, version, versions=((version, length),))
+        return Completion(
+            ids, np.full(length, -1.0 - version, np.float32), reason, version, version, versions=((version, length),)
+        )
 
     async def abort(self, ids: Sequence[str]) -> None:
         self.aborted |= set(ids)
@@ -250,7 +252,8 @@ def test_what_is_not_finished_goes_on_under_the_next_weights() -> None:
         again.close()
     assert group[0].prompt.cursor == 1 and [s.finish_reason for s in group] == ["stop", "stop"]
     assert ([1, 1, 1, 2], 5) in fast.read + slow.read, "prompt and what there is of the response; five tokens are left"
-    assert group[0].response_ids.tolist() == [1, 1, 2, 1, 1] and len(group[0].rollout_logprobs) == 5
+    assert group[0].response_ids.tolist() == [1, 1, 2, 1, 1]
+    assert group[0].rollout_logprobs.tolist() == [-6, -6, -6, -7, -7], "each beside the token that it is of"
     assert group[0].versions == ((5, 3), (6, 2)) and group[1].versions == ((5, 2),)
     assert (group[0].weight_version_oldest, group[0].weight_version) == (5, 6)
     assert group[0].seed != group[1].seed and group[1].response_ids.tolist() == [1, 1], "what was finished stays"
