@@ -27,7 +27,7 @@ from vapo_megatron.monitoring import names
 from vapo_megatron.monitoring.recorder import Recorder
 from vapo_megatron.rewards.math import FAILED, Grade
 from vapo_megatron.rewards.pool import Case
-from vapo_megatron.training.rollouts import Rollouts, make_rollouts
+from vapo_megatron.training.rollouts import Rollouts, age_metrics, make_rollouts
 from vapo_megatron.training.skipped_updates import RECORD_FILE
 from vapo_megatron.weights.routed_experts import ExpertChoices
 from vapo_megatron.weights.spec import read_spec
@@ -162,6 +162,34 @@ def test_a_step_that_worked_ahead_reports_ages_waits_and_speed() -> None:
     assert row[names.FAILED_GRADES] == 0
     for reason in ("no_signal", "surplus", "stale"):
         assert row[f"rollout/dropped_{reason}"] == 0
+
+
+def test_each_token_has_the_age_of_the_weights_that_drew_it() -> None:
+    """Of a response whose window begins later, the tokens of this step alone."""
+    samples: Any = [
+        SimpleNamespace(versions=((4, 3), (6, 1)), window_start=None),
+        SimpleNamespace(versions=((5, 2), (6, 2)), window_start=1),
+    ]
+    row = age_metrics(samples, version=6)
+    assert row.pop("rollout/age_mean") == pytest.approx(1.0) and row.pop("rollout/age_max") == 2
+    assert row == pytest.approx({f"rollout/age_{age}_share": count / 7 for age, count in ((0, 3), (1, 1), (2, 3))})
+
+
+def test_engines_answer_for_what_they_wrote_under_these_weights_alone() -> None:
+    engines = AheadEngines()
+
+    def continued(group: GroupRequest) -> list[Sample]:
+        right, wrong = AheadEngines.written(engines, group)
+        right.engine = wrong.engine = "url"
+        wrong.weight_version_oldest -= 1
+        return [right, wrong]
+
+    rollouts = ahead()
+    rollouts.engines, engines.written = engines, continued  # type: ignore[assignment,method-assign]
+    rollouts.begin(StepRule(2, 2), 2, 0)
+    steps(rollouts)
+    rollouts.end()
+    assert rollouts.written_by == ["url", "", "url", ""]
 
 
 def test_a_synchronous_step_reports_its_speed_alone() -> None:
