@@ -33,6 +33,7 @@ def test_largest_quantile_and_mean_are_those_of_all_tokens() -> None:
 def test_bfloat16_forgives_rare_tokens_and_float32_forgives_none() -> None:
     rare, coarse, exact = with_differences(2.0, 1.5), limits_of(SyncConfig(), "bfloat16"), SyncConfig(tolerance=0.02)
     assert coarse.excess(rare) is None
+    assert limits_of(SyncConfig(), "float32").quantile == 1e-4, "what contract 2 says of fp32 unless a config does"
     strict = limits_of(exact, "float32")
     assert strict.share == 1.0
     found = compare_logprobs([[0.0, 0.0, 0.0]], [[0.01, 0.01, -0.03]], strict.share)
