@@ -26,7 +26,7 @@ help:
 	@echo "make test         ruff, mypy and the quicker tests, minutes on two cores"
 	@echo "make test-full    the other tests: whole runs, lives of engines, Slurm, the larger matrix of layouts"
 	@echo "make test-layouts the splits over ranks that test-full leaves out: those it runs show every pair of settings"
-	@echo "make test-faults  a run under a hundred faults: processes killed and stopped, damaged files, a full disk"
+	@echo "make test-faults  runs in ten ways under 150 faults, of each kind in each phase, and the table of them"
 	@echo "make test-mcore019  tests of layouts and weights with Megatron-Core 0.19 on Python 3.11, in .venv-mcore019"
 	@echo "make test-py312   the same on Python 3.12, in .venv-py312"
 	@echo "make mutants      how many small changes to the code the tests notice, in .venv-mutants; hours, goes on where it stopped"
@@ -57,7 +57,9 @@ test-layouts: $(STAMP)
 
 # FAULTS: how many; SEED: which ones, and when.
 test-faults: $(STAMP)
-	@OMP_NUM_THREADS=1 FAULTS=$(or $(FAULTS),100) SEED=$(or $(SEED),1) $(BIN)/python -m pytest -q -s -m faults tests/training
+	@rm -f build/faults.json
+	@OMP_NUM_THREADS=1 FAULTS=$(or $(FAULTS),150) SEED=$(or $(SEED),1) $(BIN)/python -m pytest -q -s -m faults tests/training
+	@PYTHONPATH=tests:tests/training $(BIN)/python tests/training/fault_table.py
 
 # Megatron-Core 0.17 and later asks for Python 3.12, for its compiled data loader alone, which nothing here imports. Its
 # wheel is unpacked in front of the packages of .venv.

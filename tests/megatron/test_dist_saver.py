@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -258,6 +259,14 @@ def test_a_checkpoint_that_cannot_be_read_is_refused_in_one_line(model_dir: Path
     other = write_model(tmp_path / "narrow", "qwen3", hidden_size=16)
     (told,) = run_ranks(1, load_refused, other, layout, folder)
     assert "shape" in told and "\n" not in told
+
+
+def test_a_fused_adam_goes_on_counting_where_it_was() -> None:
+    """It counts in its groups, as an int; what is saved of torch's Adam is a float tensor."""
+    inner = SimpleNamespace(param_groups=[{"step": 0}])
+    load = lambda state: inner.param_groups[0].update(step=torch.tensor(3.0))  # noqa: E731
+    dist_optimizer._load(SimpleNamespace(optimizer=inner, load_state_dict=load), {})
+    assert inner.param_groups == [{"step": 3}] and isinstance(inner.param_groups[0]["step"], int)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
