@@ -183,7 +183,7 @@ def cells(waits: bool) -> set[tuple[str, str]]:
 
 
 def hold_phases(folder: Path) -> None:
-    """Before ranks are forked: rank 0 stands at the begin of a phase that `wanted` names until `reached` is removed."""
+    """Before ranks are forked: rank 0 stands at the begin of a phase that `wanted` holds until `reached` is removed."""
     set_phase = logs.set_phase
 
     def held(phase: str | None) -> None:
@@ -192,7 +192,7 @@ def hold_phases(folder: Path) -> None:
         if logs._place["rank"] != "0" or group is None:
             return
         with suppress(OSError):
-            if group in (folder / "wanted").read_text().split(","):
+            if group == (folder / "wanted").read_text():
                 (folder / "wanted").unlink()
                 reached.write_text(group)
         end = time.monotonic() + _HELD_SECONDS
@@ -226,7 +226,7 @@ class Fuzzer:
         self._plan = list(plan)
         self._config, self._chance, self._wanted, self._soak = config, chance, sorted(wanted), soak
         self._gate = Path(tempfile.mkdtemp(prefix="gate-", dir="/tmp"))
-        self._left = len(self._plan) or most
+        self._left, self._waits_since = len(self._plan) or most, -1
         self._run_dir = Path(config.run.directory)
         self._groups: set[int] = set()
         self._seen: set[psutil.Process] = set()
@@ -252,7 +252,7 @@ class Fuzzer:
     def _attempt(self, end: float) -> tuple[int, str]:
         for file in self._gate.iterdir():
             file.unlink()
-        attempt = Attempt(self._config, self._prepare())
+        attempt, self._waits_since = Attempt(self._config, self._prepare()), -1
         known, may = rows_of(self._run_dir), self._chance.random() < _EARLY  # disturb it before it has done a step
         while attempt.process.is_alive():
             assert time.monotonic() < end, "the run does not end"
@@ -300,9 +300,14 @@ class Fuzzer:
         """Do a fault where rank 0 stands at the begin of a phase that has one left; whether one was done."""
         reached, wanted = self._gate / "reached", self._gate / "wanted"
         if not reached.exists():
-            if not wanted.exists():
-                wanted.with_suffix(".part").write_text(",".join({phase for phase, _ in self._least()}))
+            rows = rows_of(self._run_dir)
+            if not wanted.exists() or rows > self._waits_since:  # that phase may not come in this step
+                phases = sorted(
+                    {phase for phase, _ in self._least()} - ({"start"} if rows > self._waits_since else set())
+                )
+                wanted.with_suffix(".part").write_text(self._chance.choice(phases or sorted(PHASES)))
                 wanted.with_suffix(".part").rename(wanted)
+                self._waits_since = rows
             return False
         phase = reached.read_text()
         families = [family for place, family in self._least() if place == phase]
