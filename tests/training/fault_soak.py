@@ -302,10 +302,10 @@ class Fuzzer:
         if not reached.exists():
             rows = rows_of(self._run_dir)
             if not wanted.exists() or rows > self._waits_since:  # that phase may not come in this step
-                phases = sorted(
-                    {phase for phase, _ in self._least()} - ({"start"} if rows > self._waits_since else set())
-                )
-                wanted.with_suffix(".part").write_text(self._chance.choice(phases or sorted(PHASES)))
+                phases = {phase for phase, _ in self._least()}
+                if self._waits_since >= 0:
+                    phases.discard("start")
+                wanted.with_suffix(".part").write_text(self._chance.choice(sorted(phases) or sorted(PHASES)))
                 wanted.with_suffix(".part").rename(wanted)
                 self._waits_since = rows
             return False
