@@ -1,5 +1,7 @@
 """A run that trains an agent: from episodes of two turns to weights, killed and resumed."""
 
+import json
+import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -7,7 +9,9 @@ from typing import Any
 
 import pytest
 from attempts import End, World, config_of, kill_at, live, metrics, world
+from tiny_runs import evaluate_config, make_model, write_config
 
+from vapo_megatron import cli
 from vapo_megatron.config.train import TrainConfig
 
 pytestmark = pytest.mark.full
@@ -34,6 +38,25 @@ def agent_config(shared: World, name: str, *overrides: str) -> TrainConfig:
         *("algorithm.advantage.credit=turn", "algorithm.advantage.lambda_policy=0.9", "data.prompt.chat_template=true"),
         *("data.max_prompt_tokens=32", "run.steps=2", "run.resume=auto", *overrides),
     )
+
+
+def test_evaluate_plays_episodes_as_a_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = evaluate_config(tmp_path, make_model(tmp_path / "model"))
+    config["data"]["max_prompt_tokens"] = 32
+    config["rollout"] = {"agent": f"{__name__}:two_turns", "episode": {"max_tokens": 64}, "max_total_tokens": 16384}
+    config["reward"] = {"answer_format": "auto", "workers": 1}
+    monkeypatch.setattr(sys, "argv", ["vapo-megatron", "evaluate", str(write_config(tmp_path / "e.yaml", config))])
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    assert not end.value.code
+    lines = (tmp_path / "runs" / "tiny" / "evaluation" / "sums.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    assert sorted(row["id"] for row in rows) == sorted([f"p{n}" for n in range(4)] * 2)
+    for row in rows:
+        assert row["episode"].endswith(row["response"]) and len(row["episode"]) > len(row["response"])
+        assert row["tokens"] <= 12, "two turns of six tokens"
+    (figures,) = json.loads((tmp_path / "runs" / "tiny" / "evaluation.json").read_text())["sets"]
+    assert figures["avg_at_k"] == pytest.approx(sum(row["correct"] for row in rows) / 8)
 
 
 def test_episodes_train_and_a_killed_run_goes_on(shared: World) -> None:

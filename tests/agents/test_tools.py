@@ -47,8 +47,17 @@ def test_a_hostile_call_ends_with_a_reason(code: str, says: str) -> None:
     assert not ended_well and says in output
 
 
-def test_a_call_that_hangs_is_ended() -> None:
-    output, ended_well = run("import time\ntime.sleep(60)", seconds=0.5)
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import time\ntime.sleep(60)",
+        "import signal\nfor n in {*range(1, 65)} - {9, 19, 32, 33}: signal.signal(n, print)\nwhile True: pass",
+        "import os\nos.close(1)\nos.close(2)\nwhile True: pass",
+    ],
+    ids=["sleep", "every signal caught", "output closed"],
+)
+def test_a_call_that_hangs_is_ended(code: str) -> None:
+    output, ended_well = run(code, seconds=0.5)
     assert not ended_well and "[stopped after 0.5 s]" in output
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from batches import with_observation
+from batches import with_observation, with_segment
 from damage import flip
 
 from vapo_megatron.checkpoint.manifest import (
@@ -40,6 +40,7 @@ def some_samples(seed: int, groups: int, size: int = 3, longest: int = 30, obser
             made = Sample(prompt, group, index, 0, ids, logprobs, reason, 0, 0, reward=float(correct), correct=correct)  # type: ignore[arg-type]
             if observed and index:
                 made = with_observation(made, n // 2, index)
+                made = with_segment(made, n // 2, 3) if index == 2 else made
                 made.turn_rewards = np.where(made.loss_mask, 0.25, 0.0).astype(np.float32)  # type: ignore[arg-type]
             samples.append(made)
     return samples

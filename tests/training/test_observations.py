@@ -137,6 +137,24 @@ def test_rewards_on_the_way_count_from_their_turn_on(credit: str, truncated: str
             assert whole.own.returns[start:stop].tolist() == pytest.approx([target] * (stop - start), abs=1e-5)
 
 
+def test_values_of_turns_stand_beside_the_number_of_the_turn_and_the_group() -> None:
+    """Every first turn is worth 1 from its start on and every second one 0.5, whatever their lengths: the number of the
+    turn says all, the other responses of the group say nothing, values within turns are not read."""
+    batch = make_batch([(2, 6)] * 4, observed={0: (2, 1), 1: (3, 1), 2: (1, 2), 3: (4, 2)})
+    batch.group_ids, batch.rewards = torch.tensor([0, 0, 1, 1]), torch.ones(4)
+    batch.turn_rewards, batch.values = torch.zeros(24), torch.full((24,), 9.0)
+    for sample, first_turn in enumerate((2, 3, 1, 4)):
+        batch.turn_rewards[6 * sample + first_turn - 1] = 0.5
+        batch.values[6 * sample], batch.values[6 * sample + first_turn] = 1.0, 0.5
+    config = AlgorithmConfig.model_validate({"advantage": {"credit": "turn", "lambda_policy": 0.9}})
+    with Recorder(Path("unused"), MonitoringConfig(), is_main_rank=False) as recorder:
+        estimate_advantages(spread(batch), config, recorder)
+        row = recorder.write(1)
+    assert row["critic/turn_explained_variance"] == row["critic/turn_baseline_position_ev"] == 1.0
+    assert row["critic/turn_baseline_loo_ev"] == pytest.approx(0.0, abs=1e-9)
+    assert row[names.EXPLAINED_VARIANCE] < 0 and row[names.BASELINE_POSITION] < 1, "over tokens"
+
+
 def test_reinforce_pp_and_pretraining_count_rewards_from_their_turn_on() -> None:
     earlier, bounds = torch.tensor([0.0, 0.5, 0.0, 0.0, 0.0]), torch.tensor([0, 3, 5])
     rewards = torch.tensor([1.5, 2.0])

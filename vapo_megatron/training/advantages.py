@@ -29,7 +29,7 @@ from vapo_megatron.config.policy import KlConfig
 from vapo_megatron.data.batch import ExperienceBatch, SampleTable
 from vapo_megatron.monitoring import names
 from vapo_megatron.monitoring.recorder import Recorder
-from vapo_megatron.training.metrics import advantage_metrics, value_metrics
+from vapo_megatron.training.metrics import advantage_metrics, turn_metrics, value_metrics
 from vapo_megatron.training.shards import ShardedBatch
 from vapo_megatron.training.user_functions import user_advantages, user_metrics, user_selection
 
@@ -222,6 +222,8 @@ def critic_row(batch: ShardedBatch, config: AlgorithmConfig, new_critic: bool = 
     if new_critic:
         faults = [fault for fault in faults if fault != "constant"]  # a new head is zero, and is not broken
     row |= value_metrics(batch, home.values, returns, finished)
+    if config.advantage.credit == "turn":
+        row |= turn_metrics(batch, rewards, *turns_of(home), gamma, finished)
     return row | {f"{names.CRITIC_FAULT}{fault}": 1.0 for fault in faults}
 
 
@@ -303,14 +305,18 @@ def gae(batch: ExperienceBatch, rewards: Tensor, config: AlgorithmConfig, of: Te
     )
 
 
+def turns_of(batch: ExperienceBatch) -> tuple[Tensor, Tensor]:
+    """Bounds of turns among response tokens, and of responses among turns: int64 [U + 1], [S + 1]."""
+    if batch.loss_mask is None:
+        return batch.response_cu_seqlens, torch.arange(batch.samples + 1)
+    return turn_bounds(batch.loss_mask.nonzero().squeeze(1), batch.response_cu_seqlens)
+
+
 def gae_over_turns(batch: ExperienceBatch, rewards: Tensor, config: AlgorithmConfig) -> None:
     """The same with turns for steps: length-adaptive lambda counts turns."""
     values, bounds = batch.values, batch.response_cu_seqlens
     assert values is not None, "no values: the batch is not scored"
-    if batch.loss_mask is None:
-        turns, responses = bounds, torch.arange(batch.samples + 1)
-    else:
-        turns, responses = turn_bounds(batch.loss_mask.nonzero().squeeze(1), bounds)
+    turns, responses = turns_of(batch)
     counts = responses.diff()
     batch.advantages, batch.returns = turn_gae(
         rewards,

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from vapo_megatron.algorithms import critic_metrics
+from vapo_megatron.algorithms.gae import turn_gae
 from vapo_megatron.algorithms.kl import k3
 from vapo_megatron.algorithms.policy_loss import bounded_ratio
 from vapo_megatron.algorithms.segments import extent, tokens_from
@@ -163,6 +164,37 @@ def value_metrics(batch: ShardedBatch, values: Tensor, returns: Tensor, known: T
     biases = critic_metrics.bias_by_position(figures)
     metrics |= {f"{names.VALUE_BIAS}{p}": bias for p, bias in zip(names.BIAS_POSITIONS, biases, strict=True)}
     # NaN stands for the mean of nothing: no response ended that way.
+    return {name: float(value) for name, value in metrics.items() if not value.isnan()}
+
+
+def turn_metrics(
+    batch: ShardedBatch, rewards: Tensor, turns: Tensor, responses: Tensor, gamma: float, known: Tensor
+) -> dict[str, float]:
+    """Collective: what values of turns' first states explain of the returns from there on, beside the same baselines:
+    the other responses of the group, and the number of the turn.
+
+    Args:
+        batch: the samples, with values.
+        rewards: float32 [own T].
+        turns, responses: of turn_bounds(), of the samples at home.
+        gamma: discount from turn to turn.
+        known: bool [S], the samples that have a return.
+    """
+    home, ones = batch.own, torch.ones(batch.own.samples)
+    assert home.values is not None, "no values: the batch is not scored"
+    returns = turn_gae(rewards, home.values, turns, responses, lam_policy=ones, lam_critic=ones, gamma=gamma)[1]
+    values, returns = home.values[turns[:-1]], returns[turns[:-1]]
+    counts, groups = batch.everywhere(responses.diff()), batch.table.group_ids
+    every = critic_metrics.Figures.read(batch.everywhere(critic_metrics.figures_of(values, returns, responses)))
+    position = critic_metrics.explained_by_position(
+        *(returns, responses, batch.at_home, counts, groups, known, batch.summed, batch.everywhere)
+    )
+    explained = critic_metrics.explained_beside_baselines(every.only(known), groups[known], position)
+    metrics = {
+        "critic/turn_explained_variance": explained.critic,
+        "critic/turn_baseline_loo_ev": explained.leave_one_out,
+        "critic/turn_baseline_position_ev": explained.position,
+    }
     return {name: float(value) for name, value in metrics.items() if not value.isnan()}
 
 
