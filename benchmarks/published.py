@@ -76,7 +76,7 @@ def fit() -> None:
         given = f"hardware.efficiency.request_overhead={seconds}"
         rows = [row for row in content["rows"] if "fitted" in row]
         logs = [abs(math.log(plan_of(row, content, given).time.step / row["seconds"])) for row in rows]
-        print(f"{seconds:.0e} s: {statistics.mean(logs):.3f}")
+        print(f"{seconds:.1e} s: {statistics.mean(logs):.3f}")
 
 
 def aime_table() -> str:
