@@ -133,6 +133,40 @@ def test_several_runs_are_laid_over_each_other(tmp_path: Path, browse: Browse) -
     assert "first" in panel[0] and "second" in panel[0]
 
 
+def with_evaluation(run: Path, correct: int) -> Path:
+    """The run with a last evaluation of eight problems, `correct` of them right."""
+    (run / "evaluation").mkdir()
+    rows = [{"id": n, "problem": f"p{n}", "answer": "1", "response": "1", "correct": n < correct} for n in range(8)]
+    (run / "evaluation" / "step_000003_sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (run / "evaluation.json").write_text(json.dumps({"step": 3, "sets": []}))
+    return run
+
+
+def test_runs_that_answered_the_same_problems_are_compared_in_pairs(tmp_path: Path, browse: Browse) -> None:
+    runs = [with_evaluation(train_run(tmp_path, name=name), correct) for name, correct in (("a", 2), ("b", 7))]
+    page = shown(browse(write_report(runs, tmp_path / "both.html").as_uri()))
+    (table,) = re.findall(r'<section id="comparison">.*?</table>', page, re.S)
+    assert re.search(r"<td>a</td><td>b</td><td>sums</td>.*?\+0\.625 \[", table) and ">5 / 0<" in table
+    colours = re.findall(r'<p class="where"><svg class="swatch".*?stroke="(#\w+)"', page, re.S)
+    assert len(set(colours)) == 2
+    dashed = re.findall(r'stroke-dasharray="([^"]*)"', page)
+    assert "6 3" in dashed, "a second curve of a run is dashed, in the chart as in its legend"
+    assert "sums" not in shown(browse(write_report([runs[0]]).as_uri())), "one run is compared with nothing"
+
+
+def test_an_episode_is_shown_by_turns_with_the_value_at_the_start_of_each(tmp_path: Path, browse: Browse) -> None:
+    run = train_run(tmp_path)
+    turns = [{"observed": False, "text": "<tool_call>add</tool_call>"}, {"observed": True, "text": "42"}]
+    sample = {"problem": "p1", "answer": "42", "response": "42", "tokens": 2, "correct": True, "prompt_id": 1}
+    estimates = {"left_out": 0, "tokens": ["call", "42", "so"], "values": [0.25, None, 0.75]}
+    rows = [{**sample, "turns": turns, "estimates": estimates}, {**sample, "turns": turns}]
+    (run / "samples" / "step_000003.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    page = shown(browse(write_report([run]).as_uri()))
+    markers = re.findall(r'<span class="turn">([^<]*)</span>', page)
+    assert markers == ["turn 1, value 0.25", "observed", "turn 2, value 0.75", "turn 1", "observed"]
+    assert "&lt;tool_call&gt;add&lt;/tool_call&gt;" in page
+
+
 def test_an_evaluation_is_tables_and_responses(tmp_path: Path, browse: Browse) -> None:
     folder = tmp_path / "evaluated" / "evaluation"
     folder.mkdir(parents=True)
