@@ -53,6 +53,8 @@ def train_run(folder: Path, steps: int = 3, name: str = "my run") -> Path:
             "time/rollout": 1.5,
             "memory/rollout_gib": 1.25,
             "actor/train_infer_kl": 0.001,
+            "agent/turns": 2.0,
+            "agent/tool_errors": 0.5,
             "alarm/train_infer_gap": 1.0 if step == 2 else None,
         }
         for step in range(1, steps + 1)
@@ -149,8 +151,8 @@ def test_runs_that_answered_the_same_problems_are_compared_in_pairs(tmp_path: Pa
     assert re.search(r"<td>a</td><td>b</td><td>sums</td>.*?\+0\.625 \[", table) and ">5 / 0<" in table
     colours = re.findall(r'<p class="where"><svg class="swatch".*?stroke="(#\w+)"', page, re.S)
     assert len(set(colours)) == 2
-    dashed = re.findall(r'stroke-dasharray="([^"]*)"', page)
-    assert "6 3" in dashed, "a second curve of a run is dashed, in the chart as in its legend"
+    legends = re.findall(r'<div class="legend">.*?</div>', page, re.S)
+    assert any('stroke-dasharray="6 3"' in legend for legend in legends), "swatches are drawn as their lines"
     assert "sums" not in shown(browse(write_report([runs[0]]).as_uri())), "one run is compared with nothing"
 
 
