@@ -61,7 +61,9 @@ def in_memory(rollouts: list[list[Sample]]) -> ExperienceBatch:
         for sample in rollout:
             sample.group += first
         samples += rollout
-    return from_samples(samples)
+    batch = from_samples(samples)
+    batch.prompt_keys = None  # a record has prompt_ids of its own
+    return batch
 
 
 def selected_of(record: RecordedRollouts, samples: list[int]) -> ExperienceBatch:

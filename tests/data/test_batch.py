@@ -77,9 +77,9 @@ def test_samples_become_a_batch_field_by_field() -> None:
         [([1, 2], [3], 1, True, "stop"), ([4], [5, 6, 7], -0.5, None, "length"), ([8], [9], 0, False, "stop")]
     ):
         logprobs = [-0.5 * token for token in response]
-        found = Sample(Prompt(str(s), "", "", tuple(prompt)), s // 2, s, 0, response, logprobs, reason, 0, 0)  # type: ignore[arg-type]
-        found.reward, found.correct = reward, correct
-        samples.append(found)
+        sample = Sample(Prompt(str(s), "", "", tuple(prompt)), s // 2, s, 0, response, logprobs, reason, 0, 0)  # type: ignore[arg-type]
+        sample.reward, sample.correct = reward, correct
+        samples.append(sample)
     batch = from_samples(samples)
     expected = {
         "tokens": [1, 2, 3, 4, 5, 6, 7, 8, 9],
@@ -92,7 +92,9 @@ def test_samples_become_a_batch_field_by_field() -> None:
         "truncated": [False, True, False],
         "group_ids": [0, 0, 1],
     }
-    assert {name: tensor.tolist() for name, tensor in batch.tensors().items()} == expected
+    found = {name: tensor.tolist() for name, tensor in batch.tensors().items()}
+    assert len(set(found.pop("prompt_keys"))) == 3, "each sample is of a row of its own"
+    assert found == expected
     windows = [replace(sample, window_start=start) for sample, start in zip(samples, (0, 3, 1), strict=True)]
     cut = from_samples(windows)
     assert cut.window_starts is not None and cut.window_starts.tolist() == [0, 3, 1]
@@ -112,7 +114,7 @@ def test_what_no_phase_has_filled_in_stays_away() -> None:
     part = make_batch().select([1, 2])
     assert part.values is None and part.selected is None and "returns" not in part.tensors()
     of_episodes = {"loss_mask", "observation_lengths", "segment_starts", "segments", "turn_rewards"}
-    assert set(full_batch().rollout_tensors()) == {*part.tensors(), *of_episodes}
+    assert set(full_batch().rollout_tensors()) == {*part.tensors(), *of_episodes} - {"prompt_keys"}
 
 
 @pytest.mark.parametrize(
