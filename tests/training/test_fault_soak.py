@@ -177,6 +177,8 @@ def test_runs_under_faults_of_each_family_in_each_phase(world: attempts.World, n
     faults = -(-int(os.environ.get("FAULTS", "150")) // len(MODES))
     runs = disturb(world, name, MODES[name], faults, soak)
     done["cells"] = [[*cell, count] for cell, count in sorted(soak.cells.items())]
-    done["modes"][name] = {"runs": runs, "equal": MODES[name].repeats, "faults": dict(sorted(soak.faults.items()))}
+    mode = done["modes"].setdefault(name, {"runs": 0, "equal": MODES[name].repeats, "faults": {}})
+    mode["runs"] += runs
+    mode["faults"] = dict(sorted((Counter(mode["faults"]) + soak.faults).items()))
     RESULTS.parent.mkdir(parents=True, exist_ok=True)
     RESULTS.write_text(json.dumps(done, indent=1))
