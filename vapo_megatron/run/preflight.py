@@ -85,6 +85,13 @@ def cautions(
                 f"data.eval: {seen} of the {len(rows)} problems of {name} are in data.train: their accuracy says "
                 "nothing of new problems (tools/prepare_data.py --against leaves them out)"
             )
+    update, unit = config.algorithm.update, config.algorithm.update.minibatch_unit
+    rollout = config.batch.prompts_per_step * (1 if unit == "groups" else config.batch.samples_per_prompt)
+    if update.minibatch_size is not None and update.minibatch_size > rollout:
+        yield (
+            f"algorithm.update.minibatch_size={update.minibatch_size} is above the {rollout} {unit} of a step: each pass "
+            "over a rollout is one update"
+        )
     yield from proportions_left(config)
 
 
