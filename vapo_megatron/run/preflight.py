@@ -89,8 +89,8 @@ def cautions(
     rollout = config.batch.prompts_per_step * (1 if unit == "groups" else config.batch.samples_per_prompt)
     if update.minibatch_size is not None and update.minibatch_size > rollout:
         yield (
-            f"algorithm.update.minibatch_size={update.minibatch_size} is above the {rollout} {unit} of a step: each pass "
-            "over a rollout is one update"
+            f"algorithm.update.minibatch_size={update.minibatch_size} is above the {rollout} {unit} of a step: each "
+            "pass over a rollout is one update"
         )
     yield from proportions_left(config)
 
