@@ -33,8 +33,7 @@ _logger = logging.getLogger(__name__)
 
 PROTOCOL = 7
 """To be raised with every change of what engines and trainers say to each other: bucket_message.announce, the answers
-of strict_loading, broadcast_group, engine.heartbeat, engine.generate_route and engine.columns. 6: an engine
-says how many batches it has ended, and ends several responses in one request."""
+of strict_loading, broadcast_group, heartbeat, server_main and columns."""
 
 _ANSWER_SECONDS = 30.0
 _POLL_SECONDS = 1.0

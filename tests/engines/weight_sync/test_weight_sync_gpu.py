@@ -114,7 +114,8 @@ def test_an_engine_in_bfloat16_gives_its_memory_and_takes_weights_into_it_again(
         mem_fraction_static=0.3,
         server_args={"attention_backend": "triton"},  # of memory and weights, not of FlashAttention's build
     )
-    with EngineServer(tmp_path, config, "bfloat16", tmp_path / "engine.log", devices=range(1)) as server:
+    log_file = tmp_path / "engine.log"
+    with EngineServer(tmp_path, config, "bfloat16", log_file, devices=range(1), offloads=True) as server:
         client = EngineClient(server.address, DEADLINE)
         with WeightSync(IpcTransport(client, torch.device("cuda", 0), None)) as sync:
             for seed, other in ((3, 4), (4, 3), (3, 4)):

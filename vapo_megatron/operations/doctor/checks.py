@@ -206,7 +206,9 @@ def check_engine(config: TrainConfig, gpus: int) -> list[Line]:
     with tempfile.TemporaryDirectory(prefix="vapo-doctor-") as folder:
         log = Path(folder) / "engine.log"
         fp8 = engine_fp8(config.rollout, config.actor.precision, spec)
-        with EngineServer(config.model.path, config.rollout, config.model.dtype, log, devices, fp8=fp8) as server:
+        with EngineServer(
+            config.model.path, config.rollout, config.model.dtype, log, devices, fp8=fp8, offloads=gpus > 0
+        ) as server:
             asyncio.run(_ask(server.address))
     seconds = time.monotonic() - started
     return [Line("ok", f"TP{config.rollout.tp} started and wrote {_NEW_TOKENS} tokens in {seconds:.0f} s")]
