@@ -117,7 +117,8 @@ def attempt(
     checkpoint: Any = None
     if before is not None:
         rollouts.prompts.cursor = before.progress.prompts["cursor"]
-        checkpoint = SimpleNamespace(progress=before.progress, manifest=SimpleNamespace(record=before.record))
+        manifest = SimpleNamespace(record=before.record)
+        checkpoint = SimpleNamespace(progress=before.progress, manifest=manifest, read=lambda name: b"{}")
     state = RunState(config.run, config.checkpoint, run_dir, checkpoints, models.updates, checkpoint)  # type: ignore[arg-type]
     state.steps = lambda: iter(())  # type: ignore[method-assign]
     train_step, score, engines = critic.train_step, critic.score, rollouts.engines

@@ -117,7 +117,6 @@ def of_values(found: Iteration, position: float) -> dict[str, float]:
     for kind, good in (("correct", True), ("incorrect", False)):
         of_kind = [errors[s] for s in members if found.responses[s].correct == good]
         row[f"{names.VALUE_BIAS}{kind}"] = statistics.fmean(x for part in of_kind for x in part)
-        row[f"{names.VALUE_BIAS}end_{kind}"] = statistics.fmean(part[-1] for part in of_kind)
     for percent in names.BIAS_POSITIONS:
         at = {s: errors[s][percent * (len(errors[s]) - 1) // 100] for s in members}
         row[f"{names.VALUE_BIAS}{percent}"] = statistics.fmean(at.values())

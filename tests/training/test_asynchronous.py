@@ -18,7 +18,7 @@ pytestmark = pytest.mark.full
 
 AHEAD = ("rollout.asynchronous.max_staleness=1", "algorithm.importance_sampling.kind=tis", "evaluation.every=null")
 STEPS = ("run.steps=5", "value_pretraining.iterations=1", "value_pretraining.steps=2")
-SAVED = ("run.resume=auto", "checkpoint.asynchronous=false")
+SAVED = ("run.resume=auto",)
 
 
 @pytest.fixture(scope="module")

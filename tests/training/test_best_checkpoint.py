@@ -21,13 +21,14 @@ def kept(run_dir: Path, best: str, values: list[float]) -> list[list[int]]:
         "model": {"path": "model"},
         "data": {"train": "unread.jsonl", "eval": [{"name": "sums", "path": "unread.jsonl", "samples": 2}]},
         "sampling": {"max_new_tokens": 8},
-        "checkpoint": {"every": None, "every_minutes": None, "asynchronous": False, "keep": {"last": 1, "best": best}},
+        "checkpoint": {"every": None, "every_minutes": None, "keep": {"last": 1, "best": best}},
     }
     config, found = TrainConfig.model_validate(tree), []
     with Recorder(run_dir, MonitoringConfig(), is_main_rank=False) as recorder:
         saver = Checkpointer(config.checkpoint, SavedRun(config, "train", run_dir, {}, "run"), recorder, None)
         for step, value in enumerate(values, 1):
             saver.safe_point(Snapshot(Progress(step=step), {best: value}), due=step == 5, last=False)
+            saver.wait()
             found.append([name.step for name in list_checkpoints(run_dir)])
     return found
 

@@ -67,7 +67,6 @@ def test_a_probe_is_killed_and_goes_on_to_the_bit(shared: World) -> None:
     straight, expected = finished(shared, "probe_straight", *form)
     config = config_of(
         shared, "probe_killed", ONE_RANK, "run.steps=2", *form, "run.resume=auto",
-        "checkpoint.asynchronous=false",
     )  # fmt: skip
     assert live(shared, config, 1, partial(kill_at, "policy update", 2)).code == 75
     assert live(shared, config, 1) == End(0, "")
@@ -88,7 +87,7 @@ def test_a_prompts_history_is_killed_with_its_run_and_goes_on_to_the_bit(shared:
     )
     straight, expected = finished(shared, "tracked_straight", *form)
     config = config_of(
-        shared, "tracked_killed", ONE_RANK, *form, "run.resume=auto", "checkpoint.asynchronous=false",
+        shared, "tracked_killed", ONE_RANK, *form, "run.resume=auto",
     )  # fmt: skip
     assert live(shared, config, 1, partial(kill_at, "policy update", 8)).code == 75
     assert live(shared, config, 1) == End(0, "")
@@ -105,7 +104,6 @@ def test_a_smaller_critic_is_killed_and_goes_on_to_the_bit(shared: World) -> Non
     straight, expected = finished(shared, "small_straight", form)
     config = config_of(
         shared, "small_killed", ONE_RANK, "run.steps=2", form, "run.resume=auto",
-        "checkpoint.asynchronous=false",
     )  # fmt: skip
     assert live(shared, config, 1, partial(kill_at, "policy update", 4)).code == 75
     assert live(shared, config, 1) == End(0, "")
