@@ -1,4 +1,4 @@
-"""docs/ablation.md and its images, from the figures of measured/ alone: tabular, sweep, price and transformer.json.
+"""docs/ablation.md and its images, from the figures of measured/ alone: tabular, sweep, price, forks and transformer.json.
 
     python -m examples.ablation.page
 
@@ -15,7 +15,7 @@ from examples.ablation import transformer_tables as transformer
 from examples.ablation.figures import save_tabular_figure, save_transformer_figure
 from examples.ablation.intervals import Interval, shown
 from examples.ablation.results import Figures, read_figures
-from examples.ablation.tabular.settings import ABOUT, CHOSEN, PRICE_ROWS
+from examples.ablation.tabular.settings import ABOUT, CHOSEN, FORKS_ABOUT, PRICE_ROWS
 from vapo_megatron.config.atomic import atomic_write
 from vapo_megatron.errors import told_in_one_line
 
@@ -40,7 +40,7 @@ QUESTIONS = {
 }
 
 
-def render(tabular: Figures, sweep: Figures, price: Figures, measured: Figures | None) -> str:
+def render(tabular: Figures, sweep: Figures, price: Figures, forks: Figures, measured: Figures | None) -> str:
     """The page as Markdown; without figures of the transformer it says that there are none."""
     environment = Environment(
         loader=FileSystemLoader(HERE),
@@ -59,6 +59,7 @@ def render(tabular: Figures, sweep: Figures, price: Figures, measured: Figures |
     }
     facts |= {"techniques": _techniques(tabular), "table": tabular_table, "budgets": budget_table, "behind": _behind}
     facts |= {"price": price, "price_table": price_table, "price_findings": price_findings}
+    facts |= {"forks": forks, "forks_about": FORKS_ABOUT, "forks_table": forks_table, "forks_finding": forks_finding}
     facts |= {"sweep": sweep, "sweep_table": sweep_table, "questions": QUESTIONS}
     return environment.get_template("ablation.md.j2").render(facts)
 
@@ -154,6 +155,30 @@ def price_findings(price: Figures) -> list[str]:
     ]
 
 
+def forks_table(forks: Figures) -> str:
+    """Every row of the task that a critic should win: area, and by how much vapo_direct is ahead."""
+    lines = ["| | area | accuracy at the end | vapo_direct less this, area |", "|---|---:|---:|---:|"]
+    figures = forks["settings"]["forks"]
+    for row, found in figures["tables"]["tuned"].items():
+        less = _interval(found.get("less_direct"))
+        ahead = shown(None if less is None else Interval(-less.mean, less.half))
+        ends = f"{found['area'][0]:.3f} (x{figures['rates'][row]['best']:g}) | {found['final'][0]:.3f} | {ahead}"
+        lines.append(f"| {PRICE_ROWS[row].title} | {ends} |")
+    return "\n".join(lines)
+
+
+def forks_finding(forks: Figures) -> str:
+    """Whether anything without a critic comes near."""
+    rows = forks["settings"]["forks"]["tables"]["tuned"]
+    best = max((row for row in rows if row != "direct"), key=lambda row: rows[row]["area"][0])
+    less = _interval(rows[best]["less_direct"])
+    assert less is not None
+    title, end = PRICE_ROWS[best].title, f"{rows['direct']['final'][0]:.3f} against {rows[best]['final'][0]:.3f}"
+    if less.excludes_zero and less.mean < 0:
+        return f"Nothing without a critic comes near: the best of them, {title}, ends at {end}."
+    return f"A critic does not win here: the best without one, {title}, ends level or ahead ({end})."
+
+
 def sweep_table(figures: Figures, question: str) -> str:
     """The probes of one question: what was changed, and by how much the first row is ahead of each other."""
     lines = ["| changed | first row | compared with | first less this, final | mean | clipped high, first row |"]
@@ -191,16 +216,16 @@ def write_page(docs: Path, measured: Path = MEASURED) -> Path:
     """Write ablation.md and its images into docs; return the page's path.
 
     Raises:
-        BadInput: measured/tabular.json, sweep.json or price.json is missing.
+        BadInput: measured/tabular.json, sweep.json, price.json or forks.json is missing.
     """
-    tabular, sweep, price = (read_figures(measured / f"{name}.json") for name in ("tabular", "sweep", "price"))
+    tables = [read_figures(measured / f"{name}.json") for name in ("tabular", "sweep", "price", "forks")]
     path = measured / "transformer.json"
     found = read_figures(path) if path.is_file() else None
-    save_tabular_figure(tabular, docs / "images" / "ablation_tabular.png")
+    save_tabular_figure(tables[0], docs / "images" / "ablation_tabular.png")
     if found is not None and transformer.finished(found):
         save_transformer_figure(found, docs / "images" / "ablation.png")
     with atomic_write(docs / "ablation.md") as file:
-        file.write(render(tabular, sweep, price, found))
+        file.write(render(*tables, found))
     return docs / "ablation.md"
 
 

@@ -326,7 +326,7 @@ def test_the_page_says_what_was_not_run_and_what_is_missing(tmp_path: Path) -> N
     config, names = finished_runs(tmp_path, explained=0.1)
     refused = {"steps/seed2/vapo": "its critic explains 0.100 held out, below 0.2"}
     figures = collect(config, tmp_path, names - {"steps/seed2/vapo", "steps/seed2/grpo"}, refused)
-    tables = [read_figures(MEASURED / f"{name}.json") for name in ("tabular", "sweep", "price")]
+    tables = [read_figures(MEASURED / f"{name}.json") for name in ("tabular", "sweep", "price", "forks")]
     page = render(*tables, figures | {"command": "as run"})
     assert "- GRPO: after equally many steps VAPO is ahead in none, behind in none" in page, "one seed has no interval"
     assert "not run: VAPO, seed 2: its critic explains 0.100" in page
@@ -341,6 +341,6 @@ def test_the_page_says_what_was_not_run_and_what_is_missing(tmp_path: Path) -> N
 
 def test_the_page_is_what_the_figures_give() -> None:
     path = MEASURED / "transformer.json"
-    tables = [read_figures(MEASURED / f"{name}.json") for name in ("tabular", "sweep", "price")]
+    tables = [read_figures(MEASURED / f"{name}.json") for name in ("tabular", "sweep", "price", "forks")]
     wanted = render(*tables, read_figures(path) if path.is_file() else None)
     assert (ROOT / "docs" / "ablation.md").read_text() == wanted, "python -m examples.ablation.page writes it anew"
