@@ -1,4 +1,4 @@
-"""docs/ablation.md and its images, from the figures of measured/ alone: tabular, sweep, price, forks and transformer.json.
+"""docs/ablation.md and its images, from the figures of measured/ alone.
 
     python -m examples.ablation.page
 

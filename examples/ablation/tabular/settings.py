@@ -222,8 +222,8 @@ ABOUT = {
     ),
 }
 FORKS_ABOUT = (
-    "Responses of 1,026 or 1,282 tokens in 64 steps. At 32 of the steps a rarely used skill decides right or wrong (2,048 "
-    "skills of each length), far from the end; the reward, paid at the end, is the share of forks that were right. One "
+    "Responses of 1,026 or 1,282 tokens in 64 steps. At 32 of the steps a rarely used skill decides right or wrong "
+    "(2,048 skills of each length), far from the end; the reward, paid at the end, is the share of forks that were right. One "
     "response a prompt, but for the rows with groups of eight. A critic reads how far the response is and how many "
     "forks went wrong so far. Accuracy is the expected share of right forks."
 )
