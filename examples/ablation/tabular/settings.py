@@ -223,9 +223,9 @@ ABOUT = {
 }
 FORKS_ABOUT = (
     "Responses of 1,026 or 1,282 tokens in 64 steps. At 32 of the steps a rarely used skill decides right or wrong "
-    "(2,048 skills of each length), far from the end; the reward, paid at the end, is the share of forks that were right. One "
-    "response a prompt, but for the rows with groups of eight. A critic reads how far the response is and how many "
-    "forks went wrong so far. Accuracy is the expected share of right forks."
+    "(2,048 skills of each length), far from the end; the reward, paid at the end, is the share of forks that were "
+    "right. One response a prompt, but for the rows with groups of eight. A critic reads how far the response is and "
+    "how many forks went wrong so far. Accuracy is the expected share of right forks."
 )
 CHOSEN = (
     "The settings were chosen on seeds 1000 to 1019 and then fixed; seeds 0 to 19 were run once, and once "
