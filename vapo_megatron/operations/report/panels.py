@@ -1,4 +1,4 @@
-"""What the pictures of a run show: panels of curves, the same on curves.png and in report.html."""
+"""What the pictures of a run show: panels of curves, the same in every report."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
