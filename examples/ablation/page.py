@@ -175,8 +175,8 @@ def forks_finding(forks: Figures) -> str:
     assert less is not None
     title, end = PRICE_ROWS[best].title, f"{rows['direct']['final'][0]:.3f} against {rows[best]['final'][0]:.3f}"
     if less.excludes_zero and less.mean < 0:
-        highest = max(found["final"][0] for row, found in rows.items() if row != "direct")
-        return f"No other row comes near: vapo_direct ends at {rows['direct']['final'][0]:.3f}, the best other at {highest:.3f}."
+        final, best_other = rows["direct"]["final"][0], max(rows[row]["final"][0] for row in rows if row != "direct")
+        return f"No other row comes near: vapo_direct ends at {final:.3f}, the best other at {best_other:.3f}."
     return f"A critic does not win here: the best without one, {title}, ends level or ahead ({end})."
 
 
