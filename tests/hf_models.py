@@ -7,29 +7,11 @@ from typing import Any
 import torch
 import transformers
 from safetensors.torch import load_file
-from transformers.modeling_layers import GenericForSequenceClassification, GenericForTokenClassification
-from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoePreTrainedModel
 
 from vapo_megatron.config.model import ActorConfig, LayoutConfig, ModelConfig
 from vapo_megatron.megatron.mesh import Mesh, make_mesh
 from vapo_megatron.megatron.model import build_model, transformer_config
 from vapo_megatron.weights.spec import Head, ModelSpec
-
-
-class Glm4MoeForSequenceClassification(GenericForSequenceClassification, Glm4MoePreTrainedModel):
-    """transformers has no such class of this family; put together as it puts together those of the others."""
-
-
-class Glm4MoeForTokenClassification(GenericForTokenClassification, Glm4MoePreTrainedModel):
-    """Likewise."""
-
-
-for _auto, _class in (
-    (transformers.AutoModelForSequenceClassification, Glm4MoeForSequenceClassification),
-    (transformers.AutoModelForTokenClassification, Glm4MoeForTokenClassification),
-):
-    _auto.register(transformers.Glm4MoeConfig, _class, exist_ok=True)
-    setattr(transformers, _class.__name__, _class)
 
 CLASSES = {
     "qwen2": "Qwen2",
@@ -38,7 +20,6 @@ CLASSES = {
     "llama": "Llama",
     "mistral": "Mistral",
     "phi3": "Phi3",
-    "glm4_moe": "Glm4Moe",
 }
 VOCAB = 131
 SIZES = dict(
@@ -57,16 +38,6 @@ OF_FAMILY: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"head_dim": 8, **EXPERTS},
     "llama": {"head_dim": 8},
     "mistral": {"head_dim": 8},
-    "glm4_moe": {
-        "head_dim": 8,
-        "n_routed_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 24,
-        "routed_scaling_factor": 1.5,
-        "use_qk_norm": True,
-        "attention_bias": True,
-        "num_mtp_layers": 0,
-    },
     "phi3": {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None},
 }
 
@@ -88,9 +59,6 @@ def write_model(
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)
         model.to(dtype)
-        for name, buffer in model.named_buffers():  # which stays in float32, as in published checkpoints
-            if name.endswith("e_score_correction_bias"):
-                buffer.data = torch.randn(buffer.shape) * 0.3
     model.save_pretrained(path, max_shard_size=max_shard_size)
     return path
 

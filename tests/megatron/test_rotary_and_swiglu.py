@@ -31,16 +31,6 @@ def test_each_token_is_turned_by_its_position_in_its_own_sequence(cp: int, rank:
     assert torch.allclose(gradients(found, x), gradients(expected, x), atol=1e-6)
 
 
-def test_fewer_angles_than_channels_turn_the_first_channels_alone() -> None:
-    x = torch.randn(12, 3, 12, generator=torch.Generator().manual_seed(0)).requires_grad_()
-    cu_seqlens = torch.tensor([0, 5, 12], dtype=torch.int32)
-    tables = RotaryTables(INV_FREQ, 1, 0).of(cu_seqlens, torch.float32)
-    expected = torch.cat((rotate(x[..., :8], *tables), x[..., 8:]), -1)
-    found = rotate(x, *tables)
-    assert torch.equal(found, expected)
-    assert torch.equal(gradients(found, x), gradients(expected, x))
-
-
 def test_tables_are_made_once_for_a_micro_batch_and_anew_for_the_next() -> None:
     tables = RotaryTables(INV_FREQ, 1, 0)
     first, second = (torch.tensor([0, n, 10], dtype=torch.int32) for n in (4, 6))

@@ -65,7 +65,7 @@ def test_round_trip_is_bit_identical(
     sources: dict[str, Path], tmp_path: Path, world_size: int, layout: LayoutConfig
 ) -> None:
     if layout.ep > 1:
-        sources = {name: source for name, source in sources.items() if name.startswith(("qwen3_moe", "glm4_moe"))}
+        sources = {name: source for name, source in sources.items() if name.startswith("qwen3_moe")}
     elif world_size > 1:  # a tensor is cut alike in every dtype
         sources = {name: source for name, source in sources.items() if name.endswith(("bfloat16-untied", "32-tied"))}
     run_ranks(world_size, convert, layout, sources, tmp_path)

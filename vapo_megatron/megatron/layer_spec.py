@@ -39,17 +39,14 @@ class _Rotate(torch.autograd.Function):
 
 def _turned(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
     result = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    turned = 2 * cos.shape[-1]
-    result[..., turned:] = x[..., turned:]
-    (real, imaginary), (out_real, out_imaginary) = x[..., :turned].chunk(2, -1), result[..., :turned].chunk(2, -1)
+    (real, imaginary), (out_real, out_imaginary) = x.chunk(2, -1), result.chunk(2, -1)
     torch.mul(real, cos, out=out_real).addcmul_(imaginary, sin, value=-sign)
     torch.mul(imaginary, cos, out=out_imaginary).addcmul_(real, sin, value=sign)
     return result
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn x [t, heads, d], whose halves are real and imaginary parts, by angles given as cos and sin [t, 1, d / 2].
-    Where they are fewer, the first channels alone are turned."""
+    """Turn x [t, heads, d], whose halves are real and imaginary parts, by angles given as cos and sin [t, 1, d / 2]."""
     turned: Tensor = _Rotate.apply(x, cos, sin)
     return turned
 

@@ -85,7 +85,7 @@ def check_model_layout(spec: ModelSpec, layout: LayoutConfig, name: str) -> None
         ("attention heads", spec.num_heads),
         ("key-value heads", spec.num_kv_heads),
         # Experts are whole on their ranks.
-        *(("MLP columns", size) for size in spec.mlp_sizes),
+        ("MLP columns", 0 if spec.num_experts else spec.ffn_size),
     ):
         if count % layout.tp:
             raise BadInput(f"{name}.layout.tp={layout.tp} does not divide the model's {count} {part}: choose a divisor")
@@ -94,14 +94,6 @@ def check_model_layout(spec: ModelSpec, layout: LayoutConfig, name: str) -> None
         raise BadInput(
             f"{name}.layout: pp {layout.pp} x vpp {layout.vpp or 1} = {stages} stages do not divide the model's "
             f"{spec.num_layers} layers: choose a divisor"
-        )
-    # Megatron's distributed optimizer cannot save a rank without experts of a model that has some. Of all ranks' last
-    # layers the first rank's comes first.
-    last_of_first = spec.num_layers // stages * (stages - layout.pp + 1)
-    if spec.num_experts and last_of_first <= spec.dense_layers:
-        raise BadInput(
-            f"{name}.layout: pp {layout.pp} x vpp {layout.vpp or 1} gives the first stage none but the model's "
-            f"{spec.dense_layers} layers without experts, and Megatron cannot save that: choose a smaller pp, or vpp"
         )
     if layout.ep > 1 and not spec.num_experts:
         raise BadInput(f"{name}.layout.ep={layout.ep}: a {spec.family} model has no experts, leave ep out")

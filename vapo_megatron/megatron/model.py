@@ -14,7 +14,6 @@ from megatron.core.pipeline_parallel.utils import (
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
 
 from vapo_megatron.config.model import ModelConfig, TrainableConfig
@@ -23,7 +22,6 @@ from vapo_megatron.megatron.heads import LogProbHead, ValueHead
 from vapo_megatron.megatron.layer_spec import RotaryTables, SDPACoreAttention, layer_spec, uses_transformer_engine
 from vapo_megatron.megatron.mesh import Mesh
 from vapo_megatron.megatron.moe import (
-    add_expert_biases,
     complete_megatron,
     install_router_replay,
     mark_experts,
@@ -147,7 +145,6 @@ def build_model(
     complete_megatron()
     fused = uses_transformer_engine(attention, current_platform())
     layer, norm = layer_spec(spec.qk_norm, fused, spec.num_experts, adapters)
-    dense, _ = layer_spec(spec.qk_norm, fused, adapters=adapters)
     vpp = config.virtual_pipeline_model_parallel_size
     chunks = []
     for index in range(vpp or 1):
@@ -155,11 +152,9 @@ def build_model(
         first = is_vp_first_stage(stage, vpp) and is_pp_first_stage(mesh.pg.pp)
         last = is_vp_last_stage(stage, vpp) and is_pp_last_stage(mesh.pg.pp)
         count = get_num_layers_to_build(config, vp_stage=stage, pp_rank=mesh.pp_rank)
-        before = get_transformer_layer_offset(config, vp_stage=stage, pp_rank=mesh.pp_rank)
-        layers = [dense if before + i < spec.dense_layers else layer for i in range(count)]
         model = GPTModel(
             config=config,
-            transformer_layer_spec=TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm),
+            transformer_layer_spec=TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=norm),
             vocab_size=spec.padded_vocab_size(mesh.tp_size),
             max_sequence_length=spec.max_position_embeddings,
             pre_process=first,
@@ -167,7 +162,6 @@ def build_model(
             parallel_output=True,
             position_embedding_type="rope" if fused else "none",
             rotary_base=spec.rope_theta,
-            rotary_percent=spec.partial_rotary,
             share_embeddings_and_output_weights=spec.tied and head == "lm",
             vp_stage=stage,
             pg_collection=mesh.pg,
@@ -183,8 +177,6 @@ def build_model(
         elif last:
             LogProbHead.adopt(model.output_layer, spec.vocab_size, logprob_chunk)
         mark_experts(model)
-        if spec.table.sigmoid_router:
-            add_expert_biases(model)
         install_router_replay(model)
         chunks.append(model.to(current_platform().device))
     return chunks

@@ -16,9 +16,8 @@ from typing import Any
 import torch
 from megatron.core.tensor_parallel import layers
 from megatron.core.transformer.moe import moe_utils, token_dispatcher
-from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
-from torch.nn import Module, Parameter
+from torch.nn import Module
 
 from vapo_megatron.config.model import LayoutConfig
 from vapo_megatron.errors import RunFailed
@@ -29,20 +28,12 @@ from vapo_megatron.weights.spec import ModelSpec
 def moe_settings(spec: ModelSpec, layout: LayoutConfig, grouped: bool) -> dict[str, Any]:
     """Fields of TransformerConfig for a model with experts.
 
-    No auxiliary loss, no change of expert biases and no dropped tokens: what is trained is what the engines sample
+    No auxiliary loss and no dropped tokens: what is trained is what the engines sample
     from. Logits and weights of the router are float32, as small differences choose other experts. Weights that are not
     normalised (norm_topk_prob false) are the softmax over all experts (moe_router_pre_softmax), else over the chosen.
 
     grouped: one grouped matrix product for all experts of a rank (Transformer Engine) rather than one each.
     """
-    sigmoid: dict[str, Any] = {
-        "moe_router_pre_softmax": False,
-        "moe_router_score_function": "sigmoid",
-        "moe_router_topk_scaling_factor": spec.routed_scaling,
-        "moe_shared_expert_intermediate_size": spec.shared_ffn_size,
-    }
-    # A list has Megatron save each layer under a key of its own.
-    mixed = [int(spec.has_experts(layer)) for layer in range(spec.num_layers)]
     return {
         "num_moe_experts": spec.num_experts,
         "moe_ffn_hidden_size": spec.expert_ffn_size,
@@ -54,19 +45,7 @@ def moe_settings(spec: ModelSpec, layout: LayoutConfig, grouped: bool) -> dict[s
         "moe_grouped_gemm": grouped,
         "expert_model_parallel_size": layout.ep,
         "expert_tensor_parallel_size": 1,
-        **(sigmoid if spec.table.sigmoid_router else {}),
-        **({"moe_layer_freq": mixed} if spec.dense_layers else {}),
     }
-
-
-def add_expert_biases(model: Module) -> None:
-    """Give each router the bias that its experts are chosen by, float32 and not trained. Megatron has a buffer for
-    it, which it moves after every step. Here it stays what the checkpoint has, and a parameter is loaded, synced,
-    offloaded and saved as every other."""
-    for module in model.modules():
-        if isinstance(module, TopKRouter):
-            bias = torch.zeros(module.num_experts, dtype=torch.float32, device=module.weight.device)
-            module.expert_bias = Parameter(bias, requires_grad=False)
 
 
 def mark_experts(model: Module) -> None:

@@ -94,8 +94,9 @@ def _check_shapes(spec: ModelSpec, layout: LayoutConfig, precision: PrecisionCon
         ("hidden size", spec.hidden_size),
         ("attention columns a rank", spec.num_heads * spec.head_dim // layout.tp),
         ("key and value columns a rank", 2 * spec.num_kv_heads * spec.head_dim // layout.tp),
-        *(("MLP columns a rank", size // layout.tp) for size in spec.mlp_sizes),
-        *([("expert columns", spec.expert_ffn_size)] if spec.num_experts else []),
+        ("expert columns", spec.expert_ffn_size)
+        if spec.num_experts
+        else ("MLP columns a rank", spec.ffn_size // layout.tp),
     ):
         if size % 16:
             raise BadInput(f"{key}: the model's {part}, {size}, are no multiple of 16: set fp8=none, or lower tp")

@@ -19,7 +19,7 @@ from vapo_megatron.weights.adapters import adapter_entries, base_identity, merge
 from vapo_megatron.weights.bucket import batches
 from vapo_megatron.weights.hf_files import HFTensors
 from vapo_megatron.weights.hf_writer import carried_files, exported_config, hf_writer, new_directory
-from vapo_megatron.weights.load import checked_names, left_out_layers, new_head, score_names
+from vapo_megatron.weights.load import checked_names, new_head, score_names
 from vapo_megatron.weights.mapping import Entry, entries
 from vapo_megatron.weights.model_files import read_config
 from vapo_megatron.weights.rules import Vocabulary
@@ -40,19 +40,17 @@ BeginStage = Callable[[str, int], Advance]
 
 @dataclass(frozen=True)
 class Converted:
-    """What was made: parameters, their bytes, files of weights, and a line on layers that were left out."""
+    """What was made: parameters, their bytes, files of weights."""
 
     parameters: int
     nbytes: int
     files: int
-    left_out: str = ""
 
     @property
     def described(self) -> str:
         """For the person who asked for it."""
-        left_out = f"\n{self.left_out}" if self.left_out else ""
         size = f"{self.parameters:,} parameters, {self.nbytes / 2**30:.2f} GiB"
-        return f"{size} in {self.files} file{'s' if self.files > 1 else ''}{left_out}"
+        return f"{size} in {self.files} file{'s' if self.files > 1 else ''}"
 
 
 def hf_to_megatron(
@@ -103,7 +101,7 @@ def hf_to_megatron(
             raise cannot_write(out, error) from None
         base = None if adapters is None else (base_identity(hf_dir), adapters.config)
         write_model_card(folder, spec, head, hf_dir, str(source.dtype(model[0])).removeprefix("torch."), base)
-    return Converted(sum(entry.rule.count(spec) for entry in model), total, len(parts), source.left_out)
+    return Converted(sum(entry.rule.count(spec) for entry in model), total, len(parts))
 
 
 def megatron_to_hf(
@@ -143,7 +141,7 @@ def megatron_to_hf(
 
     def dtype_of(entry: Entry) -> torch.dtype:
         held = reader.dtype(place_of(entry, spec).key) if source is None else source.dtype(entry)
-        return entry.rule.cast(dtype, held)
+        return dtype or held
 
     def whole(entry: Entry) -> list[Tensor]:
         if source is None or card.adapter is None:
@@ -190,11 +188,10 @@ class HFSource:
         self._tensors = HFTensors(hf_dir)
         value_head: Literal["new", "saved"] = "saved" if head == "value" and score_names(self._tensors) else "new"
         self._names = checked_names(self._tensors, spec, head, value_head)
-        self.left_out = left_out_layers(self._tensors, spec)
         self.entries = entries(spec, head)
         self._dtypes: dict[str, torch.dtype] = {}
         for entry in self.entries:
-            for kept in {entry.rule.cast(dtype, self._dtype(name)) for name in entry.hf}:
+            for kept in {dtype or self._dtype(name) for name in entry.hf}:
                 key = place_of(entry, spec).key
                 if self._dtypes.setdefault(key, kept) != kept:
                     raise BadInput(
@@ -231,7 +228,7 @@ class PeftSource(HFSource):
     """Of a PEFT directory its adapters."""
 
     def __init__(self, folder: Path, spec: ModelSpec, dtype: torch.dtype | None) -> None:
-        self.spec, self.left_out = spec, ""
+        self.spec = spec
         self.config, self._halves = read_peft(folder, spec)
         self.entries, self._cast = adapter_entries(spec, self.config), dtype
 

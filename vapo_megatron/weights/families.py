@@ -7,7 +7,6 @@ from typing import Any
 
 from vapo_megatron.weights.rules import (
     QKV,
-    ExactVector,
     ExpertGateUp,
     FusedGateUp,
     FusedQKV,
@@ -71,26 +70,18 @@ class Family:
     Attributes:
         model_type: as config.json names it.
         classes: what transformers' class names of the family begin with.
-        layer: rules of a transformer layer, relative to it; ModelSpec.layer_rules says which of them a model has.
-        qkv_bias, qk_norm: whether projections have biases, and queries and keys norms; None: config.json says.
+        layer: rules of a transformer layer, relative to it, its experts' aside.
+        qkv_bias, qk_norm: whether projections have biases, and queries and keys norms.
         expert: rules of each expert, where the MLP is a mixture of experts; they do not say which expert.
-        dense_layer: rules of the first layers of a model with experts, where these have none.
-        sigmoid_router: whether experts are chosen by the sigmoid of their score and a bias of each, not by softmax.
-        partial_rotary: whether the rotary embedding may turn a part of a head's channels.
-        predicts_ahead: whether layers for multi-token prediction may follow in the files, which are left out.
         defaults: what transformers assumes where config.json lacks a key.
     """
 
     model_type: str
     classes: str
     layer: tuple[Rule, ...]
-    qkv_bias: bool | None = False
-    qk_norm: bool | None = False
+    qkv_bias: bool = False
+    qk_norm: bool = False
     expert: tuple[Rule, ...] = ()
-    dense_layer: tuple[Rule, ...] = ()
-    sigmoid_router: bool = False
-    partial_rotary: bool = False
-    predicts_ahead: bool = False
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -131,46 +122,6 @@ QWEN3_MOE = Family(
     defaults={"num_key_value_heads": 4, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
 )
 
-# GLM-4.5, 4.6 and 4.7: experts chosen by a sigmoid and a bias, one that all tokens share, dense layers before them.
-_GLM_ATTENTION = (INPUT_NORM, QKV_WEIGHT, QKV_BIAS, QUERY_NORM, KEY_NORM, OUTPUT_PROJECTION, MLP_NORM)
-_GLM_SHARED = LAYER + "mlp.shared_experts."
-
-GLM4_MOE = Family(
-    model_type="glm4_moe",
-    classes="Glm4Moe",
-    layer=(
-        *_GLM_ATTENTION,
-        ROUTER,
-        ExactVector("mlp.router.expert_bias", (LAYER + "mlp.gate.e_score_correction_bias",), ("num_experts",)),
-        GateUp(
-            "mlp.shared_experts.linear_fc1.weight",
-            (_GLM_SHARED + "gate_proj.weight", _GLM_SHARED + "up_proj.weight"),
-            ("shared_ffn_size", "hidden_size"),
-        ),
-        Row(
-            "mlp.shared_experts.linear_fc2.weight",
-            (_GLM_SHARED + "down_proj.weight",),
-            ("hidden_size", "shared_ffn_size"),
-        ),
-    ),
-    dense_layer=(*_GLM_ATTENTION, *GATED_MLP),
-    expert=GATED_EXPERT,
-    qkv_bias=None,
-    qk_norm=None,
-    sigmoid_router=True,
-    partial_rotary=True,
-    predicts_ahead=True,
-    defaults={
-        "rms_norm_eps": 1e-5,
-        "partial_rotary_factor": 0.5,
-        "num_key_value_heads": 8,
-        "num_experts_per_tok": 8,
-        "norm_topk_prob": True,
-        "first_k_dense_replace": 1,
-        "n_shared_experts": 1,
-    },
-)
-
 # Llama 2 and 3.x.
 LLAMA = Family(
     model_type="llama", classes="Llama", layer=(INPUT_NORM, QKV_WEIGHT, OUTPUT_PROJECTION, MLP_NORM, *GATED_MLP)
@@ -199,6 +150,4 @@ PHI3 = Family(
     defaults={"rms_norm_eps": 1e-5, "use_sliding_window": True},
 )
 
-FAMILIES: dict[str, Family] = {
-    family.model_type: family for family in (QWEN2, QWEN3, QWEN3_MOE, GLM4_MOE, LLAMA, MISTRAL, PHI3)
-}
+FAMILIES: dict[str, Family] = {family.model_type: family for family in (QWEN2, QWEN3, QWEN3_MOE, LLAMA, MISTRAL, PHI3)}

@@ -24,7 +24,7 @@ SCALE_SUFFIX = "_scale_inv"
 
 # Linear layers of the transformer. Embeddings, output layer, router, norms and biases stay as they are.
 _QUANTIZED = re.compile(
-    r"model\.layers\.(?P<layer>\d+)\.(self_attn\.[qkvo]_proj|mlp\.(experts\.\d+\.|shared_experts\.)?(gate|up|down)_proj)\.weight"
+    r"model\.layers\.(?P<layer>\d+)\.(self_attn\.[qkvo]_proj|mlp\.(experts\.\d+\.)?(gate|up|down)_proj)\.weight"
 )
 
 
@@ -100,8 +100,9 @@ def check_blocks(
         ("queries", spec.query_size, attention_tp),
         # Fewer heads than ranks are copied.
         ("keys", max(spec.kv_size, spec.head_dim * attention_tp), attention_tp),
-        *(("feed-forward", size, engine_tp) for size in spec.mlp_sizes),
-        *([("feed-forward", spec.expert_ffn_size, expert_tp or engine_tp)] if spec.num_experts else []),
+        ("feed-forward", spec.expert_ffn_size, expert_tp or engine_tp)
+        if spec.num_experts
+        else ("feed-forward", spec.ffn_size, engine_tp),
     ):
         if size % (BLOCK * ranks):
             raise BadInput(

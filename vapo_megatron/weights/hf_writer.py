@@ -159,9 +159,6 @@ def exported_config(source: dict[str, Any], spec: ModelSpec, head: Head, dtype: 
     table = spec.table
     config["architectures"] = [table.causal_lm if head == "lm" else table.token_classification]
     config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(dtype).removeprefix("torch.")
-    for key in ("num_nextn_predict_layers", "num_mtp_layers"):
-        if key in config:
-            config[key] = 0  # layers that predict further tokens are left out
     for key in ("id2label", "label2id", "num_labels", "problem_type"):
         config.pop(key, None)
     if head == "value":

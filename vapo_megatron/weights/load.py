@@ -1,6 +1,5 @@
 """Filling Megatron shards from a Hugging Face directory, at any tensor- and pipeline-parallel layout."""
 
-import logging
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,8 +15,6 @@ from vapo_megatron.weights.hf_files import HFTensors
 from vapo_megatron.weights.mapping import Entry, MeshView, entries, local_parameters
 from vapo_megatron.weights.model_files import read_config
 from vapo_megatron.weights.spec import Head, ModelSpec
-
-_logger = logging.getLogger(__name__)
 
 SCORE_WEIGHT, SCORE_BIAS = VALUE_HEAD_WEIGHT.hf[0], VALUE_HEAD_BIAS.hf[0]
 
@@ -68,28 +65,8 @@ def load_hf(
 
 
 def check_weights(hf_dir: Path, spec: ModelSpec, head: Head, *, value_head: Literal["new", "saved"] = "new") -> None:
-    """Raises BadInput for all that load_hf would; reads the headers of the files alone. Logs what it leaves out."""
-    tensors = HFTensors(hf_dir)
-    checked_names(tensors, spec, head, value_head)
-    if left_out := left_out_layers(tensors, spec):
-        _logger.warning("%s: %s", hf_dir, left_out)
-
-
-def left_out_layers(tensors: HFTensors, spec: ModelSpec) -> str:
-    """One line on the layers in the files that predict further tokens; nothing where there are none."""
-    names = _ahead(tensors, spec)
-    if not names:
-        return ""
-    first = ".".join(min(names).split(".")[:3])
-    return f"{first}.* ({len(names)} tensors for multi-token prediction) are not read, trained, synced or exported"
-
-
-def _ahead(tensors: HFTensors, spec: ModelSpec) -> set[str]:
-    """Names of tensors that belong to layers after the model's last."""
-    if not spec.table.predicts_ahead:
-        return set()
-    layers = ((name, re.match(r"model\.layers\.(\d+)\.", name)) for name in tensors.names)
-    return {name for name, layer in layers if layer is not None and int(layer[1]) >= spec.num_layers}
+    """Raises BadInput for all that load_hf would; reads the headers of the files alone."""
+    checked_names(HFTensors(hf_dir), spec, head, value_head)
 
 
 def checked_names(
@@ -116,7 +93,7 @@ def checked_names(
         )
     optional = [re.escape(LM_HEAD.hf[0])] if head == "value" or spec.tied else []
     ignored = re.compile("|".join((*optional, IGNORED)))
-    unread = present - set(names.values()) - _ahead(tensors, spec)
+    unread = present - set(names.values())
     extra = sorted(name for name in unread if not ignored.fullmatch(name))
     if extra:
         kind = "score" if head == "value" and value_head == "saved" else "language-model"

@@ -57,9 +57,8 @@ def entries(spec: ModelSpec, head: Head) -> list[Entry]:
 
 
 def _layer_entries(spec: ModelSpec, layer: int) -> list[Entry]:
-    count = spec.num_experts if spec.has_experts(layer) else 0
-    experts = [Entry(rule, layer, expert) for expert in range(count) for rule in spec.table.expert]
-    return [*(Entry(rule, layer) for rule in spec.layer_rules(layer)), *experts]
+    experts = [Entry(rule, layer, expert) for expert in range(spec.num_experts) for rule in spec.table.expert]
+    return [*(Entry(rule, layer) for rule in spec.table.layer), *experts]
 
 
 def local_parameters(

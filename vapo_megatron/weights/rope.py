@@ -45,6 +45,9 @@ def read_rope(config: Mapping[str, Any], path: str) -> tuple[float, RopeScaling 
         raise BadInput(f"{path}: rope_parameters is {parameters!r}, expected an object such as {{'rope_theta': 1e6}}")
     if isinstance(parameters.get("full_attention"), Mapping):
         parameters = parameters["full_attention"]
+    share = parameters.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
+    if share != 1:
+        raise BadInput(f"{path}: partial_rotary_factor is {share!r}, expected 1.0: choose another checkpoint")
     kind = parameters.get("rope_type") or parameters.get("type") or "default"
     if kind not in SUPPORTED:
         raise BadInput(
@@ -76,23 +79,6 @@ def read_rope(config: Mapping[str, Any], path: str) -> tuple[float, RopeScaling 
         beta_slow=number("beta_slow", 1.0),
         truncate=bool(parameters.get("truncate", True)),
     )
-
-
-def partial_rotary(config: Mapping[str, Any], allowed: bool, head_dim: int, path: str) -> float:
-    """Share of a head's channels that are turned, in either spelling. Raises BadInput where it is no share, is below
-    1 and the family does not allow it, or gives no even number of channels."""
-    parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    share = parameters.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
-    if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
-        raise BadInput(f"{path}: partial_rotary_factor is {share!r}, expected a number above 0 and up to 1")
-    if share != 1 and not allowed:
-        raise BadInput(f"{path}: partial_rotary_factor is {share}, expected 1.0: choose another checkpoint")
-    if int(head_dim * share) % 2 or not int(head_dim * share):
-        raise BadInput(
-            f"{path}: partial_rotary_factor {share} of head_dim {head_dim} is {int(head_dim * share)} channels, "
-            "expected an even number"
-        )
-    return float(share)
 
 
 def inverse_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> Tensor:

@@ -90,10 +90,6 @@ class Rule:
         for target, share in zip(targets, shares, strict=True):
             target.copy_(share)
 
-    def cast(self, asked: torch.dtype | None, held: torch.dtype) -> torch.dtype:
-        """The dtype in which a parameter held in `held` is written where `asked` is asked for (None: no other)."""
-        return asked or held
-
     def count(self, spec: "ModelSpec") -> int:
         """Parameters of the Hugging Face tensors."""
         return sum(math.prod(shape) for shape in self.hf_shapes(spec))
@@ -120,15 +116,6 @@ class Replicated(Rule):
     """Whole on every tensor-parallel rank: norms, the router, the value head, the way back out of an expert's MLP."""
 
     cut = None
-
-
-@dataclass(frozen=True)
-class ExactVector(Replicated):
-    """Numbers that small differences of make other choices: never cast."""
-
-    @override
-    def cast(self, asked: torch.dtype | None, held: torch.dtype) -> torch.dtype:
-        return held
 
 
 @dataclass(frozen=True)

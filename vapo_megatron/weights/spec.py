@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError
+from pydantic import BaseModel, ConfigDict, PositiveFloat, PositiveInt, ValidationError
 from torch import Tensor
 
 from vapo_megatron.config.base import nearest
@@ -14,16 +14,13 @@ from vapo_megatron.weights.families import (
     EMBEDDING,
     FAMILIES,
     FINAL_NORM,
-    KEY_NORM,
     LM_HEAD,
-    QKV_BIAS,
-    QUERY_NORM,
     VALUE_HEAD_BIAS,
     VALUE_HEAD_WEIGHT,
     Family,
 )
 from vapo_megatron.weights.model_files import read_config
-from vapo_megatron.weights.rope import RopeScaling, inverse_frequencies, partial_rotary, read_rope
+from vapo_megatron.weights.rope import RopeScaling, inverse_frequencies, read_rope
 from vapo_megatron.weights.rules import Rule
 
 Head = Literal["lm", "value"]
@@ -31,12 +28,12 @@ Head = Literal["lm", "value"]
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A decoder-only transformer, dense or with a mixture of experts in every layer but perhaps the first.
+    """A decoder-only transformer, dense or with a mixture of experts in every layer.
 
     Attributes:
         family: config.json's model_type, a key of FAMILIES.
         num_kv_heads: key-value heads (query groups).
-        ffn_size: width of the gated MLP of a dense layer; unused where all have experts.
+        ffn_size: width of a dense model's gated MLP.
         vocab_size: words, padding rows aside.
         tied: whether the language-model head is the word embedding.
         max_position_embeddings: longest input for which full attention is what the model computes: at most its window.
@@ -45,10 +42,7 @@ class ModelSpec:
         value_outputs: of a value model's head: 1, or the bins of a histogram over values.
         num_experts, experts_per_token: experts of a layer (0: dense), and how many of them a token goes through.
         norm_topk_prob: whether the weights of a token's experts are scaled to sum up to 1.
-        dense_layers: how many of the first layers have no experts, of a model that has some.
-        expert_ffn_size, shared_ffn_size: widths of the gated MLPs of an expert, and of what all tokens share beside.
-        routed_scaling: what the weights of a token's experts are multiplied with after that.
-        partial_rotary: share of a head's channels, the first, that the rotary embedding turns.
+        expert_ffn_size: width of an expert's gated MLP.
     """
 
     family: str
@@ -73,10 +67,6 @@ class ModelSpec:
     experts_per_token: int = 0
     expert_ffn_size: int = 0
     norm_topk_prob: bool = False
-    dense_layers: int = 0
-    shared_ffn_size: int = 0
-    routed_scaling: float = 1.0
-    partial_rotary: float = 1.0
 
     @property
     def table(self) -> Family:
@@ -108,36 +98,14 @@ class ModelSpec:
         return self.padded_vocab_size(tp_size) // tp_size
 
     def rope_inv_freq(self) -> Tensor:
-        """Inverse frequencies of the rotary embedding, scaling included, float32, one for two turned channels."""
-        return inverse_frequencies(int(self.head_dim * self.partial_rotary), self.rope_theta, self.rope_scaling)
+        """Inverse frequencies of the rotary embedding, scaling included, float32, one for two channels."""
+        return inverse_frequencies(self.head_dim, self.rope_theta, self.rope_scaling)
 
     @property
     def softmax_scale(self) -> float:
         """Of attention scores: 1 / sqrt(head_dim), and YaRN's factor once for queries and once for keys."""
         stretch = 1.0 if self.rope_scaling is None else self.rope_scaling.attention_factor
         return stretch**2 * self.head_dim**-0.5
-
-    def has_experts(self, layer: int) -> bool:
-        """Whether a layer's MLP is a mixture of experts."""
-        return bool(self.num_experts) and layer >= self.dense_layers
-
-    @property
-    def mlp_sizes(self) -> tuple[int, ...]:
-        """Widths of the gated MLPs that tensor parallelism cuts: of dense layers, and of what experts share."""
-        dense = self.ffn_size if self.dense_layers or not self.num_experts else 0
-        return tuple(size for size in (dense, self.shared_ffn_size) if size)
-
-    def layer_rules(self, layer: int) -> tuple[Rule, ...]:
-        """Rules of a layer, its experts' aside."""
-        absent = (*(() if self.qkv_bias else (QKV_BIAS,)), *(() if self.qk_norm else (QUERY_NORM, KEY_NORM)))
-        rules = self.table.dense_layer if layer < self.dense_layers else self.table.layer
-        return tuple(rule for rule in rules if rule not in absent)
-
-    @property
-    def layer_kinds(self) -> tuple[tuple[int, tuple[Rule, ...]], ...]:
-        """How many layers there are of each kind, dense ones before experts first, and their rules."""
-        kinds = (self.dense_layers, 0), (self.num_layers - self.dense_layers, self.num_layers - 1)
-        return tuple((count, self.layer_rules(layer)) for count, layer in kinds)
 
     def head_rules(self, head: Head) -> tuple[Rule, ...]:
         """Rules of the output layer's own parameters: none where a language model's is tied."""
@@ -156,8 +124,8 @@ class ModelSpec:
     def _parameter_count(self, head: Head, experts: int) -> int:
         once = sum(rule.count(self) for rule in (EMBEDDING, FINAL_NORM, *self.head_rules(head)))
         expert = sum(rule.count(self) for rule in self.table.expert)
-        layers = sum(count * sum(rule.count(self) for rule in rules) for count, rules in self.layer_kinds)
-        return layers + (self.num_layers - self.dense_layers) * experts * expert + once
+        layer = sum(rule.count(self) for rule in self.table.layer)
+        return self.num_layers * (layer + experts * expert) + once
 
 
 class _HFConfig(BaseModel):
@@ -182,12 +150,6 @@ class _HFConfig(BaseModel):
     sliding_window: PositiveInt | None = None
     num_experts: PositiveInt | None = None
     num_local_experts: PositiveInt | None = None
-    n_routed_experts: PositiveInt | None = None
-    n_shared_experts: NonNegativeInt = 0
-    first_k_dense_replace: NonNegativeInt = 0
-    routed_scaling_factor: PositiveFloat = 1.0
-    n_group: PositiveInt = 1
-    use_qk_norm: bool = False
     num_experts_per_tok: PositiveInt = 1
     moe_intermediate_size: PositiveInt | None = None
     norm_topk_prob: bool = False
@@ -233,8 +195,8 @@ def read_spec(hf_dir: Path, *, vocab_divisible_by: int = 1, value_outputs: int =
         ffn_size=hf.intermediate_size,
         vocab_size=hf.vocab_size,
         tied=hf.tie_word_embeddings,
-        qkv_bias=hf.attention_bias if family.qkv_bias is None else family.qkv_bias,
-        qk_norm=hf.use_qk_norm if family.qk_norm is None else family.qk_norm,
+        qkv_bias=family.qkv_bias,
+        qk_norm=family.qk_norm,
         rms_norm_eps=hf.rms_norm_eps,
         rope_theta=theta,
         rope_scaling=scaling,
@@ -242,8 +204,7 @@ def read_spec(hf_dir: Path, *, vocab_divisible_by: int = 1, value_outputs: int =
         dtype=_dtype(hf, path),
         vocab_divisible_by=vocab_divisible_by,
         value_outputs=value_outputs,
-        partial_rotary=partial_rotary({**family.defaults, **config}, family.partial_rotary, head_dim, str(path)),
-        **(_experts(hf, family, path) if family.expert else {}),
+        **(_experts(hf, path) if family.expert else {}),
     )
 
 
@@ -258,7 +219,7 @@ def _family(model_type: Any, path: Path) -> Family:
 def _check_representable(hf: _HFConfig, family: Family, path: Path) -> None:
     for key, value, expected in (
         ("hidden_act", hf.hidden_act, "silu"),
-        ("attention_bias", hf.attention_bias and family.qkv_bias is False, False),
+        ("attention_bias", hf.attention_bias and not family.qkv_bias, False),
         ("mlp_bias", hf.mlp_bias, False),
     ):
         if value != expected:
@@ -272,25 +233,19 @@ def _check_representable(hf: _HFConfig, family: Family, path: Path) -> None:
         )
 
 
-def _experts(hf: _HFConfig, family: Family, path: Path) -> dict[str, Any]:
+def _experts(hf: _HFConfig, path: Path) -> dict[str, Any]:
     """The spec's fields of a mixture of experts. transformers 5 calls their number num_local_experts."""
-    sigmoid = family.sigmoid_router
-    count = hf.n_routed_experts if sigmoid else hf.num_experts or hf.num_local_experts
-    chosen, dense = hf.num_experts_per_tok, hf.first_k_dense_replace
+    count, chosen = hf.num_experts or hf.num_local_experts, hf.num_experts_per_tok
     if count is None or hf.moe_intermediate_size is None:
-        key = ("n_routed_experts" if sigmoid else "num_experts") if count is None else "moe_intermediate_size"
+        key = "num_experts" if count is None else "moe_intermediate_size"
         raise BadInput(f"{path}: {key} is missing, expected a positive number for a model with experts")
-    every = "every layer must have experts"
-    for key, value, expected, fits in (
-        ("decoder_sparse_step", hf.decoder_sparse_step, f"1: {every}", hf.decoder_sparse_step == 1),
-        ("mlp_only_layers", hf.mlp_only_layers, f"[]: {every}", not hf.mlp_only_layers),
-        ("n_group", hf.n_group, "1: Megatron and transformers choose groups of experts differently", hf.n_group == 1),
-        ("norm_topk_prob", hf.norm_topk_prob, "true: Megatron always normalises them", hf.norm_topk_prob),
-        ("n_shared_experts", hf.n_shared_experts, "at least 1", hf.n_shared_experts > 0),
-        ("first_k_dense_replace", dense, f"less than the {hf.num_hidden_layers} layers", dense < hf.num_hidden_layers),
+    for key, value, expected in (
+        ("decoder_sparse_step", hf.decoder_sparse_step, 1),
+        ("mlp_only_layers", hf.mlp_only_layers or [], []),
     ):
-        if not fits and (sigmoid or key in ("decoder_sparse_step", "mlp_only_layers")):
-            raise BadInput(f"{path}: {key} is {value}, expected {expected}; choose another checkpoint")
+        if value != expected:
+            expectation = f"expected {expected}: every layer must have experts; choose another checkpoint"
+            raise BadInput(f"{path}: {key} is {value}, {expectation}")
     if chosen > count:
         raise BadInput(f"{path}: num_experts_per_tok is {chosen}, expected at most the {count} experts")
     if chosen == 1 and hf.norm_topk_prob:
@@ -303,9 +258,6 @@ def _experts(hf: _HFConfig, family: Family, path: Path) -> dict[str, Any]:
         "experts_per_token": chosen,
         "expert_ffn_size": hf.moe_intermediate_size,
         "norm_topk_prob": hf.norm_topk_prob,
-        "dense_layers": dense if family.dense_layer else 0,
-        "shared_ffn_size": hf.n_shared_experts * hf.moe_intermediate_size if sigmoid else 0,
-        "routed_scaling": hf.routed_scaling_factor if sigmoid else 1.0,
     }
 
 

@@ -4,7 +4,7 @@ The format is torch.distributed.checkpoint's, and so are reader and writer; only
 tensors are made when their turn comes.
 
 Megatron stacks layers of one kind: the parameters of all layers are one tensor with the layer as first axis; those of
-experts have the expert as second. Layers of two kinds (dense ones before those with experts) have a key each. Keys
+experts have the expert as second. Keys
 carry the names of Transformer Engine's fused layers whatever the layers are
 (TransformerLayerSubmodules.sharded_state_dict_keys_map). tests/weights/test_saved_keys.py compares this with the
 sharded_state_dict of live models.
@@ -70,18 +70,12 @@ def place_of(entry: Entry, spec: ModelSpec) -> Place:
         return Place(name, (), shape, shape)
     if ADAPTER in name:
         return Place(f"{LAYERS}{entry.layer}.{name}", (), shape, shape)
-    stacked: tuple[int, ...] = ()
-    full: tuple[int, ...] = ()
-    if spec.dense_layers:
-        layers = f"{LAYERS}{entry.layer}."
-    else:
-        stacked, full, layers = (entry.layer,), (spec.num_layers,), LAYERS
     if entry.expert is not None:
-        key = f"{layers}{_EXPERTS}experts.{name.removeprefix(_EXPERTS)}"
-        return Place(key, (*stacked, entry.expert), shape, (*full, spec.num_experts, *shape))
-    if not (spec.has_experts(entry.layer) and name == _NORM_BEFORE_EXPERTS):
+        key = f"{LAYERS}{_EXPERTS}experts.{name.removeprefix(_EXPERTS)}"
+        return Place(key, (entry.layer, entry.expert), shape, (spec.num_layers, spec.num_experts, *shape))
+    if not (spec.num_experts and name == _NORM_BEFORE_EXPERTS):
         name = _FUSED.get(name, name)
-    return Place(layers + name, stacked, shape, (*full, *shape))
+    return Place(LAYERS + name, (entry.layer,), shape, (spec.num_layers, *shape))
 
 
 METADATA_FILE = ".metadata"

@@ -48,16 +48,14 @@ class Shard:
 def shard(spec: ModelSpec, head: Head, layout: LayoutConfig, stage: int) -> Shard:
     """What a rank of pipeline stage `stage` holds under a layout that divides the model."""
     layers = _layers(spec, layout, stage)
-    first_kind = sum(layer < spec.dense_layers for layer in layers)
     outside: list[Rule] = []
     if stage == layout.pp - 1:
         outside += [FINAL_NORM, *spec.head_rules(head)]
     # Megatron keeps a copy of a tied embedding where the head is not on the embedding's rank.
     if stage == 0 or (outside and head == "lm" and spec.tied):
         outside.append(EMBEDDING)
-    counts = first_kind, len(layers) - first_kind
-    dense = sum(n * _held(rules, spec, layout.tp) for n, (_, rules) in zip(counts, spec.layer_kinds, strict=True))
-    experts = counts[1] * (spec.num_experts // layout.ep) * _held(spec.table.expert, spec, layout.tp)
+    dense = len(layers) * _held(spec.table.layer, spec, layout.tp)
+    experts = len(layers) * (spec.num_experts // layout.ep) * _held(spec.table.expert, spec, layout.tp)
     return Shard(dense + _held(outside, spec, layout.tp), experts)
 
 
@@ -214,13 +212,12 @@ class PlannedModel:
         spec = self.spec
         # Gate and up, their product; without Transformer Engine the activated gate as well.
         columns = 3 if self.fused else 4
-        if not spec.num_experts:  # dense layers of a model with experts are few, and counted as the others
+        if not spec.num_experts:
             return columns * spec.ffn_size / self.layout.tp * self.width
         routed = spec.experts_per_token * EXPERT_IMBALANCE / self._cut
         # What is sent to experts and what they make of it, weighted before their second product so that what comes
         # back is not kept (Megatron-Core's experts.py); the router is float32.
         expert = routed * (columns * spec.expert_ffn_size + spec.hidden_size) * self.width
-        expert += columns * spec.shared_ffn_size / self.layout.tp * self.width
         return expert + 3 * 4 * spec.num_experts / self._cut
 
     def _kept_by_layer(self) -> float:
@@ -270,7 +267,7 @@ class PlannedModel:
         attention = (2 * spec.query_size + 2 * spec.kv_size) / tp
         if spec.num_experts:
             routed = spec.experts_per_token * EXPERT_IMBALANCE / self._cut
-            mlp = routed * (3 * spec.expert_ffn_size + 2 * spec.hidden_size) + 3 * spec.shared_ffn_size / tp
+            mlp = routed * (3 * spec.expert_ffn_size + 2 * spec.hidden_size)
         else:
             mlp = 3 * spec.ffn_size / tp
         widest = max(mlp, attention) + 2 * spec.hidden_size

@@ -89,9 +89,7 @@ class PlannedEngine:
     def workspace(self) -> float:
         """Bytes of a GPU beside weights and cache: context and graphs, a piece of prefill, the logits of a batch."""
         spec, tp = self.spec, self.config.tp
-        ffn = (
-            spec.experts_per_token * spec.expert_ffn_size + spec.shared_ffn_size if spec.num_experts else spec.ffn_size
-        )
+        ffn = spec.experts_per_token * spec.expert_ffn_size if spec.num_experts else spec.ffn_size
         prefill = _PREFILL_TOKENS * (4 * spec.hidden_size + (3 * ffn + 2 * spec.query_size) / tp) * self.width
         logits = 2 * 4 * self.config.max_running_requests * spec.vocab_size
         return self.hardware.engine_overhead + prefill + logits
@@ -127,10 +125,8 @@ def matrix_parameters(spec: ModelSpec, part: str = "") -> int:
     def matrices(rules: Iterable[Rule]) -> int:
         return sum(math.prod(shape) for rule in rules for shape in rule.hf_shapes(spec) if len(shape) > 1)
 
-    layers = sum(
-        count * matrices(rule for rule in rules if rule.megatron.startswith(part)) for count, rules in spec.layer_kinds
-    )
-    return layers + (spec.num_layers - spec.dense_layers) * spec.experts_per_token * matrices(spec.table.expert)
+    layer = matrices(rule for rule in spec.table.layer if rule.megatron.startswith(part))
+    return spec.num_layers * (layer + spec.experts_per_token * matrices(spec.table.expert))
 
 
 def forward_flops(spec: ModelSpec, head: Head, tokens: float, squares: float, head_tokens: float) -> Flops:

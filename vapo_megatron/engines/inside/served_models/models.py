@@ -6,7 +6,7 @@ server of a small model does. It still imports them when asked for an architectu
 
 from typing import Any
 
-from sglang.srt.models import glm4_moe, llama, mistral, qwen2, qwen3, qwen3_moe
+from sglang.srt.models import llama, mistral, qwen2, qwen3, qwen3_moe
 
 
 class Qwen3MoeForCausalLM(qwen3_moe.Qwen3MoeForCausalLM):
@@ -18,7 +18,7 @@ class Qwen3MoeForCausalLM(qwen3_moe.Qwen3MoeForCausalLM):
             self.lm_head = self.model.embed_tokens
 
 
-_entries = [module.EntryClass for module in (glm4_moe, llama, mistral, qwen2, qwen3)]
+_entries = [module.EntryClass for module in (llama, mistral, qwen2, qwen3)]
 EntryClass = [Qwen3MoeForCausalLM]
 for _entry in _entries:
     EntryClass += _entry if isinstance(_entry, list) else [_entry]
