@@ -35,7 +35,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "config": set(),
     "data": _LOWEST,
     "weights": _LOWEST | {"data"},
-    "rewards": _LOWEST | {"agents", "data"},
+    "rewards": _LOWEST | {"agents", "data", "engines"},
     "monitoring": _LOWEST | {"data"},
     "megatron": _LOWEST | {"algorithms", "data", "weights"},
     "checkpoint": _DATA | {"megatron", "monitoring"},

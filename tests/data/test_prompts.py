@@ -9,6 +9,7 @@ import pytest
 from pydantic import ValidationError
 
 from vapo_megatron.config.data import DataConfig, EvalSet, FieldNames, PromptTemplate
+from vapo_megatron.config.reward import RewardConfig
 from vapo_megatron.data.jsonl import read_rows, write_rows
 from vapo_megatron.data.prompts import PromptSource, eval_prompts, train_prompts
 from vapo_megatron.data.sample import Prompt
@@ -278,7 +279,51 @@ def test_several_files_are_mixed_by_weight_and_go_on_where_they_stopped(tmp_path
     assert [p.problem for p in alone.take(12)] == [p.problem for p in single.take(12)]
 
 
-@pytest.mark.parametrize("train", [{}, {"a.jsonl": 0}, {"a.jsonl": -1.0}, {"a.jsonl": True}, {"a.jsonl": "many"}, 3])
+def test_a_file_and_a_row_have_fields_and_a_verifier_of_their_own(tmp_path: Path, plain: TextTokenizer) -> None:
+    rows = [{"q": "Add.", "tests": "assert f(1) == 2"}, {"q": "Write.", "tests": "a poem", "kind": "judge"}]
+    code, math = _write(tmp_path / "code.jsonl", rows), _write(tmp_path / "math.jsonl", ROWS[:1])
+    names = {"problem": "q", "answer": "tests"}
+    own = {"weight": 2.0, "fields": names, "reward": {"verifier": "code", "memory_mib": 512}}
+    config = DataConfig.model_validate({"train": {str(code): own, str(math): 1}, "fields": {"verifier": "kind"}})
+    assert config.weights == {str(code): 2.0, str(math): 1.0}
+    prompts = train_prompts(config, plain)
+    assert [json.loads(prompt.reward or "{}") for prompt in prompts] == [
+        {"verifier": "code", "memory_mib": 512},
+        {"verifier": "judge", "memory_mib": 512},
+        {},
+    ]
+    assert [prompt.answer for prompt in prompts[:2]] == ["assert f(1) == 2", "a poem"]
+    reward = RewardConfig.model_validate({"judge": {"url": "http://127.0.0.1:1/v1", "model": "m"}, "incorrect": -1})
+    config.check_rewards(reward)
+    judge = reward.changed(prompts[1].reward)
+    assert (judge.verifier, judge.memory_mib, judge.incorrect) == ("judge", 512, -1) and reward.changed("") is reward
+    others = [replace(prompts[0], reward=""), *prompts[1:]]
+    with pytest.raises(BadInput, match="fingerprint"):
+        PromptSource(others, 7).restore(PromptSource(prompts, 7).state())
+    evaluation = EvalSet(name="e", path=_write(tmp_path / "eval.jsonl", [ROWS[0] | {"kind": "code"}, ROWS[1]]))
+    assert [prompt.reward for prompt in eval_prompts(evaluation, config, plain)] == ['{"verifier": "code"}', ""]
+    _write(code, [rows[0] | {"kind": "maths"}])
+    with pytest.raises(BadInput, match=r"code\.jsonl:1: field kind='maths': expected one of math, code"):
+        train_prompts(config, plain)
+
+
+@pytest.mark.parametrize(
+    ("own", "message"),
+    [
+        ({"fields": {"problm": "q"}}, "a.jsonl: problm: Extra inputs"),
+        ({"reward": {"verifier": "maths"}}, "a.jsonl: verifier: Input should be 'math'"),
+        ({"reward": {"verifier": "judge"}}, "a.jsonl: reward: verifier=judge without a section judge"),
+    ],
+)
+def test_what_a_file_cannot_have_is_refused_by_name(own: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        DataConfig.model_validate({"train": {"a.jsonl": own}}).check_rewards(RewardConfig())
+
+
+@pytest.mark.parametrize(
+    "train",
+    [{}, {"a.jsonl": {"wieght": 1}}, {"a.jsonl": 0}, {"a.jsonl": -1.0}, {"a.jsonl": True}, {"a.jsonl": "many"}, 3],
+)
 def test_weights_that_mean_nothing_are_refused_by_name(train: Any) -> None:
     with pytest.raises(ValidationError, match=r"train"):
         DataConfig(train=train)

@@ -36,7 +36,7 @@ class Verifier(VerifierPool):
             on_done(index, grades[-1])
         return grades
 
-    def refuse_function(self, what: str) -> None:
+    def refuse(self, what: str) -> None:
         raise BadInput(what)
 
 
@@ -44,7 +44,7 @@ def test_a_function_is_given_the_fields_of_its_row() -> None:
     config = RewardConfig(verifier="function", function="reward_functions:obey", workers=1)
     of_two = [replace(sample("stop"), prompt=Prompt("1", "p", "a", (1,), extra={"score": s})) for s in (0.25, 2)]
     with VerifierPool(config) as verifier:
-        verifier.try_out("p", "a", {"score": 1})
+        verifier.check([Prompt("1", "p", "a", (), extra={"score": 1})])
         grade_samples(of_two, verifier, lambda ids: "text", config)
     assert [s.reward for s in of_two] == [0.25, 2]
 

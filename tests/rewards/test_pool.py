@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from vapo_megatron.config.reward import RewardConfig
+from vapo_megatron.data.sample import Prompt
 from vapo_megatron.engines.inside.heartbeat import stands_still
 from vapo_megatron.errors import BadInput
 from vapo_megatron.rewards import workers as workers_module
@@ -28,6 +29,10 @@ ROOT = Path(__file__).parents[2]
 
 def _function_config(name: str, **settings: object) -> RewardConfig:
     return RewardConfig.model_validate({"verifier": "function", "function": f"reward_functions:{name}", **settings})
+
+
+def _row(problem: str, answer: str, extra: dict[str, Any] | None = None) -> Prompt:
+    return Prompt("1", problem, answer, (), extra=extra or {})
 
 
 @pytest.fixture
@@ -162,11 +167,11 @@ def test_only_a_case_whose_worker_was_killed_is_tried_again(tmp_path: Path, capf
 def test_a_function_is_tried_with_what_stands_in_a_row(tmp_path: Path) -> None:
     answer = str(tmp_path / "seen")
     with VerifierPool(_function_config("noted", workers=1)) as pool:
-        pool.try_out("0", answer)
-        pool.refuse_function("has not failed")
+        pool.check([_row("0", answer)])
+        pool.refuse("has not failed")
     assert Path(answer).read_text() == answer, "the answer stands for the response"
     with VerifierPool(_function_config("raises", workers=1)) as pool:
-        pool.try_out("0", "a", {"gold": 1})
+        pool.check([_row("0", "a", {"gold": 1})])
 
 
 @pytest.mark.usefixtures("functions_importable")
@@ -379,7 +384,7 @@ def test_a_function_that_always_fails_is_refused_when_it_is_tried(
     name: str, named: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with VerifierPool(_function_config(name)) as pool, pytest.raises(BadInput, match=named) as refusal:
-        pool.try_out("1 plus 1", "2")
+        pool.check([_row("1 plus 1", "2")])
     assert f"reward_functions:{name}" in str(refusal.value) and "f(problem, answer, response, extra)" in str(
         refusal.value
     )
@@ -391,7 +396,7 @@ def test_a_function_that_always_fails_is_refused_when_it_is_tried(
 def test_failures_are_counted_and_the_first_is_told(capfd: pytest.CaptureFixture[str]) -> None:
     cases = [Case("2", "fail"), Case("2", "2"), None, Case("2", "fail")]
     with VerifierPool(_function_config("raises_on_fail", workers=1)) as pool:
-        pool.try_out("1 plus 1", "2")
+        pool.check([_row("1 plus 1", "2")])
         grades = grades_of(cases, pool)
         assert [grade and grade.reason for grade in grades] == ["error", "scored", None, "error"]
         told = "reward.function=reward_functions:raises_on_fail failed on a response (LookupError: on the way);"
@@ -431,7 +436,7 @@ def test_a_formula_that_takes_too_long_is_told_by_its_grade_alone(capfd: pytest.
     with VerifierPool(RewardConfig(workers=1, response_timeout_s=0.01)) as pool:
         (grade,) = pool.grade_batch([(r"\sin 2x", r"\boxed{2 \sin x \cos x}")])
         assert grade == Grade(False, "timeout", r"2 \sin x \cos x", -1.0)
-        pool.refuse_function("is not there")
+        pool.refuse("is not there")
     assert capfd.readouterr().err == "", "only a user's function is to blame"
 
 

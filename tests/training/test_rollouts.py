@@ -273,7 +273,7 @@ class Failing(WordVerifier):
     def grade_batch(self, cases: Sequence[Case], on_done: Callable[..., None]) -> list[Grade]:
         return [Grade(False, next(iter(FAILED)), score=-1.0) for _ in cases]
 
-    def refuse_function(self, what: str) -> None:
+    def refuse(self, what: str) -> None:
         raise BadInput(what)
 
 

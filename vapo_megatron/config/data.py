@@ -1,11 +1,14 @@
 """Which problems are trained and evaluated on, and how they become prompts."""
 
+import json
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, JsonValue, field_validator, model_validator
+from pydantic import ConfigDict, Field, JsonValue, ValidationError, field_validator, model_validator
+from typing_extensions import TypedDict
 
 from vapo_megatron.config.base import Section, key_from_environment
+from vapo_megatron.config.reward import RewardConfig
 
 Weight = Annotated[float, Field(gt=0, strict=True)]
 
@@ -19,6 +22,19 @@ class FieldNames(Section):
     extra: tuple[str, ...] = Field(
         (), description="fields of a row that reward.function is given in `extra`, such as data_source or extra_info"
     )
+    verifier: str | None = Field(
+        None, description="field with the row's own reward.verifier, of training and evaluation; a row may leave it out"
+    )
+
+
+class TrainFile(TypedDict, total=False):
+    """What a file of data.train has of its own: its weight (1), names of fields, and keys of section reward."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[misc]
+
+    weight: Weight
+    fields: dict[str, JsonValue]
+    reward: dict[str, JsonValue]
 
 
 class PromptTemplate(Section):
@@ -91,9 +107,10 @@ class ProblemsConfig(Section):
 class DataConfig(ProblemsConfig):
     """The data of a training run; files are .jsonl, .jsonl.gz or .parquet with a problem and an answer a row."""
 
-    train: Annotated[dict[Path, Weight], Field(min_length=1)] | Path = Field(
+    train: Annotated[dict[Path, TrainFile], Field(min_length=1)] | Path = Field(
         description="problems to train on: a file, or hub:OWNER/NAME@REVISION:PART; of several files each with "
-        "its weight, {FILE: WEIGHT, ...}, which says how often its problems are drawn"
+        "its weight, {FILE: WEIGHT, ...}, which says how often its problems are drawn. In place of a weight "
+        "{weight: W, fields: {...}, reward: {...}}: what the file has other than data.fields and reward"
     )
     drop_long_prompts: bool = Field(False, description="leave training rows with too long prompts out instead")
     shuffle: bool = Field(True, description="a new permutation every epoch; false: the order of the file")
@@ -106,7 +123,36 @@ class DataConfig(ProblemsConfig):
     @property
     def weights(self) -> dict[str, float]:
         """Of several files; empty for one."""
-        return {str(path): weight for path, weight in self.train.items()} if isinstance(self.train, dict) else {}
+        return {str(path): entry.get("weight", 1.0) for path, entry in self._entries.items()}
+
+    @field_validator("train", mode="before")
+    @classmethod
+    def _weights_alone(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        return {path: entry if isinstance(entry, dict) else {"weight": entry} for path, entry in value.items()}
+
+    @property
+    def _entries(self) -> dict[Path, TrainFile]:
+        return self.train if isinstance(self.train, dict) else {}
+
+    def fields_of(self, path: Path) -> FieldNames:
+        """The names that the rows of a training file use."""
+        return FieldNames.model_validate(self.fields.model_dump() | self._entries.get(path, {}).get("fields", {}))
+
+    def reward_of(self, path: Path) -> dict[str, JsonValue]:
+        """The keys of section reward that a training file has of its own."""
+        return self._entries.get(path, {}).get("reward", {})
+
+    def check_rewards(self, reward: RewardConfig) -> None:
+        """Raises ValueError for a file's fields or keys of reward that cannot be."""
+        for path in self._entries:
+            try:
+                self.fields_of(path), reward.changed(json.dumps(self.reward_of(path)))
+            except ValidationError as error:
+                first = error.errors()[0]
+                key = ".".join(map(str, first["loc"])) or "reward"
+                raise ValueError(f"data.train: {path}: {key}: {first['msg'].removeprefix('Value error, ')}") from None
 
 
 class EvaluationDataConfig(ProblemsConfig):

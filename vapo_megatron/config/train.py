@@ -91,6 +91,8 @@ class TrainConfig(Section):
         if algorithm.value_loss.has_bounds:
             self._values_fit()
         self._best_is_measured()
+        self.data.check_rewards(self.reward)
+        _check_judge(self.reward, self.data.fields.verifier, self.data.train)
         self._grade_is_there()
         self._rollouts_fit()
         self._agents_fit()
@@ -156,7 +158,8 @@ class TrainConfig(Section):
     @property
     def return_range(self) -> tuple[float, float] | None:
         """Least and greatest return of a response, KL penalties aside; None where a user's function gives scores."""
-        if self.reward.verifier == "function":
+        kinds = {self.reward.verifier, *(self.data.reward_of(path).get("verifier") for path in self.data.train_files)}
+        if "function" in kinds:
             return None
         low, high = sorted((self.reward.correct, self.reward.incorrect))
         algorithm = self.algorithm
@@ -367,6 +370,14 @@ def _check_preset(config: TrainConfig) -> None:
     )
 
 
+def _check_judge(reward: RewardConfig, field: str | None, files: object = None) -> None:
+    if reward.judge is not None and reward.verifier != "judge" and field is None and not isinstance(files, dict):
+        raise ValueError(
+            f"reward.judge with reward.verifier={reward.verifier}: nothing asks it, set reward.verifier=judge, or "
+            "data.fields.verifier to the field that names the verifier of a row"
+        )
+
+
 class EvaluateConfig(Section):
     """Evaluation of a checkpoint on engines of its own, or of whatever an OpenAI-compatible server serves."""
 
@@ -385,6 +396,7 @@ class EvaluateConfig(Section):
             raise ValueError(
                 f"{state} given of model (engines of our own) and server (an external one): give one of them"
             )
+        _check_judge(self.reward, self.data.fields.verifier)
         if self.server is not None and self.server.api == "completions" and self.data.prompt.chat_template:
             raise ValueError(
                 "server.api=completions with data.prompt.chat_template=true: plain text has no chat template, set "

@@ -47,7 +47,9 @@ def eval_prompts(evaluation: EvalSet, config: ProblemsConfig, tokenizer: TextTok
 
 def _prompt(problem: Problem, tokenizer: TextTokenizer | None, source: str) -> Prompt:
     ids = tuple(tokenizer.encode_prompt(problem.problem)) if tokenizer else ()
-    return Prompt(problem.id, problem.problem, problem.answer, ids, source=source, extra=problem.extra)
+    return Prompt(
+        problem.id, problem.problem, problem.answer, ids, source=source, extra=problem.extra, reward=problem.reward
+    )
 
 
 def _refuse_long(prompts: Sequence[Prompt], problems: Sequence[Problem], config: ProblemsConfig, instead: str) -> None:
@@ -151,4 +153,5 @@ class PromptSource:
             digest.update(repr((prompt.id, prompt.answer, prompt.token_ids)).encode())
             if prompt.extra:
                 digest.update(repr(prompt.extra).encode())
+            digest.update(prompt.reward.encode())
         return digest.hexdigest()[:16]

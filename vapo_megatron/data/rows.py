@@ -6,10 +6,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from vapo_megatron.config.data import DataConfig, EvalSet, FieldNames
 from vapo_megatron.config.hub import HUB, hub_files
+from vapo_megatron.config.reward import Verifier
 from vapo_megatron.data.jsonl import check_characters, no_such_file, read_rows, unambiguous
 from vapo_megatron.errors import BadInput, reason_of
 
@@ -18,7 +19,8 @@ _OF_OTHERS = "; tools/prepare_data.py turns the rows of verl, MATH, GSM8K and ot
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A problem with its reference answer; place is "file:line" for messages, source its file, extra for functions."""
+    """A problem with its reference answer; place is "file:line" for messages, source its file, extra for functions,
+    reward what the row has other than section reward, as JSON."""
 
     id: str
     problem: str
@@ -26,13 +28,14 @@ class Problem:
     place: str
     source: str
     extra: Mapping[str, Any] = field(default_factory=dict)
+    reward: str = ""
 
 
 def train_problems(data: DataConfig) -> list[Problem]:
     """Those of data.train; see read_problems. Where files have weights, ids and sources begin with the file."""
     problems: list[Problem] = []
     for path in data.train_files:
-        rows = read_problems(path, data.fields, key="data.train")
+        rows = read_problems(path, data.fields_of(path), key="data.train", reward=data.reward_of(path))
         if data.weights:
             rows = [replace(row, id=f"{path}:{row.id}", source=str(path)) for row in rows]
         problems += rows
@@ -44,8 +47,15 @@ def eval_problems(entry: EvalSet, fields: FieldNames) -> list[Problem]:
     return read_problems(entry.path, fields, entry.limit, f"data.eval (set {entry.name})")
 
 
-def read_problems(path: Path, fields: FieldNames, limit: int | None = None, key: str = "") -> list[Problem]:
-    """The problems of a file in its order, the first `limit` of them if given; key: of the config, that names the file.
+def read_problems(
+    path: Path,
+    fields: FieldNames,
+    limit: int | None = None,
+    key: str = "",
+    reward: Mapping[str, Any] | None = None,
+) -> list[Problem]:
+    """The problems of a file in its order, the first `limit` of them if given; key: of the config, that names the file;
+    reward: keys of section reward that are the file's own.
 
     Raises BadInput naming file, line and field for a missing or unreadable file, a file without rows, a row without
     problem, answer or a field of fields.extra, and an id that comes twice.
@@ -63,7 +73,15 @@ def read_problems(path: Path, fields: FieldNames, limit: int | None = None, key:
         if isinstance(row.get(fields.problem), int | float):
             raise BadInput(f"{place}: field {fields.problem} is the number {row[fields.problem]}; expected a text")
         problem, answer = _text(row, fields.problem, place), _text(row, fields.answer, place)
-        problems.append(Problem(name, problem, answer, place, path.name, chosen_fields(row, fields.extra, place)))
+        extra, changes = chosen_fields(row, fields.extra, place), dict(reward or {})
+        if fields.verifier is not None and row.get(fields.verifier) is not None:
+            changes["verifier"] = row[fields.verifier]
+            if changes["verifier"] not in (kinds := get_args(Verifier)):
+                raise BadInput(
+                    f"{place}: field {fields.verifier}={changes['verifier']!r}: expected one of {', '.join(kinds)}"
+                )
+        of_row = json.dumps(changes, sort_keys=True) if changes else ""
+        problems.append(Problem(name, problem, answer, place, path.name, extra, of_row))
     if not problems:
         raise BadInput(f"{path}: holds no rows; give at least one with the fields {fields.problem} and {fields.answer}")
     return problems

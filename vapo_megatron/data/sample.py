@@ -20,7 +20,7 @@ class Prompt:
 
     token_ids holds the prompt as the model reads it (chat template applied); answer is the ground-truth answer
     for the verifier; cursor numbers the prompts of a run in the order in which they were drawn; extra is what a user's
-    function is given besides.
+    function is given besides; reward is what section reward has for this row alone, as JSON.
     """
 
     id: str
@@ -30,6 +30,7 @@ class Prompt:
     cursor: int = 0
     source: str = ""
     extra: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    reward: str = ""
 
 
 @dataclass(slots=True, eq=False)

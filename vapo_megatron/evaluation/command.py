@@ -85,8 +85,7 @@ def evaluate_checkpoint(settings: EvaluateConfig) -> None:
         previous = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
         stack.callback(signal.signal, signal.SIGTERM, previous)
         verifier = stack.enter_context(VerifierPool(settings.reward))
-        first = plan.prompts[settings.data.eval[0].name][0]
-        verifier.try_out(first.problem, first.answer, first.extra)
+        verifier.check(prompt for prompts in plan.prompts.values() for prompt in prompts)
         run_dir = Path(settings.run.directory)
         stack.enter_context(Lease(run_dir)).take()
         _have_run_dir(settings, run_dir)

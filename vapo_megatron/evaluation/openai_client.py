@@ -6,18 +6,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import httpx
-from openai import (
-    APIConnectionError,
-    APIStatusError,
-    APITimeoutError,
-    AsyncOpenAI,
-    BaseModel,
-    DefaultAsyncHttpxClient,
-    Omit,
-)
+from openai import AsyncOpenAI, BaseModel, OpenAIError
 from openai.types import Completion, CompletionChoice
-from openai.types.chat import ChatCompletion, ChatCompletionMessage
+from openai.types.chat import ChatCompletion
 
 from vapo_megatron.config.data import PromptTemplate, ServerConfig
 from vapo_megatron.config.rollout import SamplingConfig
@@ -26,6 +17,7 @@ from vapo_megatron.engines.loop_thread import LoopThread
 from vapo_megatron.engines.request import response_seed
 from vapo_megatron.errors import RunFailed, TryAgain
 from vapo_megatron.evaluation.responses import Response
+from vapo_megatron.rewards.openai_server import connect, one_line, reason_of_failure, text_of
 
 _logger = logging.getLogger(__name__)
 
@@ -82,7 +74,7 @@ class OpenAIClient:
         on_done: Callable[[int], None],
     ) -> None:
         free = asyncio.Semaphore(self._config.concurrency)
-        async with self._client() as client:
+        async with connect(self._config.url, self._key, self._config.request_timeout_s) as client:
 
             async def one(prompt: Prompt, index: int) -> Response:
                 async with free:
@@ -105,17 +97,6 @@ class OpenAIClient:
                     error = error.exceptions[0]
                 raise error from None
 
-    def _client(self) -> AsyncOpenAI:
-        return AsyncOpenAI(
-            api_key=self._key or "none",  # never that of OPENAI_API_KEY, which is not meant for this server
-            default_headers=None if self._key else {"Authorization": Omit()},  # type: ignore[dict-item]
-            base_url=self._config.url,
-            timeout=self._config.request_timeout_s,
-            max_retries=0,  # the library counts tries; server.retry_timeout_s is a time
-            # As many connections as requests, and no proxy, whatever http_proxy says.
-            http_client=DefaultAsyncHttpxClient(limits=httpx.Limits(), trust_env=False),
-        )
-
     async def _response(self, client: AsyncOpenAI, prompt: Prompt, index: int) -> Response:
         body, pause, failing_since = self._body(prompt, index), _FIRST_PAUSE, None
         kind = ChatCompletion if self._config.api == "chat" else Completion
@@ -128,15 +109,10 @@ class OpenAIClient:
                 if response.finish_reason in _WHOLE:
                     return response
                 reason = f"a response that was broken off ({response.finish_reason})"
-            except APIStatusError as error:
-                reason = f"HTTP {error.status_code}: {_one_line(error.response.text, 300)}"
-                if not _passing(error.status_code):
+            except OpenAIError as error:
+                reason, passing, delay = reason_of_failure(error, self._config.request_timeout_s)
+                if not passing:
                     raise RunFailed(f"{self._url}: refused the request for problem {prompt.id} ({reason})") from None
-                delay = _seconds(error.response.headers.get("Retry-After"))
-            except APITimeoutError:
-                reason = f"no answer within server.request_timeout_s={self._config.request_timeout_s:g} s"
-            except APIConnectionError as error:
-                reason = f"{type(error.__cause__ or error).__name__}: {error.__cause__ or error}"
             except ValueError:  # it says that it sends JSON, and does not
                 raise self._no_completion("what is no JSON", prompt) from None
             self._tell_of(reason, asked)
@@ -189,10 +165,10 @@ class OpenAIClient:
     def _read(self, answer: ChatCompletion | Completion, prompt: Prompt, index: int) -> Response:
         try:
             choice = answer.choices[0]
-            content = choice.text if isinstance(choice, CompletionChoice) else _said(choice.message)
+            content = choice.text if isinstance(choice, CompletionChoice) else text_of(choice.message)
             tokens, reason = int(answer.usage.completion_tokens), str(choice.finish_reason)  # type: ignore[union-attr]
         except (AttributeError, IndexError, TypeError, ValueError):  # the library does not check what a server sends
-            raise self._no_completion(repr(_one_line(_raw(answer), 200)), prompt) from None
+            raise self._no_completion(repr(one_line(_raw(answer), 200)), prompt) from None
         # A character that JSON spelled in halves and cut between them would fit into no file.
         content = content.encode("utf-8", "replace").decode("utf-8")
         return Response(prompt.id, index, content, tokens, reason)
@@ -207,23 +183,3 @@ class OpenAIClient:
 def _raw(answer: Any) -> str:
     """What a server sent, where the library did not make an object of it, as text; else the object as JSON."""
     return str(answer.to_json(indent=None)) if isinstance(answer, BaseModel) else str(answer)
-
-
-def _one_line(text: str, most: int) -> str:
-    return " ".join(text.split())[:most]
-
-
-def _passing(status: int) -> bool:
-    """Worth another try: too many requests, and a server that is starting, overloaded or behind a broken proxy."""
-    return status in (408, 409, 425, 429) or (status >= 500 and status != 501)
-
-
-def _seconds(retry_after: str | None) -> float:
-    """What a Retry-After header asks for; a date is left to the usual pauses."""
-    return float(retry_after) if retry_after is not None and retry_after.isdigit() else 0.0
-
-
-def _said(message: ChatCompletionMessage) -> str:
-    """The whole text; some servers part the thinking from the answer, which the verifier reads alone."""
-    content, thinking = message.content or "", getattr(message, "reasoning_content", None)
-    return f"<think>{thinking}</think>{content}" if thinking else content

@@ -42,7 +42,8 @@ def grade_samples(
     ]
     for sample, grade in zip(samples, _grades(cases, verifier, advance), strict=True):
         if grade is None:
-            sample.reward, sample.correct, sample.grade_reason = config.incorrect, False, TRUNCATED
+            worth = config.changed(sample.prompt.reward).incorrect
+            sample.reward, sample.correct, sample.grade_reason = worth, False, TRUNCATED
         else:
             sample.reward, sample.correct, sample.grade_reason = grade.score, grade.correct, grade.reason
             sample.extracted = grade.extracted
@@ -52,6 +53,7 @@ def grade_samples(
 
 def graded_by_its_agent(sample: Sample, config: RewardConfig) -> bool:
     """Whether an agent said what its episode is worth, or the episode broke and counts as wrong; that is filled in."""
+    config = config.changed(sample.prompt.reward)
     if not len(sample.response_ids):
         sample.reward, sample.correct = config.incorrect, False
         return True
@@ -75,10 +77,11 @@ def failed_share(samples: Sequence[Sample], verifier: VerifierPool) -> float:
 
 def case_of(prompt: Prompt, text: str, truncated: bool, config: RewardConfig) -> Case | None:
     """What the verifier is asked; None for a truncated response that it is not to see."""
+    config = config.changed(prompt.reward)
     if truncated and not config.grade_truncated:
         return None
     extra = {**prompt.extra, "truncated": truncated} if config.grade_truncated else prompt.extra
-    return Case(prompt.answer, text, problem=prompt.problem, extra=extra)
+    return Case(prompt.answer, text, prompt.problem, extra, prompt.reward)
 
 
 def grades_of(
@@ -104,4 +107,4 @@ def _grades(cases: Sequence[Case | None], verifier: VerifierPool, advance: Calla
 
 def _refuse_if_all_failed(reasons: Sequence[str], cases: int, verifier: VerifierPool) -> None:
     if 2 * len(reasons) >= cases and reasons and all(reason in FAILED for reason in reasons):
-        verifier.refuse_function(f"failed on all of {len(reasons)} responses")
+        verifier.refuse(f"failed on all of {len(reasons)} responses")

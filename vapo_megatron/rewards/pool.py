@@ -1,51 +1,146 @@
 """Verification in processes of their own, which an answer may hang, crash or bloat without harm to the trainer."""
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import CancelledError, as_completed
-from dataclasses import dataclass, field, replace
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import CancelledError, Future, as_completed
+from dataclasses import asdict, dataclass, field, replace
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from pydantic import ValidationError
 
 from vapo_megatron.config.reward import RewardConfig
-from vapo_megatron.errors import BadInput
-from vapo_megatron.rewards.math import FAILED, Comparison, Grade, prepare
+from vapo_megatron.errors import BadInput, TryAgain
+from vapo_megatron.rewards.code import check_tests
+from vapo_megatron.rewards.extract import final_part
+from vapo_megatron.rewards.math import FAILED, Grade, prepare
 from vapo_megatron.rewards.workers import Workers
+
+if TYPE_CHECKING:  # tools that grade have no use for torch
+    from vapo_megatron.data.sample import Prompt
 
 OnDone = Callable[[int, Grade], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A response to verify. problem and extra are for a user's function; extra must go into JSON."""
+    """A response to verify. extra is for a user's function and must go into JSON; reward is Prompt.reward."""
 
     ground_truth: str
     response: str
     problem: str = ""
     extra: Mapping[str, Any] = field(default_factory=dict)
+    reward: str = ""
+
+
+class _Verifier:
+    """A verifier as one config describes it."""
+
+    def __init__(self, config: RewardConfig) -> None:
+        self._config, self._kind = config, config.verifier
+        self._name = f"reward.function={config.function}"
+        self.first_failure: Grade | None = None
+        self.is_silent = False
+        if config.judge is not None and self._kind == "judge":
+            from vapo_megatron.rewards.judge import Judge  # the client takes a second to import
+
+            self._name = f"reward.judge.url={config.judge.url}"
+            self.workers: Workers | Judge = Judge(config)
+            return
+        self.workers = Workers(config)
+        if self._kind == "function":
+            try:
+                self.workers.start()
+            except BaseException:
+                self.workers.close()
+                raise
+
+    def prepare(self, case: Case) -> Grade | dict[str, Any]:
+        """A grade that needs no process, or what a process, or the judge, is asked."""
+        if self._kind == "math":
+            prepared = prepare(case.ground_truth, case.response, self._config.answer_format)
+            return prepared if isinstance(prepared, Grade) else asdict(prepared)
+        message = {"ground_truth": case.ground_truth, "response": case.response}
+        if self._kind == "function":
+            return message | {"problem": case.problem, "extra": dict(case.extra)}
+        if self._kind == "judge":
+            answer = final_part(case.response).strip()
+            return message | {"problem": case.problem, "response": answer} if answer else Grade(False, "no_answer")
+        return message
+
+    def key(self, index: int, message: dict[str, Any]) -> tuple[object, ...]:
+        """Equal for cases of a batch that have one grade."""
+        return (id(self), index) if self._kind == "function" else (id(self), *message.values())
+
+    def scored(self, grade: Grade) -> Grade:
+        """A grade with what it is worth. The first that failed is told."""
+        if grade.reason in FAILED and self._kind in ("function", "judge"):
+            self.first_failure = self.first_failure or grade
+            if not self.is_silent:
+                self.is_silent = True
+                print(
+                    f"vapo-megatron: {self._name} failed on a response ({_described(grade)}); it counts as incorrect, "
+                    "and into reward/failed as further ones do",
+                    file=sys.stderr,
+                )
+        correct, incorrect = self._config.correct, self._config.incorrect
+        if grade.reason != "scored":
+            return replace(grade, score=correct if grade.correct else incorrect)
+        # A share of what is correct, unless it is the reward itself.
+        return (
+            grade if self._kind == "function" else replace(grade, score=incorrect + (correct - incorrect) * grade.score)
+        )
+
+    def check(self, rows: "Sequence[Prompt]", grade: Callable[[Case], Grade]) -> None:
+        """Raises BadInput where it cannot grade such rows, of which the first is tried, its answer as the response."""
+        if self._kind.startswith("code"):
+            check_tests(rows)
+        elif self._kind != "math":
+            self.is_silent = True  # what it raises is in the refusal
+            first = rows[0]
+            case = Case(first.answer, first.answer, first.problem, first.extra, first.reward)
+            if grade(case).reason in FAILED:
+                self.refuse("failed when it was tried with the first row, its answer as the response", BadInput)
+            self.is_silent = False
+
+    def refuse(self, what: str, kind: type[BadInput | TryAgain]) -> None:
+        """Raises where a user's function or the judge has failed: they did `what`, and how they first failed."""
+        if self.first_failure is None:
+            return
+        said, config = f"{self._name}: {what} ({_described(self.first_failure)}): ", self._config
+        if self._kind == "judge":
+            raise kind(
+                f"{said}see that the server runs and takes reward.judge.model, and what reward.judge.prompt asks"
+            )
+        raise BadInput(
+            f"{said}expected f(problem, answer, response, extra) -> float | bool within reward.response_timeout_s="
+            f"{config.response_timeout_s:g} and reward.memory_mib={config.memory_mib}, mend it"
+        )
+
+
+def _described(grade: Grade) -> str:
+    return grade.detail if grade.reason == "error" else f"{grade.reason} {grade.detail}".strip()
 
 
 class VerifierPool:
-    """Grades batches of responses, those of several threads at once.
+    """Grades batches of responses, those of several threads at once, each by the verifier of its row.
 
     Answers that are equal as strings or plain numbers are settled in the caller's thread; the rest goes to worker
-    processes (rewards.workers), which start when they are first needed; a user's function is imported at once, so that
-    a wrong path is known before a run starts.
+    processes (rewards.workers) or the judge. They start when they are first needed; a user's function is imported at
+    once, so that a wrong path is known before a run starts.
 
     Raises BadInput if the function cannot be imported, or if workers cannot start within the limits of the config.
     """
 
     def __init__(self, config: RewardConfig) -> None:
-        self._config = config
-        self._closed = self._told = False
-        self._first_failure: Grade | None = None
-        self.workers = Workers(config)
-        if config.verifier == "function":
-            try:
-                self.workers.start()
-            except BaseException:
-                self.close()
-                raise
+        self._config, self._closed, self._lock = config, False, threading.Lock()
+        self._verifiers = {"": _Verifier(config)}
+
+    @property
+    def workers(self) -> Any:
+        """The processes, or the judge, of section reward."""
+        return self._verifiers[""].workers
 
     def grade_batch(self, cases: Sequence[Case | tuple[str, str]], on_done: OnDone | None = None) -> list[Grade]:
         """The grades on cases, each a Case or (ground_truth, response), in their order.
@@ -54,30 +149,29 @@ class VerifierPool:
         """
         grades: dict[int, Grade] = {}
 
-        def done(index: int, grade: Grade) -> None:
-            grades[index] = self._with_score(grade)
-            self._note_failure(grade)
+        def done(index: int, verifier: _Verifier, grade: Grade) -> None:
+            grades[index] = verifier.scored(grade)
             if on_done is not None:
                 on_done(index, grades[index])
 
-        if self._closed:
-            raise RuntimeError("the verifier pool is closed")
-        alike: dict[tuple[object, ...], list[int]] = {}  # cases that are the same for a worker, which gets one
-        messages = []
-        for index, texts in enumerate(cases):
-            prepared = self._prepare(texts if isinstance(texts, Case) else Case(*texts))
-            if isinstance(prepared, Grade):
-                done(index, prepared)
-                continue
-            same = alike.setdefault((index,) if self._config.verifier == "function" else tuple(prepared.values()), [])
-            same.append(index)
-            if len(same) == 1:
-                messages.append(prepared)
-        places = {self.workers.submit(message): same for message, same in zip(messages, alike.values(), strict=True)}
+        alike: dict[tuple[object, ...], list[int]] = {}
+        places: dict[Future[Grade], tuple[_Verifier, list[int]]] = {}
         try:
+            for index, texts in enumerate(cases):
+                case = texts if isinstance(texts, Case) else Case(*texts)
+                verifier = self._verifier(case.reward)
+                prepared = verifier.prepare(case)
+                if isinstance(prepared, Grade):
+                    done(index, verifier, prepared)
+                elif (key := verifier.key(index, prepared)) in alike:
+                    alike[key].append(index)
+                else:
+                    alike[key] = [index]
+                    places[verifier.workers.submit(prepared)] = verifier, alike[key]
             for future in as_completed(places):
-                for index in places[future]:
-                    done(index, future.result())
+                verifier, indices = places[future]
+                for index in indices:
+                    done(index, verifier, future.result())
         except CancelledError:
             raise RuntimeError("the verifier pool is closed") from None
         finally:
@@ -85,50 +179,40 @@ class VerifierPool:
                 future.cancel()
         return [grades[index] for index in range(len(cases))]
 
-    def try_out(self, problem: str, answer: str, extra: Mapping[str, Any] | None = None) -> None:
-        """Call a user's function once, with a row whose answer stands for the response; nothing for mathematics.
+    def check(self, prompts: "Iterable[Prompt]") -> list[str]:
+        """The verifiers that some rows ask for, in words, each tried with the first of them.
 
         Raises:
-            BadInput: it failed: it takes other arguments, returns something that is no number, raises, or takes too
-                long.
+            BadInput: a row asks for one that cannot be, or whose answer holds no tests; a user's function or the judge
+                fails: it takes other arguments, returns something that is no number, raises, or takes too long.
         """
-        if self._config.verifier == "function":
-            self._told = True  # what it raises is in the refusal
-            grade = self.grade_batch([Case(answer, answer, problem=problem, extra=extra or {})])[0]
-            self._told = False
-            if grade.reason in FAILED:
-                self.refuse_function("failed when it was tried with the first row, its answer as the response")
+        rows: dict[str, list[Prompt]] = {}
+        for prompt in prompts:
+            rows.setdefault(prompt.reward, []).append(prompt)
+        for reward, prompts in rows.items():
+            try:
+                verifier = self._verifier(reward)
+            except ValidationError as error:
+                message = error.errors()[0]["msg"].removeprefix("Value error, ")
+                raise BadInput(f"{prompts[0].source}: row {prompts[0].id}: reward: {message}") from None
+            verifier.check(prompts, lambda case: self.grade_batch([case])[0])
+        configs = {reward: self._config.changed(reward) for reward in rows}
+        return [
+            f"{config.function or config.verifier} for {len(rows[reward])} rows" for reward, config in configs.items()
+        ]
 
-    def refuse_function(self, what: str) -> None:
-        """Raises BadInput for a user's function that did `what`, and says how it first failed; nothing otherwise."""
-        grade = self._first_failure
-        if self._config.verifier == "function" and grade is not None:
-            raise BadInput(
-                f"reward.function={self._config.function}: {what} ({self._described(grade)}): expected "
-                "f(problem, answer, response, extra) -> float | bool within reward.response_timeout_s="
-                f"{self._config.response_timeout_s:g} and reward.memory_mib={self._config.memory_mib}, mend it"
-            )
-
-    def _described(self, grade: Grade) -> str:
-        return grade.detail if grade.reason == "error" else f"{grade.reason} {grade.detail}".strip()
-
-    def _note_failure(self, grade: Grade) -> None:
-        if self._config.verifier != "function" or grade.reason not in FAILED:
-            return
-        self._first_failure = self._first_failure or grade
-        if not self._told:
-            self._told = True
-            print(
-                f"vapo-megatron: reward.function={self._config.function} failed on a response "
-                f"({self._described(grade)}); it counts as incorrect, and into reward/failed as further ones do",
-                file=sys.stderr,
-            )
+    def refuse(self, what: str) -> None:
+        """Raises for a user's function (BadInput) or judge (TryAgain) that did `what`; nothing for others."""
+        for verifier in self._verifiers.values():
+            verifier.refuse(what, TryAgain)
 
     def close(self) -> None:
         """End all workers. The pool cannot be used afterwards; closing twice does nothing."""
-        if not self._closed:
+        with self._lock:
+            verifiers = [] if self._closed else list(self._verifiers.values())
             self._closed = True
-            self.workers.close()
+        for verifier in verifiers:
+            verifier.workers.close()
 
     def __enter__(self) -> "VerifierPool":
         return self
@@ -138,27 +222,10 @@ class VerifierPool:
     ) -> None:
         self.close()
 
-    def _prepare(self, case: Case) -> Grade | dict[str, Any]:
-        if self._config.verifier != "math":
-            if self._config.verifier != "function":
-                return {"ground_truth": case.ground_truth, "response": case.response}
-            extra = dict(case.extra)
-            return {
-                "problem": case.problem,
-                "ground_truth": case.ground_truth,
-                "response": case.response,
-                "extra": extra,
-            }
-        prepared = prepare(case.ground_truth, case.response, self._config.answer_format)
-        if isinstance(prepared, Comparison):
-            formula = prepared.answer_is_formula
-            return {"ground_truth": prepared.ground_truth, "answer": prepared.answer, "answer_is_formula": formula}
-        return prepared
-
-    def _with_score(self, grade: Grade) -> Grade:
-        if grade.reason == "scored" and self._config.verifier == "function":
-            return grade
-        if grade.reason == "scored":  # a share of what is correct
-            worth = self._config.correct - self._config.incorrect
-            return replace(grade, score=self._config.incorrect + worth * grade.score)
-        return replace(grade, score=self._config.correct if grade.correct else self._config.incorrect)
+    def _verifier(self, reward: str) -> _Verifier:
+        with self._lock:
+            if self._closed:
+                raise RuntimeError("the verifier pool is closed")
+            if reward not in self._verifiers:
+                self._verifiers[reward] = _Verifier(self._config.changed(reward))
+            return self._verifiers[reward]

@@ -25,7 +25,6 @@ from vapo_megatron.engines.server import EngineServer
 from vapo_megatron.errors import BadInput
 from vapo_megatron.megatron.platform import current_platform
 from vapo_megatron.megatron.precision import check_trainable
-from vapo_megatron.rewards.code import check_tests
 from vapo_megatron.rewards.pool import VerifierPool
 from vapo_megatron.run.first_checks import check_capacity, check_sft_numbers, check_train_numbers
 from vapo_megatron.run.first_look import check_trackers
@@ -131,11 +130,8 @@ def check_train(config: TrainConfig, world_size: int | None, facts: list[str] | 
         load_agent(config.rollout.agent)
     if not config.rollout.external_urls:
         first_engine(config, fp8).check_arguments()
-    if config.reward.verifier.startswith("code"):
-        check_tests(chain(prompts, *evaluations.values()))
     with VerifierPool(config.reward) as verifier:
-        verifier.try_out(prompts[0].problem, prompts[0].answer, prompts[0].extra)
-    report.append(f"verifier: {config.reward.function or config.reward.verifier}, asked about the first problem")
+        report.append(f"verifier: {', '.join(verifier.check(chain(prompts, *evaluations.values())))}")
     for caution in filter(None, (tokenizer.caution(), *cautions(config, prompts, evaluations))):
         print(f"vapo-megatron: caution: {caution}", file=sys.stderr, flush=True)
 

@@ -70,7 +70,7 @@ def probe_critic(settings: ProbedRunConfig) -> None:
         previous = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
         stack.callback(signal.signal, signal.SIGTERM, previous)
         verifier = stack.enter_context(VerifierPool(config.reward))
-        verifier.try_out(prompts[0].problem, prompts[0].answer, prompts[0].extra)
+        verifier.check(prompts)
         stop_tokens, logs = tokenizer.eos_token_ids, folder / "logs"
         engines = stack.enter_context(engines_of(config.model, config.rollout, devices, stop_tokens, logs, console))
         drawn = draw(config, prompts, engines, tokenizer, verifier, console.phase)
