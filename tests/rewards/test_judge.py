@@ -114,8 +114,8 @@ def test_it_is_asked_about_nothing_twice_and_about_as_many_at_once_as_it_may_be(
 @pytest.mark.parametrize(
     ("broken", "named"),
     [
-        ({"before": [500] * 3}, "HTTP 500: not now"),
-        ({"body": b"<html>"}, "."),
+        ({"before": [500] * 9}, "HTTP 500: not now"),
+        ({"body": b"<html>"}, "JSONDecodeError"),
         ({"body": b"{}"}, "no chat completion"),
         ({"reply": "Verdict: perhaps"}, "a reply without a verdict: Verdict: perhaps"),
         ({"pause": 0.5}, "no answer within 0.1 s"),

@@ -103,6 +103,14 @@ class ProblemsConfig(Section):
             raise ValueError(f"names {', '.join(names)} are not all different: give each set its own")
         return value
 
+    def check_rewards(self, reward: RewardConfig) -> None:
+        """Raises ValueError for a judge that no row asks."""
+        if reward.judge is not None and reward.verifier != "judge" and self.fields.verifier is None:
+            raise ValueError(
+                f"reward.judge with reward.verifier={reward.verifier}: nothing asks it, set reward.verifier=judge, or "
+                "data.fields.verifier to the field that names the verifier of a row"
+            )
+
 
 class DataConfig(ProblemsConfig):
     """The data of a training run; files are .jsonl, .jsonl.gz or .parquet with a problem and an answer a row."""
@@ -145,7 +153,9 @@ class DataConfig(ProblemsConfig):
         return self._entries.get(path, {}).get("reward", {})
 
     def check_rewards(self, reward: RewardConfig) -> None:
-        """Raises ValueError for a file's fields or keys of reward that cannot be."""
+        """Raises ValueError for a judge that no row asks, and for a file's fields or keys of reward that cannot be."""
+        if "judge" not in (self.reward_of(path).get("verifier") for path in self._entries):
+            super().check_rewards(reward)
         for path in self._entries:
             try:
                 self.fields_of(path), reward.changed(json.dumps(self.reward_of(path)))

@@ -92,7 +92,6 @@ class TrainConfig(Section):
             self._values_fit()
         self._best_is_measured()
         self.data.check_rewards(self.reward)
-        _check_judge(self.reward, self.data.fields.verifier, self.data.train)
         self._grade_is_there()
         self._rollouts_fit()
         self._agents_fit()
@@ -370,14 +369,6 @@ def _check_preset(config: TrainConfig) -> None:
     )
 
 
-def _check_judge(reward: RewardConfig, field: str | None, files: object = None) -> None:
-    if reward.judge is not None and reward.verifier != "judge" and field is None and not isinstance(files, dict):
-        raise ValueError(
-            f"reward.judge with reward.verifier={reward.verifier}: nothing asks it, set reward.verifier=judge, or "
-            "data.fields.verifier to the field that names the verifier of a row"
-        )
-
-
 class EvaluateConfig(Section):
     """Evaluation of a checkpoint on engines of its own, or of whatever an OpenAI-compatible server serves."""
 
@@ -396,7 +387,7 @@ class EvaluateConfig(Section):
             raise ValueError(
                 f"{state} given of model (engines of our own) and server (an external one): give one of them"
             )
-        _check_judge(self.reward, self.data.fields.verifier)
+        self.data.check_rewards(self.reward)
         if self.server is not None and self.server.api == "completions" and self.data.prompt.chat_template:
             raise ValueError(
                 "server.api=completions with data.prompt.chat_template=true: plain text has no chat template, set "
