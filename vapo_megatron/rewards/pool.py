@@ -108,13 +108,13 @@ class _Verifier:
         """Raises where a user's function or the judge has failed: they did `what`, and how they first failed."""
         if self.first_failure is None:
             return
-        said, config = f"{self._name}: {what} ({_described(self.first_failure)}): ", self._config
+        message, config = f"{self._name}: {what} ({_described(self.first_failure)}): ", self._config
         if self._kind == "judge":
             raise kind(
-                f"{said}see that the server runs and takes reward.judge.model, and what reward.judge.prompt asks"
+                f"{message}see that the server runs and takes reward.judge.model, and what reward.judge.prompt asks"
             )
         raise BadInput(
-            f"{said}expected f(problem, answer, response, extra) -> float | bool within reward.response_timeout_s="
+            f"{message}expected f(problem, answer, response, extra) -> float | bool within reward.response_timeout_s="
             f"{config.response_timeout_s:g} and reward.memory_mib={config.memory_mib}, mend it"
         )
 
