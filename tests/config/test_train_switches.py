@@ -13,6 +13,7 @@ from vapo_megatron.errors import BadInput
 
 AGENT = "rollout.agent=a:b"
 PRESETS = Path(algorithm.__file__).parent / "presets"
+FUNCTION = "{verifier: function, function: a.b:c, correct_above: null}"
 SCORES = ["reward.verifier=function", "reward.function=a.b:c", "reward.correct_above=null"]
 
 
@@ -68,7 +69,18 @@ def load(tmp_path: Path, *overrides: str) -> TrainConfig:
             ["critic.init=reward_model", "critic.init_path=m", "algorithm.value_loss.kind=hl_gauss"],
             "critic.init=reward_model with algorithm.value_loss.kind=hl_gauss",
         ),
-        (["algorithm.value_loss.kind=hl_gauss", "reward.correct=2.0"], "does not hold the returns -1..2 that reward"),
+        (["algorithm.value_loss.kind=hl_gauss", "reward.correct=2.0"], "does not hold the returns -1..2 of reward"),
+        (
+            ["algorithm.value_loss.kind=hl_gauss", "data.train={a.jsonl: {reward: {correct: 3, incorrect: 0}}, b: 1}"],
+            "does not hold the returns -1..3 of reward",
+        ),
+        (
+            ["algorithm.value_loss.kind=hl_gauss", f"data.train={{a.jsonl: {{reward: {FUNCTION}}}, b.jsonl: 1}}"],
+            "its scores may be anything",
+        ),
+        ([f"data.train={{a.jsonl: {{reward: {FUNCTION}}}}}"], "positive_nll.coef needs the verifier's grade"),
+        (["data.train={a.jsonl: {reward: {verifer: code}}}"], "a.jsonl: reward: unknown key verifer; did you mean ver"),
+        (["reward.judge={url: 'http://a/v1', model: m}"], "nothing asks it, set reward.verifier=judge, or data.fields"),
         (["algorithm.value_loss.squash=tanh", "preset=dapo"], "value_loss.squash=tanh needs a critic"),
         (
             ["algorithm.value_loss.squash=tanh", "algorithm.shaping.soft_overlong={max_length: 9, cache_length: 3}"],

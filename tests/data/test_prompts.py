@@ -310,8 +310,13 @@ def test_a_file_and_a_row_have_fields_and_a_verifier_of_their_own(tmp_path: Path
 @pytest.mark.parametrize(
     ("own", "message"),
     [
-        ({"fields": {"problm": "q"}}, "a.jsonl: problm: Extra inputs"),
-        ({"reward": {"verifier": "maths"}}, "a.jsonl: verifier: Input should be 'math'"),
+        ({"fields": {"problm": "q"}}, r"data\.train: a\.jsonl: fields: unknown key problm; did you mean problem\?"),
+        (
+            {"reward": {"verifer": "code"}},
+            r"data\.train: a\.jsonl: reward: unknown key verifer; did you mean verifier\?",
+        ),
+        ({"reward": {"verifier": "maths"}}, r"a\.jsonl: reward: verifier is 'maths'; expected 'math', 'code'"),
+        ({"wieght": 1}, r"a\.jsonl: unknown key wieght; known keys: weight, fields, reward"),
         ({"reward": {"verifier": "judge"}}, "a.jsonl: reward: verifier=judge without a section judge"),
     ],
 )

@@ -18,10 +18,10 @@ from vapo_megatron.engines.client import EngineClient, EngineWrong
 from vapo_megatron.engines.dispatcher import Dispatcher
 from vapo_megatron.engines.inside import columns
 from vapo_megatron.engines.inside.heartbeat import END_PATH
-from vapo_megatron.engines.loop_thread import LoopThread
 from vapo_megatron.engines.request import GenerationRequest
 from vapo_megatron.engines.server import EngineAddress
 from vapo_megatron.errors import RunFailed, TryAgain
+from vapo_megatron.loop_thread import LoopThread
 
 GROUPS = 100
 

@@ -12,9 +12,9 @@ from vapo_megatron.config.rollout import SamplingConfig
 from vapo_megatron.data.prompts import PromptSource
 from vapo_megatron.data.sample import Prompt, Sample
 from vapo_megatron.engines.ledger import DROPPED, Ledger, StepRule
-from vapo_megatron.engines.loop_thread import LoopThread
 from vapo_megatron.engines.request import GroupRequest
 from vapo_megatron.engines.stream import GroupStream, Work, pack_groups, unpack_groups
+from vapo_megatron.loop_thread import LoopThread
 
 PROMPTS = [Prompt(str(n), "", "", (n, 7)) for n in range(500)]
 

@@ -62,6 +62,15 @@ def test_a_function_sees_truncated_responses_where_it_asks_to(asked: bool, rewar
     assert (samples[1].grade_reason == TRUNCATED) is not asked
 
 
+def test_a_row_with_a_reward_of_its_own_has_its_worth_where_nothing_is_verified() -> None:
+    config, verifier = RewardConfig(incorrect=-1.0), Verifier()
+    row = Prompt("1", "p", "a", (1,), reward='{"incorrect": -0.25, "verifier": "code"}')
+    samples = [sample("length"), replace(sample("length"), prompt=row), replace(sample("stop"), prompt=row)]
+    grade_samples(samples, verifier, lambda ids: "text", config)
+    assert [s.reward for s in samples] == [-1.0, -0.25, 0.75]
+    assert [case.reward for case in verifier.asked] == [row.reward]
+
+
 @pytest.mark.parametrize("asked", [False, True])
 def test_every_sample_gets_its_text_and_its_grade_and_is_counted_once(asked: bool) -> None:
     config = RewardConfig(verifier="function", function="m:f", incorrect=-0.5, grade_truncated=asked)

@@ -12,10 +12,10 @@ import pytest
 from aiohttp import web
 
 from vapo_megatron.config.reward import JUDGE_PROMPT, RewardConfig
-from vapo_megatron.data.sample import Prompt
+from vapo_megatron.data.sample import Prompt, Sample
 from vapo_megatron.errors import BadInput, TryAgain
 from vapo_megatron.rewards import judge as judge_module
-from vapo_megatron.rewards.grading import grades_of
+from vapo_megatron.rewards.grading import failed_share, grade_samples, grades_of
 from vapo_megatron.rewards.judge import filled
 from vapo_megatron.rewards.pool import Case, VerifierPool
 
@@ -144,6 +144,23 @@ def test_a_passing_failure_costs_nothing_and_a_refusal_is_not_repeated(server: S
         assert pool.grade_batch([_case("It is 4.")])[0].correct and len(server.prompts) == 3
         server.before = [401]
         assert pool.grade_batch([_case("It is 5.")])[0].reason == "error" and len(server.prompts) == 4
+
+
+def test_failed_judgements_are_incorrect_and_a_share_of_reward_failed(server: Server) -> None:
+    config = _config(server, max_concurrency=1)
+    server.before = [401]
+    samples = [Sample(Prompt("1", "2 + 2", "4", ()), 0, n, 0, [n], [0.0], "stop", 0, 0) for n in range(4)]
+    with VerifierPool(config) as pool:
+        grade_samples(samples, pool, lambda ids: f"It is {ids[0]}.", config)
+        assert failed_share(samples, pool) == 0.25
+    assert sorted((s.reward, s.correct, s.grade_reason) for s in samples)[0] == (-1.0, False, "error")
+    assert all(s.correct for s in samples if s.grade_reason == "scored")
+
+
+def test_rows_whose_verifier_is_that_of_the_section_share_its_judge(server: Server) -> None:
+    with VerifierPool(_config(server)) as pool:
+        pool.grade_batch([_case("It is 4."), _case("It is 4.", reward='{"verifier": "judge"}')])
+    assert len(server.prompts) == 1
 
 
 def test_a_judge_that_cannot_be_asked_is_named_before_a_run_starts(server: Server) -> None:

@@ -10,8 +10,8 @@ from vapo_megatron.config.reward import RewardConfig
 from vapo_megatron.config.rollout import SamplingConfig
 from vapo_megatron.data.prompts import PromptSource
 from vapo_megatron.data.sample import Prompt, Sample
-from vapo_megatron.engines.loop_thread import LoopThread
 from vapo_megatron.engines.request import GenerationRequest, GroupRequest
+from vapo_megatron.loop_thread import LoopThread
 from vapo_megatron.rewards.math import Grade
 from vapo_megatron.rewards.pool import Case
 from vapo_megatron.training.rollouts import Rollouts

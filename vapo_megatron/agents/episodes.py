@@ -23,9 +23,9 @@ from vapo_megatron.config.rollout import RolloutConfig
 from vapo_megatron.data.sample import BROKEN, Prompt, Sample
 from vapo_megatron.data.tokenizer import TextTokenizer
 from vapo_megatron.engines.dispatcher import Dispatcher
-from vapo_megatron.engines.loop_thread import LoopThread
 from vapo_megatron.engines.request import GenerationRequest, GroupRequest, response_seed
 from vapo_megatron.errors import BadInput, RunFailed, reason_of
+from vapo_megatron.loop_thread import LoopThread
 
 
 def is_environment(kind: type) -> bool:

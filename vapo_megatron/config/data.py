@@ -8,6 +8,7 @@ from pydantic import ConfigDict, Field, JsonValue, ValidationError, field_valida
 from typing_extensions import TypedDict
 
 from vapo_megatron.config.base import Section, key_from_environment
+from vapo_megatron.config.explain import explain
 from vapo_megatron.config.reward import RewardConfig
 
 Weight = Annotated[float, Field(gt=0, strict=True)]
@@ -138,7 +139,13 @@ class DataConfig(ProblemsConfig):
     def _weights_alone(cls, value: Any) -> Any:
         if not isinstance(value, dict):
             return value
-        return {path: entry if isinstance(entry, dict) else {"weight": entry} for path, entry in value.items()}
+        entries = {path: entry if isinstance(entry, dict) else {"weight": entry} for path, entry in value.items()}
+        for path, entry in entries.items():
+            if strange := entry.keys() - TrainFile.__annotations__:
+                raise ValueError(
+                    f"{path}: unknown key {min(strange)}; known keys: {', '.join(TrainFile.__annotations__)}"
+                )
+        return entries
 
     @property
     def _entries(self) -> dict[Path, TrainFile]:
@@ -156,13 +163,28 @@ class DataConfig(ProblemsConfig):
         """Raises ValueError for a judge that no row asks, and for a file's fields or keys of reward that cannot be."""
         if "judge" not in (self.reward_of(path).get("verifier") for path in self._entries):
             super().check_rewards(reward)
-        for path in self._entries:
+        self.rewards(reward)
+        for path, entry in self._entries.items():
             try:
-                self.fields_of(path), reward.changed(json.dumps(self.reward_of(path)))
+                self.fields_of(path)
             except ValidationError as error:
-                first = error.errors()[0]
-                key = ".".join(map(str, first["loc"])) or "reward"
-                raise ValueError(f"data.train: {path}: {key}: {first['msg'].removeprefix('Value error, ')}") from None
+                names = self.fields.model_dump() | entry["fields"]
+                raise ValueError(explain(error, FieldNames, names, f"data.train: {path}: fields")) from None
+
+    def rewards(self, reward: RewardConfig) -> list[RewardConfig]:
+        """Section reward, then that of each training file that has keys of its own.
+
+        Raises ValueError for keys that cannot be.
+        """
+        sections = [reward]
+        for path in self._entries:
+            keys = self.reward_of(path)
+            try:
+                sections += [reward.changed(json.dumps(keys))] if keys else []
+            except ValidationError as error:
+                values = reward.model_dump() | keys
+                raise ValueError(explain(error, RewardConfig, values, f"data.train: {path}: reward")) from None
+        return sections
 
 
 class EvaluationDataConfig(ProblemsConfig):

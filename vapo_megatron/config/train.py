@@ -128,7 +128,7 @@ class TrainConfig(Section):
             raise ValueError(f"checkpoint.keep.best={best} is no metric of a step: give one such as reward/mean")
 
     def _values_fit(self) -> None:
-        settings, reward = self.algorithm.value_loss, self.reward
+        settings = self.algorithm.value_loss
         switch = "kind=hl_gauss" if settings.kind == "hl_gauss" else f"squash={settings.squash}"
         if self.critic.init == "reward_model":
             raise ValueError(
@@ -150,18 +150,16 @@ class TrainConfig(Section):
         elif not (settings.low <= bounds[0] and bounds[1] <= settings.high):
             raise ValueError(
                 f"algorithm.value_loss.low..high={settings.low:g}..{settings.high:g} does not hold the returns "
-                f"{bounds[0]:g}..{bounds[1]:g} that reward.incorrect={reward.incorrect:g}, "
-                f"reward.correct={reward.correct:g} and algorithm.shaping give: widen it"
+                f"{bounds[0]:g}..{bounds[1]:g} of reward.incorrect, reward.correct and algorithm.shaping: widen it"
             )
 
     @property
     def return_range(self) -> tuple[float, float] | None:
         """Least and greatest return of a response, KL penalties aside; None where a user's function gives scores."""
-        kinds = {self.reward.verifier, *(self.data.reward_of(path).get("verifier") for path in self.data.train_files)}
-        if "function" in kinds:
+        rewards, algorithm = self.data.rewards(self.reward), self.algorithm
+        if any(reward.verifier == "function" for reward in rewards):
             return None
-        low, high = sorted((self.reward.correct, self.reward.incorrect))
-        algorithm = self.algorithm
+        low, *_, high = sorted(worth for reward in rewards for worth in (reward.correct, reward.incorrect))
         low -= float(algorithm.shaping.soft_overlong is not None)
         if algorithm.advantage.gamma < 1:
             low, high = min(low, 0.0), max(high, 0.0)
@@ -254,7 +252,7 @@ class TrainConfig(Section):
 
     def _grade_is_there(self) -> None:
         algorithm, rounds = self.algorithm, self.algorithm.dynamic_sampling.max_rounds
-        if self.reward.correct_above is not None:
+        if all(reward.correct_above is not None for reward in self.data.rewards(self.reward)):
             return
         for key, on in (
             ("policy_loss.positive_nll.coef", algorithm.policy_loss.positive_nll.coef > 0),
@@ -384,9 +382,7 @@ class EvaluateConfig(Section):
     def _one_source(self) -> Self:
         if (self.model is None) == (self.server is None):
             state = "neither is" if self.model is None else "both are"
-            raise ValueError(
-                f"{state} given of model (engines of our own) and server (an external one): give one of them"
-            )
+            raise ValueError(f"{state} given of model (engines of our own) and server (external): give one of them")
         self.data.check_rewards(self.reward)
         if self.server is not None and self.server.api == "completions" and self.data.prompt.chat_template:
             raise ValueError(

@@ -17,10 +17,10 @@ from vapo_megatron.config.rollout import RolloutConfig
 from vapo_megatron.data.sample import Sample
 from vapo_megatron.engines.client import Completion, EngineClient, EngineWrong
 from vapo_megatron.engines.keeper import end_server
-from vapo_megatron.engines.loop_thread import LoopThread, allow_connections
 from vapo_megatron.engines.request import GenerationRequest, GroupRequest, continued_response, empty_response
 from vapo_megatron.engines.server import EngineAddress
 from vapo_megatron.errors import RunFailed, TryAgain
+from vapo_megatron.loop_thread import LoopThread, allow_connections
 
 # Groups waiting in a server keep its batch full while finished ones are on their way back.
 _QUEUED_PER_RUNNING = 2

@@ -13,10 +13,10 @@ from openai.types.chat import ChatCompletion
 from vapo_megatron.config.data import PromptTemplate, ServerConfig
 from vapo_megatron.config.rollout import SamplingConfig
 from vapo_megatron.data.sample import Prompt
-from vapo_megatron.engines.loop_thread import LoopThread
 from vapo_megatron.engines.request import response_seed
 from vapo_megatron.errors import RunFailed, TryAgain
 from vapo_megatron.evaluation.responses import Response
+from vapo_megatron.loop_thread import LoopThread
 from vapo_megatron.rewards.openai_server import connect, one_line, reason_of_failure, text_of
 
 _logger = logging.getLogger(__name__)

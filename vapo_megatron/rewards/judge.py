@@ -11,7 +11,7 @@ from openai import OpenAIError
 from openai.types.chat import ChatCompletion
 
 from vapo_megatron.config.reward import RewardConfig
-from vapo_megatron.engines.loop_thread import LoopThread
+from vapo_megatron.loop_thread import LoopThread
 from vapo_megatron.rewards.extract import final_part
 from vapo_megatron.rewards.math import Grade
 from vapo_megatron.rewards.openai_server import connect, one_line, reason_of_failure, text_of
@@ -73,7 +73,7 @@ class Judge:
                 failure = f"a reply without a verdict: {one_line(reply[-200:], 200)}"
             except (OpenAIError, ValueError) as error:
                 failure, passing, wait = reason_of_failure(error, self._config.timeout_s)
-                if isinstance(error, OpenAIError) and not passing:
+                if attempt == _TRIES - 1 or (isinstance(error, OpenAIError) and not passing):
                     break
                 await asyncio.sleep(min(max(wait, _FIRST_PAUSE * 2**attempt), self._config.timeout_s))
             except (AttributeError, IndexError, TypeError):  # the library does not check what a server sends

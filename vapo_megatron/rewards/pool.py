@@ -135,12 +135,12 @@ class VerifierPool:
 
     def __init__(self, config: RewardConfig) -> None:
         self._config, self._closed, self._lock = config, False, threading.Lock()
-        self._verifiers = {"": _Verifier(config)}
+        self._verifiers = {config: _Verifier(config)}
 
     @property
     def workers(self) -> Any:
         """The processes, or the judge, of section reward."""
-        return self._verifiers[""].workers
+        return self._verifiers[self._config].workers
 
     def grade_batch(self, cases: Sequence[Case | tuple[str, str]], on_done: OnDone | None = None) -> list[Grade]:
         """The grades on cases, each a Case or (ground_truth, response), in their order.
@@ -203,7 +203,9 @@ class VerifierPool:
 
     def refuse(self, what: str) -> None:
         """Raises for a user's function (BadInput) or judge (TryAgain) that did `what`; nothing for others."""
-        for verifier in self._verifiers.values():
+        with self._lock:
+            verifiers = list(self._verifiers.values())
+        for verifier in verifiers:
             verifier.refuse(what, TryAgain)
 
     def close(self) -> None:
@@ -226,6 +228,7 @@ class VerifierPool:
         with self._lock:
             if self._closed:
                 raise RuntimeError("the verifier pool is closed")
-            if reward not in self._verifiers:
-                self._verifiers[reward] = _Verifier(self._config.changed(reward))
-            return self._verifiers[reward]
+            config = self._config.changed(reward)
+            if config not in self._verifiers:
+                self._verifiers[config] = _Verifier(config)
+            return self._verifiers[config]
