@@ -125,7 +125,8 @@ def test_the_critic_of_a_run_is_probed_by_an_engine_that_continues_its_states(sh
     config, _ = finished(shared, "probed", *grade)
     user = config.model_dump(mode="json", exclude={"rollout", "data"})
     user["rollout"] = {**ENGINE, "max_running_requests": 32}
-    user["data"] = {"train": str(shared.train), "max_prompt_tokens": 16}
+    probed = {"name": "probed", "path": str(shared.train), "samples": 1}
+    user["data"] = {"train": str(shared.train), "eval": [probed], "max_prompt_tokens": 16}
     probes = ("prompts=8", "responses_per_prompt=4", "continuations=3", "quantiles=[0.5]", "bootstrap=100")
     overrides = [f"critic_probes.{probe}" for probe in probes]
     probe_critic(load_config(ProbedRunConfig, write_config(shared.folder / "probe.yaml", user), overrides, PRESETS))
