@@ -77,12 +77,6 @@ def test_an_empty_minibatch_weighs_nothing() -> None:
         assert token_weights(torch.zeros(3, dtype=torch.int64), mode).tolist() == [0, 0, 0]
 
 
-@pytest.mark.parametrize(("mode", "constant"), [("token_mean", 2.0), ("constant", None), ("constant", 0.0)])
-def test_a_constant_out_of_place_is_refused(mode, constant) -> None:
-    with pytest.raises(ValueError, match="constant"):
-        token_weights(LENGTHS, mode, constant)
-
-
 def test_tokens_from_a_place_in_their_response_on() -> None:
     found = tokens_from(torch.tensor([3, 0, 0, 3]), CU)
     assert found.tolist() == [False] * 3 + [True, True] + [False] * 3 and found.dtype == torch.bool

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from vapo_megatron.algorithms import calibration
+from vapo_megatron.algorithms.baselines import leave_one_out, siblings_mean
 from vapo_megatron.algorithms.gae import segmented_gae
 from vapo_megatron.algorithms.segments import place_terminal, to_tokens
 from vapo_megatron.data.batch import offsets
@@ -28,14 +29,14 @@ def step(responses: int, group: int, seed: int) -> tuple[Tensor, Tensor, Tensor,
 
 
 def fit(values: Tensor, bounds: Tensor, groups: Tensor, returns: Tensor) -> calibration.Coefficients:
-    siblings, _ = calibration.means_of_siblings(returns, groups)
+    siblings = siblings_mean(returns, groups)
     return calibration.coefficients(calibration.moments(calibration.response_sums(values, bounds), returns, siblings))
 
 
 @pytest.mark.parametrize("group", [1, 4])
 def test_coefficients_are_those_of_a_regression_written_out(group: int) -> None:
     bounds, groups, returns, expected = step(64, group, 1)
-    siblings, _ = calibration.means_of_siblings(returns, groups)
+    siblings = siblings_mean(returns, groups)
     by_bin: dict[int, list[tuple[np.ndarray, float, float, int]]] = {}
     for s in range(64):
         others = [float(returns[i]) for i in range(64) if groups[i] == groups[s] and i != s]
@@ -73,7 +74,7 @@ def test_coefficients_are_those_of_a_regression_written_out(group: int) -> None:
 def error(values: Tensor, past: calibration.Coefficients, seed: int = 2) -> float:
     """Mean square of R - V~ on another step with the same critic."""
     bounds, groups, returns, _ = step(2000, 4, seed)
-    siblings, _ = calibration.means_of_siblings(returns, groups)
+    siblings = siblings_mean(returns, groups)
     calibrated = calibration.calibrated_values(values, siblings, bounds, past)
     return float((to_tokens(returns, bounds) - calibrated).square().mean())
 
@@ -108,18 +109,18 @@ def test_a_wrong_critic_is_set_right_or_not_trusted() -> None:
 def test_past_steps_fade() -> None:
     bounds, groups, returns, expected = step(400, 4, 1)
     sums = calibration.response_sums(expected, bounds)
-    siblings, _ = calibration.means_of_siblings(returns, groups)
+    siblings = siblings_mean(returns, groups)
     first, second = calibration.moments(sums, returns, siblings), calibration.moments(sums, -returns, siblings)
     both = first.followed_by(second)
-    for joint, a, b in zip(both.tensors(), first.tensors(), second.tensors(), strict=True):
+    for joint, a, b in zip(both, first, second, strict=True):
         torch.testing.assert_close(joint, 0.7 * a + b)
     restored = calibration.Moments.from_state(both.state())
-    assert all(torch.equal(a, b) for a, b in zip(both.tensors(), restored.tensors(), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(both, restored, strict=True))
 
 
 def test_without_a_past_the_others_are_the_baseline() -> None:
     returns, groups = torch.tensor([1.0, 0.0, 1.0, 0.0]), torch.tensor([7, 7, 7, 9])
-    siblings, others = calibration.means_of_siblings(returns, groups)
+    siblings, others = siblings_mean(returns, groups), leave_one_out(returns, groups)
     assert siblings.tolist() == [0.5, 1.0, 0.5, 0.0], "in a group of one it would be a line in the return itself"
     assert others.tolist() == pytest.approx([0.5, 1.0, 0.5, 2 / 3])
 
@@ -146,7 +147,7 @@ def gradient(group: int, trust: float, leak: bool = False) -> tuple[Tensor, Tens
     for ys in itertools.product(endings, repeat=group):
         chance = torch.stack([log_prob(y).sum() for y in ys]).sum().exp()
         returns, bounds = torch.tensor([rewards[y] for y in ys]), offsets(torch.tensor([len(y) for y in ys]))
-        siblings, _ = calibration.means_of_siblings(returns, torch.zeros(group, dtype=torch.int64))
+        siblings = siblings_mean(returns, torch.zeros(group, dtype=torch.int64))
         siblings = returns.double() if leak else siblings
         values = wrong[torch.tensor([states[y[:t]] for y in ys for t in range(len(y))])]
         calibrated = calibration.calibrated_values(values, siblings, bounds, past)

@@ -256,10 +256,6 @@ def test_length_adaptive_lambda() -> None:
     assert lam.dtype == torch.float32
     assert length_adaptive_lambda(torch.tensor([10, 1000]), 0.05, floor=0.3).tolist() == pytest.approx([0.3, 0.98])
     assert length_adaptive_lambda(torch.tensor([10, 1000]), 0.05, floor=1.0).tolist() == [1, 1]
-    with pytest.raises(ValueError, match="floor must be in"):
-        length_adaptive_lambda(torch.tensor([10]), 0.05, floor=1.5)
-    with pytest.raises(ValueError, match="alpha must be positive"):
-        length_adaptive_lambda(torch.tensor([10]), 0.0)
 
 
 def test_only_truncated_responses_bootstrap_from_their_last_state() -> None:

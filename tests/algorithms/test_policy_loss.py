@@ -62,14 +62,6 @@ def test_ratios_beyond_all_measure_stay_finite() -> None:
     assert logprobs.grad is not None and logprobs.grad.isfinite().all()
 
 
-@pytest.mark.parametrize(
-    "bounds", [(-0.1, 0.2, None), (1.1, 0.2, None), (0.2, -0.1, None), (0.2, 0.28, 1.28), (0.2, 0.28, 0.5)]
-)
-def test_bounds_that_make_no_sense_are_refused(bounds: tuple) -> None:
-    with pytest.raises(ValueError, match="clip"):
-        loss.ppo_clip(torch.zeros(1), torch.zeros(1), torch.zeros(1), *bounds)
-
-
 def test_clip_indicators_are_where_the_gradient_is_cut() -> None:
     ratios = RATIOS + RATIOS + [4.0]
     advantages = torch.tensor([2.0] * 5 + [-2.0] * 6, dtype=torch.float64)
@@ -77,9 +69,9 @@ def test_clip_indicators_are_where_the_gradient_is_cut() -> None:
     logprobs = log_of(ratios).requires_grad_()
     (gradient,) = torch.autograd.grad(loss.ppo_clip(logprobs, old, advantages, 0.2, 0.28, 3.0).sum(), logprobs)
     cut = loss.clip_indicators(logprobs, advantages, 0.2, 0.28, 3.0)
-    assert torch.equal((cut.low + cut.high + cut.dual) > 0, gradient == 0)
+    assert torch.equal(sum(cut) > 0, gradient == 0)
     assert [int(part.sum()) for part in cut] == [1, 1, 1]
-    assert not loss.clip_indicators(logprobs, advantages, 0.2, 0.28).dual.any()
+    assert not loss.clip_indicators(logprobs, advantages, 0.2, 0.28)[2].any()
     small = loss.clip_indicators(logprobs, 0.01 * advantages, 0.2, 0.28, 3.0)
     assert all(torch.equal(*pair) for pair in zip(small, cut, strict=True)), "the sign of an advantage counts alone"
     none = loss.clip_indicators(logprobs, 0 * advantages, 0.2, 0.28, 3.0)
@@ -91,7 +83,7 @@ def test_a_ratio_at_its_bound_is_cut_by_sao_alone() -> None:
     ratio_1, advantages = torch.zeros(2), torch.tensor([1.0, -1.0])
     assert not torch.stack(loss.clip_indicators(ratio_1, advantages, 0.0, 0.0)).any()
     bound = float(loss.bounded_ratio(torch.tensor([1.5])))
-    assert not loss.clip_indicators(torch.tensor([1.5]), -torch.ones(1), 0.2, 0.28, bound).dual.any()
+    assert not loss.clip_indicators(torch.tensor([1.5]), -torch.ones(1), 0.2, 0.28, bound)[2].any()
     assert not torch.stack(loss.cispo_clip_indicators(ratio_1, 0.0)).any()
     assert not torch.stack(loss.dppo_clip_indicators(ratio_1, ratio_1, advantages, 0.0, 0.0)).any()
     low, high, _ = loss.sao_clip_indicators(ratio_1, 0.0, 0.0)
@@ -176,10 +168,6 @@ def test_gspo_has_value_and_gradient_of_the_sequence_loss(scale: float) -> None:
     (gradient,) = torch.autograd.grad(token_loss, logprobs)
     torch.testing.assert_close(token_loss, sequence_loss)
     torch.testing.assert_close(gradient, expected)
-
-
-def test_entropy() -> None:
-    assert loss.entropy_bonus(torch.tensor([0.7])).tolist() == pytest.approx([-0.7])
 
 
 def smooth_losses() -> dict[str, tuple]:

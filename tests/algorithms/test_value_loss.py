@@ -22,8 +22,6 @@ def test_clipped() -> None:
     # From old 1 towards -1: the same the other way round, and the held value is old - 0.2.
     losses = vl.clipped_value_loss(1 - values, torch.ones(3), torch.full((3,), -1.0), clip=0.2)
     assert losses.tolist() == pytest.approx([1.9**2 / 2, 1.8**2 / 2, 2.5**2 / 2])
-    with pytest.raises(ValueError, match="clip must be positive"):
-        vl.clipped_value_loss(values, values, values, clip=0)
 
 
 def test_hl_gauss_target_has_the_return_as_its_mean() -> None:
@@ -62,17 +60,9 @@ def test_hl_gauss_learns_the_return() -> None:
     torch.testing.assert_close(vl.hl_gauss_value(logits, -1.2, 1.2), returns, atol=0.02, rtol=0)
 
 
-def test_hl_gauss_out_of_range_and_bad_bins() -> None:
+def test_hl_gauss_out_of_range() -> None:
     far = vl.hl_gauss(torch.zeros(2, 11), torch.tensor([50.0, -50.0]), -1, 1)
     assert far.isfinite().all()
-    for low in (1, 2):
-        with pytest.raises(ValueError, match="low < high"):
-            vl.hl_gauss(torch.zeros(1, 11), torch.zeros(1), low, 1)
-    assert vl.bin_edges(2, -1, 1).tolist() == [-1, 0, 1]
-    with pytest.raises(ValueError, match="two bins"):
-        vl.bin_edges(1, -1, 1)
-    with pytest.raises(ValueError, match="sigma_bins"):
-        vl.hl_gauss(torch.zeros(1, 11), torch.zeros(1), -1, 1, sigma_bins=0)
 
 
 def test_gradients_by_finite_differences() -> None:

@@ -103,7 +103,7 @@ def test_the_advantages_of_three_steps_are_those_written_out(truncated: str, tru
         moments = calibration.moments(sums, own.rewards[known], torch.tensor(siblings, dtype=torch.float64)[known])
         after = moments if past is None else past.followed_by(moments)
         assert history.past is not None
-        for one, other in zip(history.past.tensors(), after.tensors(), strict=True):
+        for one, other in zip(history.past, after, strict=True):
             torch.testing.assert_close(one, other)
 
 

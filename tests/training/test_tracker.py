@@ -93,7 +93,7 @@ def test_calibration_weighs_the_history_in_the_place_of_a_group() -> None:
         moments = calibration.moments(sums, batch.table.rewards[known], means)
         past = moments if past is None else past.followed_by(moments)
     assert history.past is not None and past is not None
-    for found, wanted in zip(history.past.tensors(), past.tensors(), strict=True):
+    for found, wanted in zip(history.past, past, strict=True):
         torch.testing.assert_close(found, wanted)
 
 

@@ -1,31 +1,12 @@
 """Advantages from one reward per response. Each says how a response compares with the others of its prompt."""
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
-from vapo_megatron.algorithms.baselines import leave_one_out
+from vapo_megatron.algorithms.baselines import grouped, leave_one_out, siblings_mean
 from vapo_megatron.algorithms.gae import segmented_gae
 from vapo_megatron.algorithms.kl import k1
 from vapo_megatron.algorithms.segments import place_terminal, segment_sum
-
-
-class _Groups(NamedTuple):
-    owner: Tensor  # int64 [S], the group of each response, numbered from 0
-    sizes: Tensor  # float64 [S], responses in the group of each response
-    means: Tensor  # float64 [S], mean reward in the group of each response
-
-
-def _groups(rewards: Tensor, group_ids: Tensor) -> _Groups:
-    if rewards.dim() != 1 or rewards.shape != group_ids.shape:
-        raise ValueError(f"rewards and group_ids must be [S], got {list(rewards.shape)} and {list(group_ids.shape)}")
-    _, index, counts = torch.unique(group_ids, return_inverse=True, return_counts=True)
-    # In float64 a sum of equal float32 rewards is exact, so that equal rewards give exactly 0.
-    sums = torch.zeros(counts.numel(), dtype=torch.float64, device=rewards.device).index_add_(
-        0, index, rewards.double()
-    )
-    return _Groups(index, counts[index].double(), (sums / counts)[index])
 
 
 def grpo(rewards: Tensor, group_ids: Tensor, eps: float = 1e-6) -> Tensor:
@@ -34,17 +15,18 @@ def grpo(rewards: Tensor, group_ids: Tensor, eps: float = 1e-6) -> Tensor:
     rewards [S] floating point, group_ids int64 [S] with any numbers. A group of one has mean 0 and std 1.
     Returns [S], dtype of rewards. Raises ValueError where the shapes differ.
     """
-    groups = _groups(rewards, group_ids)
-    single = groups.sizes == 1
-    centred = rewards - torch.where(single, 0, groups.means)
-    squares = centred.new_zeros(centred.shape).index_add_(0, groups.owner, centred.square())[groups.owner]
-    std = torch.where(single, 1, (squares / (groups.sizes - 1).clamp(min=1)).sqrt())
+    owner, sizes, sums = grouped(rewards, group_ids)
+    single = sizes == 1
+    centred = rewards - torch.where(single, 0, sums / sizes)
+    squares = centred.new_zeros(centred.shape).index_add_(0, owner, centred.square())[owner]
+    std = torch.where(single, 1, (squares / (sizes - 1).clamp(min=1)).sqrt())
     return (centred / (std + eps)).to(rewards.dtype)
 
 
 def dr_grpo(rewards: Tensor, group_ids: Tensor) -> Tensor:
     """R - mean of the group (Dr. GRPO, arXiv 2503.20783, section 3.2). A group of one gets 0. [S], [S] -> [S]."""
-    return (rewards - _groups(rewards, group_ids).means).to(rewards.dtype)
+    _, sizes, sums = grouped(rewards, group_ids)
+    return (rewards - sums / sizes).to(rewards.dtype)
 
 
 # To be whitened over the batch it is REINFORCE++-baseline's (arXiv 2501.03262).
@@ -56,9 +38,7 @@ def rloo(rewards: Tensor, group_ids: Tensor) -> Tensor:
 
     A group of one has no others: its baseline is 0. [S], [S] -> [S].
     """
-    groups = _groups(rewards, group_ids)
-    others = (groups.sizes * groups.means - rewards) / (groups.sizes - 1).clamp(min=1)
-    return (rewards - others).to(rewards.dtype)
+    return (rewards - siblings_mean(rewards, group_ids)).to(rewards.dtype)
 
 
 def batch_baseline(rewards: Tensor, group_ids: Tensor) -> Tensor:
@@ -76,7 +56,7 @@ def raft(rewards: Tensor, group_ids: Tensor) -> Tensor:
 
     Responses with 0 are left out of the loss and of its denominators. [S], [S] -> [S].
     """
-    index = _groups(rewards, group_ids).owner
+    index, _, _ = grouped(rewards, group_ids)
     best = rewards.new_full(rewards.shape, -torch.inf).scatter_reduce_(0, index, rewards, "amax")[index]
     position = torch.arange(rewards.numel(), device=rewards.device)
     candidate = position.masked_fill(rewards < best, rewards.numel())

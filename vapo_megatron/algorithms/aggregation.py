@@ -26,16 +26,9 @@ def token_weights(lengths: Tensor, mode: Mode, constant: float | None = None, se
     Args:
         lengths: [S] tokens of each response that carry loss (`segments.response_lengths` with the loss mask).
         mode: as above.
-        constant: positive, for that mode alone.
+        constant: positive, for mode "constant".
         selected: bool [S]; responses with False get weight 0 and do not count. None: all.
-
-    Raises:
-        ValueError: `constant` missing, superfluous or not positive.
     """
-    if (mode == "constant") != (constant is not None):
-        raise ValueError(f"mode {mode} with constant {constant}: give a constant with mode constant and with no other")
-    if constant is not None and constant <= 0:
-        raise ValueError(f"constant must be positive, got {constant}")
     counted = lengths > 0 if selected is None else (lengths > 0) & selected.bool()
     tokens = torch.where(counted, lengths, 0).double()
     responses = counted.sum().clamp(min=1).double()
@@ -44,7 +37,7 @@ def token_weights(lengths: Tensor, mode: Mode, constant: float | None = None, se
     elif mode == "sequence_mean":
         weights = 1 / (responses * tokens.clamp(min=1))
     else:
-        assert constant is not None
+        assert constant is not None, "aggregation=constant comes with its constant"
         weights = (1 / (responses * constant)).expand_as(tokens)
     return torch.where(counted, weights, 0).float()
 

@@ -13,19 +13,34 @@ TRACKER_FADE = 0.875
 TRACKER_PRIOR = 1.0  # responses that the prior mean is worth
 
 
-def leave_one_out(rewards: Tensor, group_ids: Tensor) -> Tensor:
-    """Mean reward of the other responses of the group (RLOO, arXiv 2402.14740, eq. 8): [S], int64 [S] -> float64 [S].
+def grouped(rewards: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Of each response the number of its group, from 0, its size and its sum of rewards: int64, int64, float64 [S].
 
-    A response without siblings is compared with all others of the batch; one that is alone there with 0.
+    Raises ValueError where the shapes are not [S].
     """
+    if rewards.dim() != 1 or rewards.shape != group_ids.shape:
+        raise ValueError(f"rewards and group_ids must be [S], got {list(rewards.shape)} and {list(group_ids.shape)}")
     _, owner, sizes = torch.unique(group_ids, return_inverse=True, return_counts=True)
     # In float64 a sum of equal float32 rewards is exact, so that equal rewards are equal to their baseline.
-    rewards = rewards.double()
-    sums = rewards.new_zeros(sizes.numel()).index_add_(0, owner, rewards)[owner]
-    others = sizes[owner] - 1
-    of_group = (sums - rewards) / others.clamp(min=1)
-    of_batch = (rewards.sum() - rewards) / max(1, rewards.numel() - 1)
-    return torch.where(others > 0, of_group, of_batch)
+    sums = rewards.new_zeros(sizes.numel(), dtype=torch.float64).index_add_(0, owner, rewards.double())
+    return owner, sizes[owner], sums[owner]
+
+
+def siblings_mean(rewards: Tensor, group_ids: Tensor) -> Tensor:
+    """Mean reward of the other responses of the group (RLOO, arXiv 2402.14740, eq. 8), 0 of a response without any:
+    [S], int64 [S] -> float64 [S]."""
+    _, sizes, sums = grouped(rewards, group_ids)
+    return (sums - rewards) / (sizes - 1).clamp(min=1)
+
+
+def leave_one_out(rewards: Tensor, group_ids: Tensor) -> Tensor:
+    """siblings_mean(); a response without siblings is compared with all others of the batch: float64 [S].
+
+    One that is alone there is compared with 0.
+    """
+    _, sizes, _ = grouped(rewards, group_ids)
+    of_batch = (rewards.double().sum() - rewards) / max(1, rewards.numel() - 1)
+    return torch.where(sizes > 1, siblings_mean(rewards, group_ids), of_batch)
 
 
 def positions(cu_seqlens: Tensor) -> Tensor:

@@ -16,13 +16,12 @@ A critic that explains nothing has b = 0, and leaves R - V~. Near kin: SPO (arXi
 (2311.01453).
 """
 
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from vapo_megatron.algorithms.baselines import leave_one_out, positions
+from vapo_megatron.algorithms.baselines import positions
 from vapo_megatron.algorithms.segments import to_tokens
 
 BINS = 20  # the last one begins at token 2^19
@@ -31,8 +30,7 @@ _STRENGTH = 8.0  # responses that the prior is worth, times the variance of x th
 _PRIOR_VARIANCE = 0.2
 
 
-@dataclass(frozen=True)
-class Moments:
+class Moments(NamedTuple):
     """What past steps said of returns: float64, by bin of position. A response weighs the same in a bin whatever its
     tokens there.
 
@@ -48,15 +46,11 @@ class Moments:
 
     def followed_by(self, later: "Moments") -> "Moments":
         """These, decayed, and those of the next step."""
-        return Moments(*(DECAY * a + b for a, b in zip(self.tensors(), later.tensors(), strict=True)))
-
-    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
-        """gram, cross and responses."""
-        return self.gram, self.cross, self.responses
+        return Moments(*(DECAY * a + b for a, b in zip(self, later, strict=True)))
 
     def state(self) -> list[Any]:
         """For a checkpoint; read back by from_state to the bit."""
-        return [tensor.tolist() for tensor in self.tensors()]
+        return [tensor.tolist() for tensor in self]
 
     @staticmethod
     def from_state(state: list[Any]) -> "Moments":
@@ -138,14 +132,3 @@ def calibrated_values(values: Tensor, group_means: Tensor, cu_seqlens: Tensor, b
     """V~ of each token: float32 [T], [S], int64 [S + 1] -> float32 [T]."""
     c = by_bin.bins[bins_of(cu_seqlens)]
     return (c[:, 0] + c[:, 1] * values.double() + c[:, 2] * to_tokens(group_means.double(), cu_seqlens)).float()
-
-
-def means_of_siblings(returns: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """m of each response, and the baseline of a first step, which has no past: [S], int64 [S] -> two float64 [S].
-
-    Both are the mean of the other responses of the group. In a group of one m is 0: the mean of the other groups would
-    be a line in the response's own return. The first step's baseline is that mean there.
-    """
-    _, group, sizes = torch.unique(group_ids, return_inverse=True, return_counts=True)
-    others = leave_one_out(returns, group_ids)
-    return torch.where(sizes[group] > 1, others, 0.0), others

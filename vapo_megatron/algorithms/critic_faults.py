@@ -52,7 +52,7 @@ def _estimated(figures: Figures) -> Iterator[str]:
     if similarity < 0:
         yield "sign"
         return
-    slope = calibration(figures).slope
+    slope, _ = calibration(figures)
     margin = 3 * float(slope_error(figures, slope))
     # A critic that is still learning says too little, so that much is allowed on that side.
     if slope + margin < 0.4 or slope - margin > 4:

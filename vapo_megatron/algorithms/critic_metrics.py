@@ -23,18 +23,6 @@ from vapo_megatron.algorithms.segments import check_bounds, segment_sum, to_toke
 _POSITION_BINS = 32
 
 
-@torch.no_grad()
-def explained_variance(values: Tensor, returns: Tensor) -> Tensor:
-    """1 - Var(R - V) / Var(R) over tokens: scalar float64.
-
-    1 at best, without lower bound; 0 where all returns are equal or there are none: nothing is there to explain.
-    """
-    actual, predicted = returns.double(), values.double()
-    if actual.numel() == 0:
-        return actual.new_zeros(())
-    return _explained((actual - predicted).var(correction=0), actual.var(correction=0))
-
-
 def _explained(residual: Tensor, variance: Tensor) -> Tensor:
     return torch.where(variance > 0, 1 - residual / variance, 0)
 
@@ -74,12 +62,9 @@ class Figures(NamedTuple):
 def figures_of(values: Tensor, returns: Tensor, cu_seqlens: Tensor, quantiles: Sequence[float] = ()) -> Tensor:
     """The columns of Figures, [S, 11 + Q]. A response's do not depend on those beside it.
 
-    values, returns [T]. quantiles: of biases, V - R at the token floor(q (l - 1)) of l. Raises ValueError for one that
-    is outside [0, 1].
+    values, returns [T]. quantiles in [0, 1]: of biases, V - R at the token floor(q (l - 1)) of l.
     """
     check_bounds(cu_seqlens, values.numel())
-    if any(not 0 <= q <= 1 for q in quantiles):
-        raise ValueError(f"quantiles must be in [0, 1], got {tuple(quantiles)}")
     bounds, v, r = cu_seqlens.to(values.device, torch.int64), values.double(), returns.double()
     lengths = bounds.diff()
     count = lengths.clamp(min=1)
@@ -128,7 +113,7 @@ class Explained(NamedTuple):
 
 
 def explained(figures: Figures) -> Tensor:
-    """Share of the variance of returns, over tokens, that values explain; a scalar."""
+    """1 - Var(R - V) / Var(R) over tokens: scalar, 1 at best, without lower bound; 0 where all returns are equal."""
     errors = pooled(figures.tokens, figures.returns - figures.values, figures.errors_spread)[1]
     return _explained(errors, pooled(figures.tokens, figures.returns, figures.returns_spread)[1])
 
@@ -188,18 +173,11 @@ def explained_by_position(
     return _explained(pooled(figures.tokens, figures.values, figures.values_spread)[1], variance)
 
 
-class Calibration(NamedTuple):
-    """The line R = intercept + slope V of least squares, scalars: slope 1 and intercept 0 where values mean returns.
+def calibration(figures: Figures) -> tuple[Tensor, Tensor]:
+    """Slope and intercept of the least squares of returns on values: 1 and 0 where values mean returns.
 
     Below 1 values are more extreme than what follows; above 1 they say too little. 0 where all values are equal.
     """
-
-    slope: Tensor
-    intercept: Tensor
-
-
-def calibration(figures: Figures) -> Calibration:
-    """Least squares of returns on values."""
     tokens = figures.tokens
     mean, variance = pooled(tokens, figures.values, figures.values_spread)
     actual = pooled(tokens, figures.returns, figures.returns_spread)[0]
@@ -207,7 +185,7 @@ def calibration(figures: Figures) -> Calibration:
     varies = variance > 1e-14 * (variance + mean.square())
     joint = figures.joint.sum() + (tokens * (figures.values - mean) * (figures.returns - actual)).sum()
     slope = torch.where(varies, joint / tokens.sum() / variance, 0)
-    return Calibration(slope, actual - slope * mean)
+    return slope, actual - slope * mean
 
 
 def slope_error(figures: Figures, slope: Tensor) -> Tensor:

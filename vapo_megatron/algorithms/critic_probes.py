@@ -171,16 +171,12 @@ _WORTH = 0.02
 
 
 class Conclusion(NamedTuple):
-    """choice: what to use; reasons: the figures that it rests on; faults: names in FAULTS."""
+    """choice: what to use, text: in words; reasons: the figures that it rests on; faults: names in FAULTS."""
 
     choice: Choice
+    text: str
     reasons: list[str]
     faults: list[str]
-
-    @property
-    def text(self) -> str:
-        """What to do."""
-        return MEANING[self.choice]
 
 
 def conclusion_of(figures: Mapping[str, Interval], faults: Sequence[str]) -> Conclusion:
@@ -199,7 +195,8 @@ def conclusion_of(figures: Mapping[str, Interval], faults: Sequence[str]) -> Con
         choice = "critic"
     elif gain.high < 0 or -_WORTH < gain.low <= gain.high < _WORTH or figures["explained_critic"].high <= 0:
         choice = "group"
-    return Conclusion(choice, reasons, [*faults, *(name for name in _probed(figures) if name not in faults)])
+    faults = [*faults, *(name for name in _probed(figures) if name not in faults)]
+    return Conclusion(choice, MEANING[choice], reasons, faults)
 
 
 def _probed(figures: Mapping[str, Interval]) -> Iterator[str]:

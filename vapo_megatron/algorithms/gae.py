@@ -19,18 +19,11 @@ def length_adaptive_lambda(lengths: Tensor, alpha: float, floor: float = 0.0) ->
     Args:
         lengths: [S] response tokens l that carry loss, the end token included.
         alpha: positive; VAPO's is 0.05. Responses of 1 / alpha tokens or fewer are clamped.
-        floor: the least lambda.
+        floor: the least lambda, in [0, 1].
 
     Returns:
         float32 [S].
-
-    Raises:
-        ValueError: alpha is not positive, or floor is outside [0, 1].
     """
-    if alpha <= 0:
-        raise ValueError(f"alpha must be positive, got {alpha}")
-    if not 0 <= floor <= 1:
-        raise ValueError(f"floor must be in [0, 1], got {floor}")
     return (1 - 1 / (alpha * lengths.double())).clamp(min=floor).float()
 
 

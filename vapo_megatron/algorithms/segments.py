@@ -58,7 +58,7 @@ def extent(x: Tensor, cu_seqlens: Tensor) -> Tensor:
     """
     x, responses = x.double(), cu_seqlens.numel() - 1
     owner = to_tokens(torch.arange(responses, device=x.device), cu_seqlens)
-    mean = segment_sum(x, cu_seqlens) / response_lengths(cu_seqlens).clamp(min=1)
+    mean = segment_mean(x, cu_seqlens)
     spread = segment_sum((x - mean[owner]).square(), cu_seqlens)
     ends = [
         x.new_full((responses,), start).scatter_reduce_(0, owner, x, kind)

@@ -67,12 +67,7 @@ def split_minibatches(group_ids: Tensor, size: int, unit: Unit, seed: int) -> li
     Returns:
         int64 indices into [S] on the device of group_ids; every response is in exactly one of them, and within
         one they ascend.
-
-    Raises:
-        ValueError: size is below 1.
     """
-    if size < 1:
-        raise ValueError(f"a mini-batch must have at least one of its {unit}, got size {size}")
     if unit == "samples":
         owner = torch.arange(group_ids.numel(), device=group_ids.device)
         units = group_ids.numel()

@@ -8,10 +8,8 @@ def soft_overlong(lengths: Tensor, max_length: int, cache_length: int) -> Tensor
     """Punishment of long responses, to be added to the reward (DAPO, arXiv 2503.14476, eq. 13).
 
     0 up to max_length - cache_length tokens, falling linearly to -1 at max_length, -1 beyond.
-    lengths [S] -> float32 [S]. Raises ValueError unless 0 < cache_length <= max_length.
+    lengths [S] -> float32 [S]; 0 < cache_length <= max_length.
     """
-    if not 0 < cache_length <= max_length:
-        raise ValueError(f"cache_length must be in 1..max_length = {max_length}, got {cache_length}")
     return ((max_length - cache_length - lengths.double()) / cache_length).clamp(-1, 0).float()
 
 

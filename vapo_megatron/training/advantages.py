@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from vapo_megatron.algorithms import advantages, calibration, importance, shaping
-from vapo_megatron.algorithms.baselines import leave_one_out, tracked_values, with_responses
+from vapo_megatron.algorithms.baselines import leave_one_out, siblings_mean, tracked_values, with_responses
 from vapo_megatron.algorithms.critic_faults import value_faults
 from vapo_megatron.algorithms.critic_metrics import Figures, explained, figures_of, sign_agreement, signs_of
 from vapo_megatron.algorithms.gae import (
@@ -114,7 +114,8 @@ def calibrated_advantages(
     assert home.values is not None and table.shaped_rewards is not None, "values and rewards come before advantages"
     returns = table.shaped_rewards
     siblings, others = torch.zeros(2, batch.samples, dtype=torch.float64)
-    siblings[known], others[known] = calibration.means_of_siblings(returns[known], table.group_ids[known])
+    siblings[known] = siblings_mean(returns[known], table.group_ids[known])
+    others[known] = leave_one_out(returns[known], table.group_ids[known])
     metrics: dict[str, float] = {}
     if config.tracker:
         assert table.prompt_keys is not None, "a batch of samples knows their prompts"

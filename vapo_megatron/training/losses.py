@@ -67,7 +67,7 @@ class PolicyLoss:
             parts["kl_loss"] = (weights * estimate(logprobs, gather(self.ref_logprobs))).sum()
             loss = loss + self.kl.coef * parts["kl_loss"]
         if config.entropy_coef:
-            loss = loss + config.entropy_coef * (weights * policy_loss.entropy_bonus(entropies)).sum()
+            loss = loss - config.entropy_coef * (weights * entropies).sum()
         metrics = {name: part.detach() for name, part in parts.items()}
         return loss, metrics | self._figures(logprobs.detach(), entropies.detach(), local)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from vapo_megatron.algorithms import baselines, calibration
 from vapo_megatron.algorithms.advantages import batch_baseline, grpo
 from vapo_megatron.algorithms.aggregation import nll_weights, token_weights
-from vapo_megatron.algorithms.critic_metrics import explained_variance
+from vapo_megatron.algorithms.critic_metrics import Figures, explained, figures_of
 from vapo_megatron.algorithms.gae import decoupled_gae, length_adaptive_lambda, segmented_gae
 from vapo_megatron.algorithms.policy_loss import clip_indicators, ppo_clip
 from vapo_megatron.algorithms.segments import place_terminal, to_tokens
@@ -159,8 +159,8 @@ class Training:
         """Explained variance of the returns, before the critic has seen them, [seeds]."""
         values = self.critic().detach().flatten()[rollout.state]
         ends = rollout.bounds[:: rollout.tokens.shape[1]].tolist()
-        parts = [explained_variance(values[a:b], returns[a:b]) for a, b in pairwise(ends)]
-        return torch.stack(parts)
+        parts = [figures_of(values[a:b], returns[a:b], torch.tensor([0, b - a])) for a, b in pairwise(ends)]
+        return torch.stack([explained(Figures.read(part)) for part in parts])
 
     def batches(self, rollout: Rollout, number: int) -> Tensor:
         """int64 [samples]: the mini-batch of each response, the same for all seeds."""
@@ -221,7 +221,9 @@ class Training:
         bounds = rollout.bounds[of.start : of.stop + 1]
         tokens = slice(int(bounds[0]), int(bounds[-1]))
         bounds, returns = bounds - bounds[0], rollout.rewards[of]
-        siblings, others = calibration.means_of_siblings(returns, rollout.group[seed])
+        siblings, others = (
+            mean(returns, rollout.group[seed]) for mean in (baselines.siblings_mean, baselines.leave_one_out)
+        )
         if self.row.tracker:
             siblings = self.track(seed, rollout)
         past = self.past[seed]
@@ -317,6 +319,6 @@ class Training:
             positive_weights = torch.vmap(nll_weights)(tokens, correct)
             losses = losses - s.nll * logprobs * positive_weights[..., None]
         self.actor.optimizer.step(torch.where(decided, losses, 0).sum())
-        indicators = clip_indicators((logprobs - old).detach(), advantage, s.clip_low, clip_high)
-        low, high = ((found * decided).sum((1, 2)) / decided.sum((1, 2)) for found in (indicators.low, indicators.high))
+        cut = clip_indicators((logprobs - old).detach(), advantage, s.clip_low, clip_high)
+        low, high, _ = ((bound * decided).sum((1, 2)) / decided.sum((1, 2)) for bound in cut)
         return low, high

@@ -119,7 +119,7 @@ def _content(report: ProbeReport, facts: Mapping[str, object], config: ProbedRun
     return {
         "facts": {name: str(fact) for name, fact in facts.items()},
         "probes": config.critic_probes.model_dump(mode="json"),
-        "conclusion": report.conclusion._asdict() | {"text": report.conclusion.text},
+        "conclusion": report.conclusion._asdict(),
         # NaN, a figure that is not defined, has no place in JSON.
         "figures": {name: {key: None if math.isnan(x) else x for key, x in row} for name, row in ends.items()},
         "responses": report.responses,
