@@ -25,8 +25,8 @@ from vapo_megatron.engines.request import GroupRequest
 from vapo_megatron.engines.server import EngineServer
 from vapo_megatron.engines.stream import pack_groups, unpack_groups
 from vapo_megatron.errors import BadInput
-from vapo_megatron.evaluation.evaluator import EngineGenerator, Evaluator
-from vapo_megatron.evaluation.responses import read_outputs
+from vapo_megatron.evaluation.evaluator import Evaluator, generate_with
+from vapo_megatron.evaluation.responses import read_responses
 from vapo_megatron.rewards.grading import grade_samples
 from vapo_megatron.rewards.math import Grade
 from vapo_megatron.rewards.pool import Case, VerifierPool
@@ -200,7 +200,7 @@ def test_evaluation_plays_episodes_and_grades_what_the_agent_did_not(
     for name, reason in (("Echo", "agent"), ("forgets", "asked"), ("raises", "broken: error")):
         settings = RolloutConfig(agent=f"{__name__}:{name}", episode=EpisodeConfig(max_tokens=200))
         agents = Agents(dispatcher, tokenizer, settings)
-        generator = EngineGenerator(agents.collect, tokenizer.decode, sampling, 11, 0, RewardConfig())
+        generator = generate_with(agents.collect, tokenizer.decode, sampling, 11, 0, RewardConfig())
         evaluator = Evaluator(cast(VerifierPool, AskedVerifier()), RewardConfig())
         try:
             responses = evaluator.answer("set", problems, 2, generator)
@@ -210,7 +210,7 @@ def test_evaluation_plays_episodes_and_grades_what_the_agent_did_not(
             response.finish_reason = "stop"  # what this policy writes ends at its limit
         result, _ = evaluator.conclude("set", problems, responses, 2, tmp_path / f"{name}.jsonl")
         assert result.avg_at_k == (name != "raises") and {one.grade_reason for one in responses} == {reason}
-        again = read_outputs(tmp_path / f"{name}.jsonl")
+        again = read_responses(tmp_path / f"{name}.jsonl")
         assert again == responses and all(bool(one.episode) is (name != "raises") for one in again)
         assert all(one.episode.endswith(one.text) and one.episode != one.text for one in again if one.episode)
 

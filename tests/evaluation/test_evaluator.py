@@ -13,7 +13,7 @@ from vapo_megatron.config.rollout import SamplingConfig
 from vapo_megatron.data.sample import FinishReason, Prompt, Sample
 from vapo_megatron.engines.request import GenerationRequest
 from vapo_megatron.errors import TryAgain
-from vapo_megatron.evaluation.evaluator import EngineGenerator, Evaluator
+from vapo_megatron.evaluation.evaluator import Evaluator, generate_with
 from vapo_megatron.evaluation.metrics import bootstrap_interval
 from vapo_megatron.evaluation.responses import ResponseLog
 from vapo_megatron.evaluation.sets import SetResult, numbered
@@ -89,7 +89,7 @@ def evaluate(
 ) -> SetResult:
     evaluator = Evaluator(cast(VerifierPool, verifier), RewardConfig())
     problems = numbered(name, prompts)
-    generator = EngineGenerator((engine or Engine()).collect, decode, SAMPLING, 7, 3, RewardConfig())
+    generator = generate_with((engine or Engine()).collect, decode, SAMPLING, 7, 3, RewardConfig())
     responses = evaluator.answer(name, problems, 4, generator)
     return evaluator.conclude(name, problems, responses, 4, outputs / f"{name}.jsonl")[0]
 
@@ -132,11 +132,11 @@ def test_every_problem_has_a_cursor_of_its_own_that_depends_on_its_place_alone(t
 def test_what_an_earlier_time_has_answered_is_not_asked_for_again(tmp_path: Path) -> None:
     evaluator, problems = Evaluator(cast(VerifierPool, Verifier()), RewardConfig()), numbered("sums", PROMPTS)
     engine = Engine()
-    generator = EngineGenerator(engine.collect, decode, SAMPLING, 7, 3, RewardConfig())
-    with ResponseLog(tmp_path / "log", "origin") as log:
-        first = evaluator.answer("sums", problems[1:2], 4, generator, log)
-    with ResponseLog(tmp_path / "log", "origin") as log:
-        responses = evaluator.answer("sums", problems, 4, generator, log)
+    generator = generate_with(engine.collect, decode, SAMPLING, 7, 3, RewardConfig())
+    log = ResponseLog(tmp_path / "log", problems, 4, "origin")
+    first = evaluator.answer("sums", problems[1:2], 4, generator, log)
+    log = ResponseLog(tmp_path / "log", problems, 4, "origin")
+    responses = evaluator.answer("sums", problems, 4, generator, log)
     assert [[p.id for p in request.prompts] for request in engine.requests] == [["p1"], ["p0", "p2"]]
     assert [(one.id, one.index) for one in responses] == [(f"p{n}", i) for n in range(3) for i in range(4)]
     assert responses[4:8] == first

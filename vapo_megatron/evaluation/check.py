@@ -1,12 +1,10 @@
-"""What an evaluation will need, found out before anything starts."""
+"""Checks an evaluation before anything starts."""
 
 import hashlib
 import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
-
-from pydantic import ValidationError
 
 from vapo_megatron.agents.episodes import load_agent
 from vapo_megatron.checkpoint.checkpoints import CHECKPOINT_FOLDER, HF_FOLDER
@@ -29,7 +27,7 @@ from vapo_megatron.weights.spec import ModelSpec, read_spec
 
 @dataclass(frozen=True)
 class EvaluatedModel:
-    """A model of ours, by Hugging Face directory. engine_devices: of every server to start; None: the CPU."""
+    """A model served by our own engines. engine_devices: the GPUs of each server; None: the CPU."""
 
     spec: ModelSpec
     tokenizer: TextTokenizer
@@ -38,7 +36,7 @@ class EvaluatedModel:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What a checked config comes to. prompts: of every set, by its name; model: None with an external server."""
+    """A checked evaluation. prompts: by the name of their set; model: None with an external server."""
 
     settings: EvaluateConfig
     prompts: dict[str, list[Prompt]]
@@ -46,21 +44,15 @@ class Evaluation:
 
     @property
     def model_name(self) -> str:
-        """For people and files."""
+        """The model as the console and evaluation.json name it."""
         settings = self.settings
         if settings.server is not None:
             return f"{settings.server.model} at {settings.server.url}"
         assert settings.model is not None
         return settings.model.path
 
-    def graded_by(self, name: str) -> str:
-        """Fingerprint of what the grades on a set depend on besides the responses: ground truth and verifier."""
-        reward = self.settings.reward.model_dump(mode="json", exclude={"workers"})
-        ground_truths = [[row.id, row.answer, *([row.extra] if row.extra else [])] for row in self.prompts[name]]
-        return _fingerprint({"reward": reward, "ground_truths": ground_truths})
-
     def origin(self, name: str) -> str:
-        """Fingerprint of all that the responses of a set depend on, but for their number."""
+        """Fingerprint of everything that the responses to a set depend on, except their number."""
         settings = self.settings
         depends_on: dict[str, object] = {
             "seed": settings.run.seed,
@@ -77,19 +69,11 @@ class Evaluation:
             depends_on["dtype"] = settings.model.dtype
             if settings.rollout.agent is not None:
                 depends_on["agent"] = [settings.rollout.agent, settings.rollout.episode.model_dump(mode="json")]
-        return _fingerprint(depends_on)
-
-
-def _fingerprint(content: dict[str, object]) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+        return hashlib.sha256(json.dumps(depends_on, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def check_evaluation(settings: EvaluateConfig, platform: Platform) -> Evaluation:
-    """Read everything but the weights, and plan.
-
-    Raises:
-        BadInput: for anything that cannot work.
-    """
+    """Read everything but the weights. Raises BadInput for anything that cannot work."""
     if settings.server is not None:
         if settings.rollout.agent is not None:
             raise BadInput(
@@ -111,10 +95,9 @@ def check_evaluation(settings: EvaluateConfig, platform: Platform) -> Evaluation
 
 
 def read_inputs(settings: EvaluateConfig) -> str:
-    """For people: what an evaluation on another machine would read. A model that is not there yet is no mistake.
+    """What `evaluate --check` prints: the problems and the model. A model that does not exist yet is no mistake.
 
-    Raises:
-        BadInput: what is there cannot be used.
+    Raises BadInput for a file that cannot be used.
     """
     tokenizer, model = None, "a server that is not ours"
     if settings.server is not None:
@@ -125,7 +108,7 @@ def read_inputs(settings: EvaluateConfig) -> str:
             spec, tokenizer = _read_model(settings, settings.model)
             model += f": {spec.family}, {spec.parameter_count():,} parameters"
         else:
-            model += ": nothing is there yet, as is right where a run has still to write it"
+            model += ": nothing is there yet, which is right if a run is still to write it"
     prompts = _prompts(settings, tokenizer)
     return "\n".join([*(f"{name}: {len(rows)} problems" for name, rows in prompts.items()), model])
 
@@ -142,13 +125,13 @@ def _read_model(settings: EvaluateConfig, model: ModelConfig) -> tuple[ModelSpec
 
 
 def _prompts(settings: EvaluateConfig, tokenizer: TextTokenizer | None) -> dict[str, list[Prompt]]:
-    """Of every set; without a tokenizer without their tokens."""
+    """The prompts of every set, without token ids where there is no tokenizer."""
     data = settings.data
     return {entry.name: numbered(entry.name, eval_prompts(entry, data, tokenizer)) for entry in data.eval}
 
 
 def facts(plan: Evaluation, run_dir: Path) -> dict[str, object]:
-    """For the head of the output."""
+    """The lines at the head of the console."""
     settings, sampling = plan.settings, plan.settings.sampling
     model, engines = plan.model_name, "none of our own"
     if plan.model is not None:
@@ -187,19 +170,14 @@ def evaluation_of(config: TrainConfig, checkpoint: str) -> EvaluateConfig:
         if (saved / "actor").is_dir():
             remedy = f"make it: python tools/convert_megatron_to_hf.py --checkpoint {saved} --out {actor}"
         raise BadInput(f"--checkpoint {checkpoint}: {actor} holds no model: {remedy}")
-    try:
-        place = RunPlace(
+    return EvaluateConfig(
+        run=RunPlace(
             name=f"{run.name}_{checkpoint}",
             root=run.root,
             seed=run.seed + EVALUATION_SEED,
             overwrite=run.overwrite,
             resume=run.resume,
-        )
-    except ValidationError as error:
-        (key, *_), message = error.errors()[0]["loc"], error.errors()[0]["msg"]
-        raise BadInput(f"--checkpoint {checkpoint}: run.{key} of its evaluation cannot be used: {message}") from None
-    return EvaluateConfig(
-        run=place,
+        ),
         model=config.model.model_copy(update={"path": str(actor)}),
         data=EvaluationDataConfig(**{name: getattr(data, name) for name in ProblemsConfig.model_fields}),
         sampling=config.evaluation.sampling_beside(config.sampling),

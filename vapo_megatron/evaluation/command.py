@@ -1,11 +1,11 @@
-"""Evaluation of a checkpoint or of an external server, apart from any training: every set, one table."""
+"""`vapo-megatron evaluate`: every set answered by a checkpoint or an external server, and one table."""
 
 import json
 import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 from vapo_megatron.agents.episodes import Agents
@@ -20,19 +20,17 @@ from vapo_megatron.config.train import EvaluateConfig
 from vapo_megatron.data.jsonl import write_rows
 from vapo_megatron.engines.dispatcher import Dispatcher
 from vapo_megatron.engines.server import EngineServer
-from vapo_megatron.errors import BadInput
 from vapo_megatron.evaluation.check import Evaluation, check_evaluation, facts
-from vapo_megatron.evaluation.evaluator import Collect, EngineGenerator, Evaluator, Generator
+from vapo_megatron.evaluation.evaluator import Collect, Evaluator, Generate, generate_with
 from vapo_megatron.evaluation.metrics import PROBLEMS
 from vapo_megatron.evaluation.openai_client import OpenAIClient
-from vapo_megatron.evaluation.responses import Response, ResponseLog, read_outputs
-from vapo_megatron.evaluation.sets import SetResult, problem_results, summarise
+from vapo_megatron.evaluation.responses import ResponseLog
+from vapo_megatron.evaluation.sets import SetResult
 from vapo_megatron.megatron.platform import current_platform
 from vapo_megatron.monitoring.console import RunConsole
 from vapo_megatron.rewards.pool import VerifierPool
 
-# Engines that read a checkpoint and are never handed weights stay at the version they start with.
-WEIGHT_VERSION = 0
+WEIGHT_VERSION = 0  # of engines that read a checkpoint and never get others
 
 
 @contextmanager
@@ -64,15 +62,12 @@ def engines_of(
         yield stack.enter_context(Dispatcher([server.address for server in servers], rollout, stop_tokens))
 
 
-_PARTIAL = ".partial.jsonl"
-
-
 def evaluate_checkpoint(settings: EvaluateConfig) -> None:
-    """Answer every set of data.eval and print what was reached.
+    """Answer every set of data.eval and print the results.
 
     The run directory gets evaluation.json (rewritten after each set), evaluation/<set>.jsonl with every response,
     evaluation/<set>_problems.jsonl with the metrics of every problem, and the engines' logs. Responses are kept as they
-    come: with run.resume=auto the same command goes on where it stopped.
+    come: with run.resume=auto the same command continues where it stopped, and grades all responses again.
 
     Raises:
         BadInput: something in the config cannot work, or another process works in the run directory; nothing was
@@ -88,23 +83,24 @@ def evaluate_checkpoint(settings: EvaluateConfig) -> None:
         verifier.check(prompt for prompts in plan.prompts.values() for prompt in prompts)
         run_dir = Path(settings.run.directory)
         stack.enter_context(Lease(run_dir)).take()
-        _have_run_dir(settings, run_dir)
+        if settings.run.resume == "never" or not (run_dir / "config.yaml").is_file():
+            make_run_dir(settings, settings.run)
         console = RunConsole()
         console.header(f"vapo-megatron evaluate: {settings.run.name}", facts(plan, run_dir))
-        work = _Work(plan, run_dir, Evaluator(verifier, settings.reward, console.phase), console)
-        done = {entry.name: result for entry in settings.data.eval if (result := work.finished(entry)) is not None}
-        if done:
-            console.note(f"answered before: {', '.join(done)}")
-            _write(plan, list(done.values()), run_dir)
-        dump_config(settings, run_dir / "config.yaml")  # of an earlier start, sets or limits may have been others
-        if len(done) < len(settings.data.eval):
-            generator = _generator(plan, run_dir, console, stack)
-            for entry in settings.data.eval:
-                if entry.name not in done:
-                    done[entry.name] = work.answer(entry, generator)
-                    _write(plan, [done[e.name] for e in settings.data.eval if e.name in done], run_dir)
-                    work.forget_partial(entry.name)
-        results = [done[entry.name] for entry in settings.data.eval]
+        logs = {entry.name: _response_log(plan, entry, run_dir) for entry in settings.data.eval}
+        dump_config(settings, run_dir / "config.yaml")  # sets or limits may have changed since an earlier start
+        answered = [name for name, log in logs.items() if len(log.groups) == len(plan.prompts[name])]
+        if answered:
+            console.note(f"answered before, graded again: {', '.join(answered)}")
+        generate = _start(plan, run_dir, console, stack) if len(answered) < len(logs) else None
+        evaluator, results = Evaluator(verifier, settings.reward, console.phase), []
+        for entry in settings.data.eval:
+            name, k, prompts = entry.name, entry.samples, plan.prompts[entry.name]
+            responses = evaluator.answer(name, prompts, k, generate, logs[name])
+            result, problems = evaluator.conclude(name, prompts, responses, k, logs[name].path)
+            write_rows(run_dir / "evaluation" / f"{name}{PROBLEMS}", map(asdict, problems))
+            results.append(result)
+            _write(plan, results, run_dir)
         console.table(*_table(results))
         console.closing(
             f"{settings.run.name} finished",
@@ -112,73 +108,16 @@ def evaluate_checkpoint(settings: EvaluateConfig) -> None:
         )
 
 
-@dataclass(frozen=True)
-class _Work:
-    """Answering one set after the other into a run directory."""
-
-    plan: Evaluation
-    run_dir: Path
-    evaluator: Evaluator
-    console: RunConsole
-
-    def finished(self, entry: EvalSet) -> SetResult | None:
-        """The result of a set that an earlier start of this evaluation has finished."""
-        report = self.run_dir / "evaluation.json"
-        if not report.is_file():
-            return None
-        try:
-            sets = json.loads(report.read_text(encoding="utf-8"))["sets"]
-            reports = {reported["name"]: reported for reported in sets}
-            if entry.name not in reports:
-                return None
-            origin, graded_by = reports[entry.name]["origin"], reports[entry.name]["graded_by"]
-        except (ValueError, KeyError, TypeError):
-            raise BadInput(f"{report}: not an evaluation report: remove it to evaluate again") from None
-        if origin != self.plan.origin(entry.name):
-            raise BadInput(
-                f"{report}: set {entry.name} was answered by another model, with other problems or other sampling: "
-                "give the config it was made with, another run.name, or run.overwrite=true"
-            )
-        prompts = self.plan.prompts[entry.name]
-        responses = read_outputs(self._file(entry.name, ".jsonl"))
-        if len(responses) != len(prompts) * entry.samples:
-            return None
-        if graded_by != self.plan.graded_by(entry.name):
-            self.console.note(f"{entry.name}: ground_truth answers or reward changed, its responses are graded again")
-            return self._conclude(entry, responses)
-        return summarise(entry.name, problem_results(prompts, responses), entry.samples)
-
-    def answer(self, entry: EvalSet, generator: Generator) -> SetResult:
-        """Answer what is not answered yet, grade all of it, write it down."""
-        prompts = self.plan.prompts[entry.name]
-        with ResponseLog(self._file(entry.name, _PARTIAL), self.plan.origin(entry.name)) as log:
-            responses = self.evaluator.answer(entry.name, prompts, entry.samples, generator, log)
-        return self._conclude(entry, responses)
-
-    def _conclude(self, entry: EvalSet, responses: Sequence[Response]) -> SetResult:
-        """Grade all responses to a set and write them down."""
-        name, outputs = entry.name, self._file(entry.name, ".jsonl")
-        result, problems = self.evaluator.conclude(name, self.plan.prompts[name], responses, entry.samples, outputs)
-        write_rows(self._file(name, PROBLEMS), map(asdict, problems))
-        return result
-
-    def forget_partial(self, name: str) -> None:
-        """The set is in evaluation.json: what was kept on the way is no longer needed."""
-        self._file(name, _PARTIAL).unlink(missing_ok=True)
-
-    def _file(self, name: str, ending: str) -> Path:
-        return self.run_dir / "evaluation" / f"{name}{ending}"
+def _response_log(plan: Evaluation, entry: EvalSet, run_dir: Path) -> ResponseLog:
+    path = run_dir / "evaluation" / f"{entry.name}.jsonl"
+    return ResponseLog(path, plan.prompts[entry.name], entry.samples, plan.origin(entry.name))
 
 
-def _have_run_dir(settings: EvaluateConfig, run_dir: Path) -> None:
-    if settings.run.resume == "never" or not (run_dir / "config.yaml").is_file():
-        make_run_dir(settings, settings.run)
-
-
-def _generator(plan: Evaluation, run_dir: Path, console: RunConsole, stack: ExitStack) -> Generator:
+def _start(plan: Evaluation, run_dir: Path, console: RunConsole, stack: ExitStack) -> Generate:
+    """Start what answers: engines, which end with the stack, or the client of an external server."""
     settings = plan.settings
     if settings.server is not None:
-        return OpenAIClient(settings.server, settings.data.prompt, settings.sampling, settings.run.seed)
+        return OpenAIClient(settings.server, settings.data.prompt, settings.sampling, settings.run.seed).generate
     assert plan.model is not None and settings.model is not None
     tokenizer, devices, logs = plan.model.tokenizer, plan.model.engine_devices, run_dir / "logs"
     started = engines_of(settings.model, settings.rollout, devices, tokenizer.eos_token_ids, logs, console)
@@ -189,7 +128,7 @@ def _generator(plan: Evaluation, run_dir: Path, console: RunConsole, stack: Exit
         stack.callback(agents.close)
         collect = agents.collect
     sampling, seed = settings.sampling, settings.run.seed
-    return EngineGenerator(collect, tokenizer.decode, sampling, seed, WEIGHT_VERSION, settings.reward)
+    return generate_with(collect, tokenizer.decode, sampling, seed, WEIGHT_VERSION, settings.reward)
 
 
 def _write(plan: Evaluation, results: Sequence[SetResult], run_dir: Path) -> None:
@@ -198,10 +137,7 @@ def _write(plan: Evaluation, results: Sequence[SetResult], run_dir: Path) -> Non
             "model": plan.model_name,
             "seed": plan.settings.run.seed,
             "sampling": plan.settings.sampling.model_dump(mode="json"),
-            "sets": [
-                result.as_dict() | {"origin": plan.origin(result.name), "graded_by": plan.graded_by(result.name)}
-                for result in results
-            ],
+            "sets": [asdict(result) for result in results],
         }
         json.dump(content, file, indent=2)
 

@@ -23,7 +23,7 @@ _logger = logging.getLogger(__name__)
 
 _WHOLE = frozenset({"stop", "length", "tool_calls", "content_filter"})
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0
-_TELL_SECONDS = 10.0  # without one answer, until the last error is told
+_WARN_SECONDS = 60.0
 _SEED_BITS = 0x7FFF_FFFF  # what every server takes
 
 
@@ -32,7 +32,7 @@ class OpenAIClient:
 
     Args:
         config: the server section.
-        template: how a problem is put; chat_template is the server's business here.
+        template: how a problem becomes a prompt; the server applies the chat template.
         sampling: how responses are drawn.
         seed: of the run.
     """
@@ -42,8 +42,7 @@ class OpenAIClient:
         self._key = config.api_key()
         self._path = "/chat/completions" if config.api == "chat" else "/completions"
         self._url = config.url.rstrip("/") + self._path
-        self._failing_since: float | None = None  # of all requests together
-        self._tell_after = _TELL_SECONDS
+        self._next_warning = 0.0
 
     def generate(
         self,
@@ -55,11 +54,11 @@ class OpenAIClient:
         """k responses to each prompt; on_group gets those of one prompt together, on_done is called for each response.
 
         Raises:
-            RunFailed: the server refuses a request or answers something else than a completion.
-            TryAgain: it is not there or too busy for longer than server.retry_timeout_s.
+            RunFailed: the server refuses a request or sends something other than a completion.
+            TryAgain: it is unreachable or too busy for longer than server.retry_timeout_s.
         """
-        # Not in this thread: a signal that ends it (SIGTERM) would come up in one of a thousand tasks, and asyncio
-        # prints the stack of each that it ends with.
+        # Not in this thread: SIGTERM's SystemExit would come up in one of a thousand tasks, and asyncio would print the
+        # stack of each.
         loop = LoopThread()
         try:
             loop.run(self._generate(prompts, k, on_group, on_done))
@@ -105,7 +104,6 @@ class OpenAIClient:
             asked = time.monotonic()
             try:
                 response = self._read(await client.post(self._path, cast_to=kind, body=body), prompt, index)
-                self._failing_since, self._tell_after = None, _TELL_SECONDS
                 if response.finish_reason in _WHOLE:
                     return response
                 reason = f"a response that was broken off ({response.finish_reason})"
@@ -113,9 +111,9 @@ class OpenAIClient:
                 reason, passing, delay = reason_of_failure(error, self._config.request_timeout_s)
                 if not passing:
                     raise RunFailed(f"{self._url}: refused the request for problem {prompt.id} ({reason})") from None
-            except ValueError:  # it says that it sends JSON, and does not
-                raise self._no_completion("what is no JSON", prompt) from None
-            self._tell_of(reason, asked)
+            except ValueError:  # sent as JSON, and is none
+                raise self._no_completion("invalid JSON", prompt) from None
+            self._warn(reason)
             failing_since = asked if failing_since is None else failing_since
             pause = max(pause, delay)
             if time.monotonic() + pause - failing_since > self._config.retry_timeout_s:
@@ -127,22 +125,12 @@ class OpenAIClient:
             await asyncio.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
 
-    def _tell_of(self, reason: str, asked: float) -> None:
-        """Warn where no request was answered for _TELL_SECONDS, and again whenever it has been as long again."""
-        if self._failing_since is None:
-            self._failing_since = asked
-        elif (seconds := time.monotonic() - self._failing_since) >= self._tell_after:
-            self._tell_after = 2 * seconds
-            remedy = "see that it runs at server.url"
-            if reason.startswith("HTTP 429"):
-                remedy = "lower server.concurrency"
-            elif reason.startswith("HTTP"):
-                remedy = "see its log; engines of a training run have no tokenizer, and answer no text"
-            _logger.warning(
-                "%s: no request was answered for %.0f s, the last error: %s: %s; tried again for "
-                "server.retry_timeout_s=%g s",
-                *(self._url, seconds, reason, remedy, self._config.retry_timeout_s),
-            )
+    def _warn(self, reason: str) -> None:
+        """Say what keeps requests from being answered, at most once in _WARN_SECONDS."""
+        if time.monotonic() >= self._next_warning:
+            self._next_warning = time.monotonic() + _WARN_SECONDS
+            timeout_s = self._config.retry_timeout_s
+            _logger.warning("%s: %s; trying again for server.retry_timeout_s=%g s", self._url, reason, timeout_s)
 
     def _body(self, prompt: Prompt, index: int) -> dict[str, Any]:
         sampling, user = self._sampling, self._template.user_template.replace("{problem}", prompt.problem)
@@ -169,17 +157,17 @@ class OpenAIClient:
             tokens, reason = int(answer.usage.completion_tokens), str(choice.finish_reason)  # type: ignore[union-attr]
         except (AttributeError, IndexError, TypeError, ValueError):  # the library does not check what a server sends
             raise self._no_completion(repr(one_line(_raw(answer), 200)), prompt) from None
-        # A character that JSON spelled in halves and cut between them would fit into no file.
+        # A lone surrogate cannot be written to a file.
         content = content.encode("utf-8", "replace").decode("utf-8")
         return Response(prompt.id, index, content, tokens, reason)
 
-    def _no_completion(self, said: str, prompt: Prompt) -> RunFailed:
+    def _no_completion(self, sent: str, prompt: Prompt) -> RunFailed:
         return RunFailed(
-            f"{self._url}: answered problem {prompt.id} with {said}, expected a completion with choices and usage: "
+            f"{self._url}: answered problem {prompt.id} with {sent}, expected a completion with choices and usage: "
             "give the base address of an OpenAI-compatible server as server.url"
         )
 
 
 def _raw(answer: Any) -> str:
-    """What a server sent, where the library did not make an object of it, as text; else the object as JSON."""
+    """What a server sent, as text."""
     return str(answer.to_json(indent=None)) if isinstance(answer, BaseModel) else str(answer)

@@ -1,26 +1,26 @@
-"""One answer of a model under evaluation, wherever it came from, and the file that keeps all of them as they come."""
+"""Responses of an evaluated model, wherever they came from, and the file that keeps them as they arrive."""
 
 import json
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-from vapo_megatron.config.atomic import atomic_write
-from vapo_megatron.data.jsonl import read_rows
+from vapo_megatron.data.jsonl import read_rows, write_rows
 from vapo_megatron.data.sample import Prompt, Sample
 from vapo_megatron.errors import BadInput
 
 
 @dataclass(slots=True)
 class Response:
-    """A response to the problem of this id.
+    """A response to the problem with this id.
 
     Attributes:
         tokens: its length.
         weight_version: None where an external server made it.
-        episode: all that was said in an agent's episode, whose last message is the text.
-        response_ids: its tokens; None where an external server made it, or an episode's.
+        episode: the whole text of an agent's episode, whose last message is `text`.
+        response_ids: its tokens; None for external servers and for episodes.
+        origin: fingerprint of the model, problems and sampling that it came from; empty within a training run.
     """
 
     id: str
@@ -34,14 +34,15 @@ class Response:
     extracted: str = ""
     episode: str = ""
     response_ids: list[int] | None = None
+    origin: str = ""
 
     @property
     def truncated(self) -> bool:
-        """Whether it ended for want of room rather than by its own end token."""
+        """Whether it was cut off at the token limit."""
         return self.finish_reason == "length"
 
     def row(self, prompt: Prompt) -> dict[str, Any]:
-        """For the file of raw outputs."""
+        """The row of evaluation/<set>.jsonl."""
         return {
             "id": self.id,
             "index": self.index,
@@ -56,11 +57,12 @@ class Response:
             "weight_version": self.weight_version,
             **({"episode": self.episode} if self.episode else {}),
             **({"prompt_ids": list(prompt.token_ids), "response_ids": self.response_ids} if self.response_ids else {}),
+            **({"origin": self.origin} if self.origin else {}),
         }
 
 
 def response_of(sample: Sample, decode: Callable[[Sequence[int]], str]) -> Response:
-    """A sample of our own engines, not graded yet, unless its agent did."""
+    """The response of a sample from our own engines, graded only if its agent graded it."""
     return Response(
         id=sample.prompt.id,
         index=sample.index,
@@ -75,94 +77,51 @@ def response_of(sample: Sample, decode: Callable[[Sequence[int]], str]) -> Respo
     )
 
 
-def read_outputs(path: Path) -> list[Response]:
-    """The responses of a file that Response.row wrote.
+def read_responses(path: Path) -> list[Response]:
+    """The responses in a file of Response.row(); a last line that was cut short is left out.
 
     Raises:
-        BadInput: it is no such file.
+        BadInput: a line is something else.
     """
     responses = []
-    for number, row in read_rows(path):
-        row["text"] = row.pop("response", None)
+    for number, row in read_rows(path, may_be_cut=True):
+        fields = {name: row[name] for name in Response.__dataclass_fields__ if name in row}
         try:
-            names = Response.__dataclass_fields__.keys() - {"episode", "response_ids"}
-            more = {"episode": row.get("episode", ""), "response_ids": row.get("response_ids")}
-            responses.append(Response(**{name: row[name] for name in names}, **more))
-        except KeyError as error:
-            raise BadInput(f"{path}:{number}: no field {error}: remove the file to answer again") from None
+            responses.append(Response(text=row["response"], **fields))
+        except (KeyError, TypeError):
+            raise BadInput(f"{path}:{number}: not a response: remove the file to answer again") from None
     return responses
 
 
 class ResponseLog:
-    """Responses on their way: appended as they come, found again by an evaluation that goes on.
+    """The responses to one set in evaluation/<set>.jsonl, which an interrupted evaluation continues from.
 
-    The first line says what the responses belong to. A last line that was cut short is left out, and so is whatever a
-    group lacks to k responses; both are answered again.
+    `groups` holds the responses to each problem that has all k of them, in order of index. Incomplete groups are
+    dropped and answered again.
     """
 
-    def __init__(self, path: Path, origin: str) -> None:
-        """origin: of the responses, a fingerprint of model, problems and sampling.
-
-        Raises:
-            BadInput: the file exists and its responses are of another origin, or it cannot be written.
-        """
-        self._path = path
-        self._found: list[Response] = []
-        if path.exists():
-            self._found = self._read(origin)
-        # Rewritten, so that nothing is ever appended to a broken line.
-        with atomic_write(path) as file:
-            file.write(json.dumps({"origin": origin}) + "\n")
-            file.writelines(_line(response) for response in self._found)
-        self._file: IO[str] = path.open("a", encoding="utf-8")
-
-    def complete_groups(self, k: int) -> dict[str, list[Response]]:
-        """Problems with k responses from an earlier time, these in the order of their index."""
-        groups: dict[str, dict[int, Response]] = {}
-        for response in self._found:
-            groups.setdefault(response.id, {})[response.index] = response
-        return {
-            name: [group[index] for index in range(k)] for name, group in groups.items() if set(range(k)) <= set(group)
-        }
-
-    def append(self, responses: Iterable[Response]) -> None:
-        """Keep some more."""
-        self._file.writelines(_line(response) for response in responses)
-        self._file.flush()
-
-    def __enter__(self) -> "ResponseLog":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._file.close()
-
-    def _read(self, origin: str) -> list[Response]:
-        responses: list[Response] = []
-        lines = self._path.read_text(encoding="utf-8", errors="replace").split("\n")
-        head = _decoded(lines[0])
-        if head is not None and head.get("origin") != origin:
+    def __init__(self, path: Path, prompts: Sequence[Prompt], k: int, origin: str) -> None:
+        """Raises BadInput where the file's responses have another origin, or it cannot be read or written."""
+        self.path, self._prompts, self._origin = path, {prompt.id: prompt for prompt in prompts}, origin
+        responses = read_responses(path) if path.exists() else []
+        if any(response.origin != origin for response in responses):
             raise BadInput(
-                f"{self._path}: its responses come from another model, other problems or other sampling: give the "
-                "config that they were made with, another run.name, or run.overwrite=true"
+                f"{path}: its responses come from another model, other problems or other sampling: give the config "
+                "that they were made with, another run.name, or run.overwrite=true"
             )
-        for line in lines[1:] if head is not None else ():
-            row = _decoded(line)
-            if row is None:
-                break
-            try:
-                responses.append(Response(**row))
-            except TypeError:
-                raise BadInput(f"{self._path}: not written by this version: remove it to answer again") from None
-        return responses
+        groups: dict[str, list[Response]] = {}
+        for response in responses:
+            groups.setdefault(response.id, []).append(response)
+        self.groups = {name: group[:k] for name, group in groups.items() if len(group) >= k}
+        # Rewritten, so that nothing is ever appended to a broken line.
+        write_rows(path, (self._row(response) for group in self.groups.values() for response in group))
 
+    def append(self, group: list[Response]) -> None:
+        """Keep the responses to a problem."""
+        self.groups[group[0].id] = group
+        with self.path.open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps(self._row(response), ensure_ascii=False) + "\n" for response in group)
 
-def _line(response: Response) -> str:
-    return json.dumps(asdict(response), ensure_ascii=False) + "\n"
-
-
-def _decoded(line: str) -> dict[str, Any] | None:
-    try:
-        row = json.loads(line)
-    except ValueError:
-        return None
-    return row if isinstance(row, dict) else None
+    def _row(self, response: Response) -> dict[str, Any]:
+        response.origin = self._origin
+        return response.row(self._prompts[response.id])

@@ -1,11 +1,10 @@
-"""What k responses to each problem of a set say of a model."""
+"""The metrics of a problem and of a set, from k responses to each problem."""
 
 import hashlib
 import json
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 from vapo_megatron.data.sample import Prompt
 from vapo_megatron.evaluation.metrics import Interval, bootstrap_interval, maj_at_k, pass_at_k
@@ -16,9 +15,10 @@ from vapo_megatron.rewards.normal_form import compact, normal_form, plain_number
 
 @dataclass(frozen=True)
 class ProblemResult:
-    """The metrics of one problem, which digest tells from others with its id.
+    """The metrics of one problem.
 
-    majority is the answer with the most votes, the first of several with as many.
+    digest tells it from another problem with the same id; majority is the answer with the most votes (on a tie the one
+    that came first).
     """
 
     id: str
@@ -36,8 +36,8 @@ class ProblemResult:
 class SetResult:
     """The metrics of one set; shares in [0, 1], lengths in tokens.
 
-    low and high bound avg@k with 95 % confidence (bootstrap over problems), the intervals of pass@k and maj@k theirs.
-    pass_at holds pass@j, without bias, for j = 1, 2, 4, ... and k.
+    low and high are the 95 % confidence interval of avg@k (bootstrap over problems). pass_at holds the unbiased pass@j
+    for j = 1, 2, 4, ... and k.
     """
 
     name: str
@@ -55,7 +55,7 @@ class SetResult:
     truncated: float
 
     def metrics(self) -> dict[str, float]:
-        """As metrics of a run."""
+        """The metrics of a step's row."""
         prefix = f"{names.EVALUATION}{self.name}_"
         average = f"{prefix}avg@{self.samples}"
         low, high = names.interval_of(average)
@@ -70,20 +70,16 @@ class SetResult:
         }
 
     def line(self, when: str) -> str:
-        """For people."""
+        """A line for the console."""
         return (
             f"{when}: {self.name} avg@{self.samples} {self.avg_at_k:.3f} [{self.low:.3f}, {self.high:.3f}], "
             f"pass@{self.samples} {self.pass_at_k:.3f}, maj@{self.samples} {self.maj_at_k:.3f} "
             f"on {self.problems} problems"
         )
 
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return asdict(self)
-
 
 def numbered(name: str, prompts: Sequence[Prompt]) -> list[Prompt]:
-    """The prompts of a set as engines take them: each with its place as cursor, from which seeds follow."""
+    """The prompts of a set, each with its place as cursor, from which the seeds of its responses follow."""
     return [replace(prompt, cursor=place, source=name) for place, prompt in enumerate(prompts)]
 
 
@@ -119,19 +115,19 @@ def summarise(name: str, problems: Sequence[ProblemResult], k: int) -> SetResult
 
 
 def _vote(extracted: str) -> str | None:
-    """One text for answers that differ in typesetting alone; None where there is no answer."""
+    """One text for answers that differ in typesetting only; None where there is no answer."""
     text = normal_form(extracted)
     number = plain_number(text)
     return str(number.value) if number is not None and number.base is None else compact(text) or None
 
 
 def digest_of(problem: str, answer: str) -> str:
-    """Tells a problem from another of the same id."""
+    """Fingerprint of a problem."""
     return hashlib.sha256(json.dumps([problem, answer]).encode()).hexdigest()[:16]
 
 
 def _problem(prompt: Prompt, group: Sequence[Response]) -> ProblemResult:
-    # All correct answers vote as one, others by what was read out of them, however that is written.
+    # All correct answers vote as one, wrong ones by what was extracted.
     answers = [prompt.answer if response.correct else _vote(response.extracted) for response in group]
     counted = Counter(answer for answer in answers if answer is not None)
     return ProblemResult(

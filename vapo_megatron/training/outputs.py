@@ -6,6 +6,7 @@ A directory hf/<name> holds actor and critic; adapters are also written alone, a
 import json
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
@@ -115,5 +116,5 @@ def evaluate_sets(
         outputs = run_dir / "evaluation" / f"step_{step:06d}_{entry.name}.jsonl"
         results.append(evaluator.conclude(entry.name, problems, responses, entry.samples, outputs)[0])
     with atomic_write(run_dir / "evaluation.json") as file:
-        json.dump({"step": step, "sets": [result.as_dict() for result in results]}, file, indent=2)
+        json.dump({"step": step, "sets": [asdict(result) for result in results]}, file, indent=2)
     return results

@@ -27,7 +27,7 @@ from vapo_megatron.engines.ledger import DROPPED, FILLED, NO_SIGNAL, Ledger, Ste
 from vapo_megatron.engines.request import GenerationRequest, GroupRequest
 from vapo_megatron.engines.stream import GroupStream, Work, pack_groups, unpack_groups
 from vapo_megatron.engines.weight_sync.logprob_difference import prompt_sequences, sequences_of
-from vapo_megatron.evaluation.evaluator import EngineGenerator
+from vapo_megatron.evaluation.evaluator import Generate, generate_with
 from vapo_megatron.monitoring import names
 from vapo_megatron.monitoring.recorder import Recorder
 from vapo_megatron.rewards.grading import failed_share, grade_samples
@@ -159,11 +159,11 @@ class Rollouts:
             self.stream.close()
             self.stream = None
 
-    def generator(self, sampling: SamplingConfig, seed: int) -> EngineGenerator:
+    def generator(self, sampling: SamplingConfig, seed: int) -> Generate:
         """On rank 0: what answers evaluation sets, by episodes where agents are trained."""
         self._open_agents()
         collect = self.engines.dispatcher.collect if self.agents is None else self.agents.collect
-        return EngineGenerator(collect, self.tokenizer.decode, sampling, seed, self.engines.version, self.reward)
+        return generate_with(collect, self.tokenizer.decode, sampling, seed, self.engines.version, self.reward)
 
     def _open_agents(self) -> None:
         if self.agents is None and self.agent_settings is not None:
