@@ -4,9 +4,12 @@ import errno
 import json
 import math
 import os
+import resource
 import shutil
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -46,24 +49,25 @@ def test_a_fresh_run_keeps_nothing_of_an_earlier_one(tmp_path: Path) -> None:
     assert read_metrics(tmp_path) == [{"step": 0, "a/x": 2.0}]
 
 
-def test_a_row_that_a_full_disk_refuses_is_written_with_a_later_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def short_then_full(descriptor: int, data: bytes) -> int:
-        patch.setattr(os, "write", full)
-        return write(descriptor, data[:5])
+@contextmanager
+def full_disk(size: int) -> Iterator[None]:
+    """Files that this process writes can grow to `size` bytes."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
-    def full(descriptor: int, data: bytes) -> int:
-        raise OSError(28, "No space left on device")
 
-    write = os.write
+def test_a_row_that_a_full_disk_refuses_is_written_with_a_later_one(tmp_path: Path) -> None:
     with closing(MetricsWriter(tmp_path)) as writer:
-        for step in range(1, 5):
-            with monkeypatch.context() as patch:
-                if step in (2, 3):
-                    patch.setattr(os, "write", short_then_full)
+        writer.write(1, {"a/x": 1.0})
+        with full_disk(writer.path.stat().st_size + 5):
+            for step in (2, 3):
                 writer.write(step, {"a/x": float(step)})
-        assert writer.refused == 2
+        assert writer.refused == 2 and [row["step"] for row in read_metrics(tmp_path)] == [1]
+        writer.write(4, {"a/x": 4.0})
     assert [row["step"] for row in read_metrics(tmp_path)] == [1, 2, 3, 4]
 
 
@@ -72,7 +76,7 @@ def test_rows_that_are_refused_to_the_end_interrupt_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: int
 ) -> None:
     writer = MetricsWriter(tmp_path)
-    monkeypatch.setattr(os, "open", refuse)
+    monkeypatch.setattr(Path, "open", refuse)
     for step in range(1, rows):
         writer.write(step, {"a/x": 1.0})
     with pytest.raises(TryAgain, match=r"metrics\.jsonl: cannot be written \(Stale file handle\): make room"):
@@ -80,7 +84,7 @@ def test_rows_that_are_refused_to_the_end_interrupt_the_run(
         writer.close()
 
 
-def refuse(*_: object) -> int:
+def refuse(*_: object) -> NoReturn:
     raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
 
 

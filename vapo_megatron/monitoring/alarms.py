@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist, fmean, median
 
+import numpy as np
+
 from vapo_megatron.config.run import AlarmsConfig
 from vapo_megatron.monitoring import names
 
@@ -73,14 +75,8 @@ class History:
 
     def highest(self, name: str, count: int) -> float | None:
         """The largest mean of `count` values in a row; None before there are as many."""
-        values = self.values(name)
-        if len(values) < count:
-            return None
-        total = best = sum(values[:count])
-        for gone, new in zip(values, values[count:], strict=False):
-            total += new - gone
-            best = max(best, total)
-        return best / count
+        sums = np.cumsum([0.0, *self.values(name)])
+        return float((sums[count:] - sums[:-count]).max() / count) if len(sums) > count else None
 
     def around(self, name: str, other: str, index: int, width: int) -> float | None:
         """Mean of the last `width` values of `name` up to the row of the index-th value of `other`."""

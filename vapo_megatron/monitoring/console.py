@@ -1,7 +1,7 @@
-"""What a person sees of a run: a table that grows by a line per step, and progress inside long phases.
+"""The console of a run: a table that grows by one line per step, and the progress of long phases.
 
-On a terminal rich draws it; in a log file the same lines come without colours, cursor movements or carriage returns,
-and progress as a line from time to time.
+On a terminal rich draws it. A log file gets the same lines without colours or cursor movements, and a line of progress
+from time to time.
 """
 
 import sys
@@ -12,17 +12,7 @@ from typing import IO
 
 from rich import box
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    MofNCompleteColumn,
-    Progress,
-    SpinnerColumn,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -51,10 +41,10 @@ COLUMNS: tuple[tuple[str, int, str, str], ...] = (
 
 
 class RunConsole:
-    """The console of rank 0; on other ranks, with enabled=False, it says nothing."""
+    """The console of rank 0; on other ranks, with enabled=False, it prints nothing."""
 
     def __init__(self, file: IO[str] | None = None, enabled: bool = True, log_seconds: float = LOG_SECONDS) -> None:
-        """file defaults to standard output; log_seconds is the pause between lines of progress in a log."""
+        """file: default standard output. log_seconds: the time between two lines of progress in a log."""
         output = file if file is not None else sys.stdout
         is_terminal = output.isatty()
         self._console = Console(
@@ -69,25 +59,25 @@ class RunConsole:
         self._lines = 0
 
     def header(self, title: str, facts: Mapping[str, object]) -> None:
-        """The opening block: what runs, and the facts of its config that matter."""
+        """The opening block: the command and the main facts of its config."""
         self._block(title, facts, "bold cyan")
 
     def closing(self, title: str, facts: Mapping[str, object]) -> None:
-        """The last block: what was reached and where its files are."""
+        """The last block: the result, and where its files are."""
         self._block(title, facts, "bold green")
 
     def note(self, text: str) -> None:
-        """A remark between the lines of the table."""
+        """A remark between two lines of the table."""
         self._print(text, "dim")
 
     def table(self, titles: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-        """A table with its first column to the left and metrics to the right."""
+        """A table: its first column is aligned left, the others right."""
         table = Table(box=box.SIMPLE_HEAD)
         for column, title in enumerate(titles):
             table.add_column(title, justify="right" if column else "left", no_wrap=True)
         for row in rows:
             table.add_row(*map(Text, row))
-        # As wide as it is: a log has no width, and a terminal wraps what others cut to "0.0…".
+        # As wide as its content: a log has no width, and a narrow terminal should wrap cells rather than cut them.
         width, self._console.width = self._console.width, _WIDEST_TABLE
         try:
             self._console.print(table)
@@ -111,7 +101,7 @@ class RunConsole:
 
     @contextmanager
     def phase(self, name: str, total: int | None = None) -> Iterator[Advance]:
-        """Progress of a phase while the body runs; the body calls the yielded function with how much it has done.
+        """Shows progress while the body runs, which calls the yielded function with the amount it has just done.
 
         total is None where the amount is not known beforehand. A phase within a phase gets a bar below the outer one.
         """
@@ -123,10 +113,8 @@ class RunConsole:
 
     @contextmanager
     def _bar(self, name: str, total: int | None) -> Iterator[Advance]:
-        columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(40))
-        with Progress(
-            *columns, MofNCompleteColumn(), TimeElapsedColumn(), console=self._console, transient=True
-        ) as progress:
+        columns = (SpinnerColumn(), "{task.description}", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        with Progress(*columns, console=self._console, transient=True) as progress:
             task = progress.add_task(name, total=total)
             yield lambda amount: progress.advance(task, amount)
 
@@ -162,19 +150,14 @@ class RunConsole:
 
 
 def _cell(value: float | None, form: str) -> str:
-    # NaN and the infinities have no place in a column of metrics: alarms report them.
+    # NaN and infinities do not fit a column of figures; alarms report them.
     return "-" if value is None or value - value != 0 else format(value, form)
 
 
 @contextmanager
 def stage_bars() -> Iterator[Callable[[str, int], Callable[[int], None]]]:
-    """Bars on standard error: a function that begins a stage of given name and bytes, and returns one that advances it.
-
-    A file gets plain lines.
-    """
-    counted = (DownloadColumn(binary_units=True), TransferSpeedColumn(), TimeRemainingColumn())
-    columns = (TextColumn("{task.description:>10}"), BarColumn(), *counted)
-    with Progress(*columns, console=Console(stderr=True)) as bars:
+    """Bars on standard error: the yielded function begins a stage of a name and size, and returns what advances it."""
+    with Progress(console=Console(stderr=True)) as bars:
 
         def begin(name: str, total: int) -> Callable[[int], None]:
             task = bars.add_task(name, total=total or None)

@@ -1,9 +1,8 @@
-"""The metrics of a run, one row per step: metrics.jsonl."""
+"""metrics.jsonl: the metrics of a run, one row per step."""
 
 import json
 import logging
 import math
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,14 +14,14 @@ from vapo_megatron.errors import BadInput, DiskRefused, RunFailed
 _logger = logging.getLogger(__name__)
 
 METRICS_FILE = "metrics.jsonl"
-_PATIENCE_ROWS = 10  # that may wait for the disk
+_MOST_PENDING = 10  # rows that may wait for the disk
 
 
 class MetricsWriter:
-    """Appends a JSON object a step to run_dir/metrics.jsonl.
+    """Appends one JSON object per step to run_dir/metrics.jsonl.
 
-    Rows of steps from start_step on, left by an earlier attempt of the run, are removed first: 0 starts afresh.
-    `kept` are those before it. NaN and infinite metrics are written as null.
+    Rows that an earlier attempt of the run left for start_step and later steps are removed first; 0 starts afresh.
+    `kept` are the rows before it. NaN and infinite metrics are written as null.
     """
 
     def __init__(self, run_dir: Path, start_step: int = 0) -> None:
@@ -32,53 +31,46 @@ class MetricsWriter:
         with atomic_write(self.path) as file:
             file.writelines(json.dumps(row) + "\n" for row in self.kept)
         self._pending, self._size = b"", self.path.stat().st_size
-        self.refused = 0
+        self.refused = 0  # writes
 
     def write(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Append the row of `step`; its finite metrics. The row is in the file when this returns, or, where the file
-        system refuses it, is tried again with the next one; `refused` counts those times.
+        """Append the row of `step` and return its finite metrics. What the disk refuses is written with the next row.
 
         Raises DiskRefused where it refuses many in a row; RunFailed where the file is gone, as with its run directory.
         """
         finite = {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
         row: dict[str, Any] = {"step": step} | {name: finite.get(name) for name in metrics}
         self._pending += (json.dumps(row) + "\n").encode()
-        self._append(patience=_PATIENCE_ROWS)
+        self._flush(_MOST_PENDING)
         return finite
 
     def close(self) -> None:
-        """Write what is pending. Raises DiskRefused where the file system still refuses it."""
+        """Write what is pending. Raises DiskRefused where the disk still refuses it."""
         if self._pending:
-            self._append(patience=0)
+            self._flush(most_pending=0)
 
-    def _append(self, patience: int) -> None:
+    def _flush(self, most_pending: int) -> None:
         try:
-            file = os.open(self.path, os.O_WRONLY)  # each time anew: a handle may go stale
-            try:
-                os.ftruncate(file, self._size)  # without what a refused write has left
-                os.lseek(file, 0, os.SEEK_END)
-                left = self._pending
-                while left:
-                    left = left[os.write(file, left) :]
-            finally:
-                os.close(file)
+            with self.path.open("r+b") as file:  # each time anew: a handle may go stale
+                file.truncate(self._size)  # without the rest of a refused write
+                file.seek(self._size)
+                file.write(self._pending)
         except FileNotFoundError:
             self._pending = b""
             raise RunFailed(f"{self.path}: was removed while the run goes on, which is lost: start anew") from None
         except OSError as error:
             self.refused += 1
-            rows = self._pending.count(b"\n")
-            _logger.warning("%s: %d rows wait to be written (%s)", self.path, rows, error.strerror)
-            if rows > patience:
+            _logger.warning("%s: %s; the row is written with the next one", self.path, error.strerror)
+            if self._pending.count(b"\n") > most_pending:
                 raise DiskRefused(f"{cannot_write(self.path, error)}, then start again with run.resume=auto") from error
-            return
-        self._size, self._pending = self._size + len(self._pending), b""
+        else:
+            self._size, self._pending = self._size + len(self._pending), b""
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """The rows of run_dir/metrics.jsonl in their order; none where there is no such file.
+    """The rows of run_dir/metrics.jsonl in order; none where there is no such file.
 
-    A last line cut off by a kill is passed over. Raises BadInput for any other line that is not a step's row.
+    A last line cut off by a kill is skipped. Raises BadInput for any other line that is not the row of a step.
     """
     path = run_dir / METRICS_FILE
     rows: list[dict[str, Any]] = []

@@ -201,11 +201,10 @@ class WeightsAndBiases:
         """Raises whatever keeps it from starting: no login, no network, no room."""
         import wandb  # an extra, which few install
 
-        self._table = wandb.Table
+        self._table, self._defined = wandb.Table, set[str]()
         mode = "offline" if offline else os.environ.get("WANDB_MODE") or "online"
         if mode == "online" and not wandb.login(prompt=False):
             raise ValueError("no login: run `wandb login`, set WANDB_API_KEY, or monitoring.wandb=offline")
-        self._counters: dict[str, str] = {}
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT") or "vapo-megatron",
             name=run_dir.name,
@@ -220,11 +219,9 @@ class WeightsAndBiases:
     def write(self, record: Record) -> None:
         """Take in a step."""
         content: dict[str, Any] = {"step": record.step, **record.metrics}
-        for name in record.metrics:
-            counter = record.place(name)[0]
-            if self._counters.get(name) != counter:
-                self._counters[name] = counter
-                self._run.define_metric(name, step_metric=counter)
+        for name in record.metrics.keys() - self._defined:
+            self._run.define_metric(name, step_metric=record.place(name)[0])
+        self._defined.update(record.metrics)
         if record.samples:
             rows = [[row[column] for column in COLUMNS] for row in record.samples[:TABLE_ROWS]]
             content["samples"] = self._table(columns=list(COLUMNS), data=rows)
