@@ -21,7 +21,12 @@ from vapo_megatron.operations.plan.inputs import SHIPPED
 from vapo_megatron.operations.plan.plan import default_world, make_plan
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "examples").rglob("README.md"))]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "examples").rglob("README.md")),
+]
 # Configs that a value named in a document is tried over.
 BASES: dict[type[Section], Path] = {
     TrainConfig: ROOT / "examples" / "gsm8k" / "vapo.yaml",
@@ -186,6 +191,25 @@ def test_the_map_of_the_code_has_every_room_and_names_files_that_are_there() -> 
     for room, row in rows:
         for name in re.findall(r"`(\w+\.py)`", row):
             assert (package / room / name).is_file(), f"{room}/{name}"
+
+
+def test_contributing_names_what_is_there_to_change() -> None:
+    table = re.findall(r"^\| .*\|$", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"), re.M)
+    named = r"`((?:vapo_megatron|tests)/[\w/]+\.py)`(?: \(([^()]*)\))?"
+    checked = 0
+    for row in table:
+        example = re.findall(r"\| `(\w+)` \|$", row)
+        files = re.findall(named, row)
+        for path, names in files:
+            text = (ROOT / path).read_text(encoding="utf-8")
+            for name in re.findall(r"`(\w+)`", names):
+                assert re.search(rf"\b{name}\b", text), f"{path} has no {name}"
+                checked += 1
+        texts = [(ROOT / path).read_text(encoding="utf-8") for path, _ in files if path.startswith("vapo_megatron")]
+        for name in example:
+            assert any(re.search(rf"\b{name}\b", text) for text in texts), f"no file of its row has {name}"
+            checked += 1
+    assert len(table) >= 12 and checked >= 20
 
 
 def is_known(key: str, keys: Collection[str] = KEYS) -> bool:
