@@ -63,21 +63,23 @@ PARTS = {
 }
 
 _INTRODUCTION = """\
-Only measured numbers are here, each with date and hardware. `make bench KEEP=1` (benchmarks/run.py) makes this page of
-the JSON in benchmarks/kept: run it, do not write here. A ratio compares both sides within one run, round by round: its
-median and its quartiles; above 1 ours is better. `make bench` measures everything anew and says what became slower
-than here by more than its spread; it takes parts by name: `make bench ONLY="gae verifier"`. Beside "other work" of more
-than 0.2 cores a part's ratios count, its seconds do not.
+Every number below was measured, and stands with its date and hardware. Each ratio compares two sides within one run,
+round by round, and is given by its median and quartiles; above 1 ours is better. Where "other work" is above 0.2 cores,
+trust the ratios but not the seconds.
+
+`make bench` measures everything again and names what became slower than here by more than its spread;
+`make bench ONLY="gae verifier"` takes parts by name. `make bench KEEP=1` keeps the results in benchmarks/kept and
+rewrites this page from them; do not edit it by hand.
 """
 _REST = """
 ## How far are plans off?
 
-`python -m benchmarks.published` puts plans beside step times that other systems publish: [plan.md](plan.md).
+`python -m benchmarks.published` compares plans with step times that other systems publish: [plan.md](plan.md).
 
 ## On GPUs
 
-Nothing was measured yet: this project had no GPU so far. `python -m benchmarks.gpu` (MFU for 1.5B, 7B and a slice of
-32B, BF16 and FP8) and `pytest -m gpu` are there to be run; `python -m benchmarks.gpu --tiny` runs the code on a CPU.
+Nothing has been measured yet. `python -m benchmarks.gpu` measures MFU for 1.5B, 7B and a slice of 32B in BF16 and FP8,
+and `pytest -m gpu` runs the tests; `python -m benchmarks.gpu --tiny` runs the code on a CPU.
 """
 
 
@@ -107,12 +109,24 @@ def page(kept: dict[str, dict[str, Any]]) -> str:
 
 
 def _summary(kept: dict[str, dict[str, Any]]) -> str:
-    """The first lines: kept/summary.md, in which {part:figure} is a ratio of what is kept."""
-    ratios = {f"{name}:{figure}": value.ratio for name, part in kept.items() for figure, value in figures(part).items()}
-    text = (KEPT / "summary.md").read_text()
-    for place in re.findall(r"{([^}]+)}", text):
-        text = text.replace(f"{{{place}}}", f"{ratios[place]:.2f}" if place in ratios else "not measured", 1)
-    return text
+    """The first lines: kept/summary.md, in which {part:figure} is a ratio and {part#row#column} a cell of a table."""
+    cells: dict[str, str] = {}
+    for name, part in kept.items():
+        ratios = {figure: value.ratio for figure, value in figures(part).items()}
+        cells |= {
+            f"{name}:{figure}": f"{ratio:.2f}" if ratio < 3 else f"{ratio:.0f}" for figure, ratio in ratios.items()
+        }
+        cells |= {
+            f"{name}#{n}#{key}": _short(value) for n, row in enumerate(part["rows"]) for key, value in row.items()
+        }
+    return re.sub(r"{([^}]+)}", lambda place: cells.get(place[1], "not measured"), (KEPT / "summary.md").read_text())
+
+
+def _short(value: Any) -> str:
+    """A cell in a sentence: 17,100 and 759 and 0.11."""
+    if isinstance(value, float) and value < 1000:
+        return f"{value:.2g}" if value < 10 else f"{value:.0f}"
+    return shown(value)
 
 
 def _section(name: str, found: dict[str, Any]) -> str:
