@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 from fractions import Fraction
 
-from vapo_megatron.rewards.normal_form import PlainNumber, both_cases, compact, normal_form, plain_number, words
+from vapo_megatron.rewards.normal_form import PlainNumber, compact, normal_form, plain_number, words
 from vapo_megatron.rewards.values import parted, same_value
 
 # dimension: names of each unit and how many of the dimension's first unit it is
@@ -109,14 +109,12 @@ _CHOICE = re.compile(r"\(?([A-J])\)?(?:[.):]\s*\S.*)?", re.DOTALL)
 _LETTERS = re.compile(r"\(?[a-j]\)?(?:(?:\s*,\s*(?:and\s+)?|\s+and\s+)\(?[a-j]\)?)+")
 _RATIO = re.compile(r"\d+(?: ?:\s?\d+)+")
 _VARIABLE = re.compile(r"\d+[A-Za-z]")  # 2B is not 2b
+_FORMULA = re.compile(r"[\d^_+*/=\\-]")  # in which R is not r
 _RELATION = re.compile(r"[<>]|\\(?:le|leq|ge|geq|lt|gt|ne|neq|leqslant|geqslant)(?![a-zA-Z])")
-# Between two answers.
-_THEN = re.compile(
-    r"\\(?:to|(?:[lL]ong)?rightarrow|(?:Long)?Rightarrow|mapsto|implies|iff|lor|vee|cup|cap)(?![a-zA-Z])|"
-    r"[\u2192\u21d2\u2228\u27f6\u27f9]"
+# The sides of \pi/3 = 60^\circ are not both 60, nor those of 2x = 68 \implies x = 34 all 34.
+_OTHER_MEASURE = re.compile(
+    r"\\circ|mod|\\equiv|\u2261|arrow|\\to(?![a-z])|\\mapsto|\\i(?:mplies|ff)|[\u2192\u21d2\u27f6\u27f9]"
 )
-_OTHER_MEASURE = re.compile(r"\\circ|mod|\\equiv|\u2261")  # the sides of \pi/3 = 60^\circ are not both 60
-_NAME = re.compile(r"^[a-zA-Z]=")
 # A name, with an index or an argument.
 _LEFT = re.compile(r"(?:\\?[a-zA-Z]+'*|\\[a-z]+\{[^{}]*\})(?:_\{?\w+\}?)?(?:\([^()]*\))?|\|[^|]*\|")
 _COMMAND = re.compile(r"\\[a-zA-Z]+")
@@ -166,8 +164,11 @@ def quick_comparison(ground_truth: str, answer: str) -> bool | None:
     if value and "=" not in value + answer and _LEFT.fullmatch(name) and quick_comparison(value, answer):
         return True
     true_words, answer_words = words(ground_truth), words(answer)
-    if true_words and true_words == answer_words and not (both_cases(ground_truth) or both_cases(answer)):
-        return not _VARIABLE.fullmatch(ground_truth)
+    if true_words and true_words == answer_words:
+        if _VARIABLE.fullmatch(ground_truth):
+            return False
+        if not _FORMULA.search(_UNWRAPPED.sub("", ground_truth)):
+            return True
     if _plain_words(true_words) and _plain_words(true_words) == _plain_words(answer_words):
         return True
     if _LETTERS.fullmatch(true_words) and _LETTERS.fullmatch(answer_words):
@@ -178,15 +179,13 @@ def quick_comparison(ground_truth: str, answer: str) -> bool | None:
             return offered[1] == choice[1]
     if bool(_PERCENT.search(ground_truth)) != bool(_PERCENT.search(answer)) and (true_number or answer_number):
         return False
-    if "=" not in ground_truth + answer and bool(_BASE.search(ground_truth)) != bool(_BASE.search(answer)):
-        return False
     return same_value(ground_truth, answer)
 
 
 def _last_side(ground_truth: str, answer: str) -> str:
     r"""The value of an answer such as f(2) = 7, \lim ... = 1 or 2 + 3 = 5; "" of an equation that is to be solved."""
     *sides, last = _sides(answer)
-    if not 0 < len(sides) < _MOST_SIDES or "=" in ground_truth or _THEN.search(answer) or _BASE.search(last):
+    if not 0 < len(sides) < _MOST_SIDES or "=" in ground_truth or _BASE.search(last):
         return ""
     number = plain_number(ground_truth)
     if "," in ground_truth and "," in "".join(sides) and (number is None or number.decimal_comma):
@@ -204,32 +203,15 @@ def _sides(text: str) -> list[str]:
 
 
 def _says_another(ground_truth: str, true_number: PlainNumber | None, answer: str) -> bool:
-    r"""Whether an answer says another value, too: 33 = 34 or 33 \to 34 for 34, but not 2x = 68 \implies x = 34."""
-    if "=" in ground_truth or (_OTHER_MEASURE.search(answer) and not _OTHER_MEASURE.search(ground_truth)):
+    """Whether a side of an equation before the last one plainly has another value: 33 = 34 is not 34."""
+    if "=" in ground_truth or "." in ground_truth or _OTHER_MEASURE.search(answer):
         return False
-    parts = [part.strip() for part in _THEN.split(answer)] if true_number is not None else [answer]
-    sides = parts[-1].split("=")[:-1]
-    if len(parts) > 1:
-        name, named, _ = parts[-1].partition("=")
-        for part in parts:
-            of_another_name = named and "=" in part and part.partition("=")[0] != name
-            sides += part.split("=") if not re.search("[a-zA-Z]", part) else [] if of_another_name else [part]
-    return any(_is_another(ground_truth, true_number, side) for side in sides[:_MOST_SIDES])
-
-
-def _is_another(ground_truth: str, true_number: PlainNumber | None, side: str) -> bool:
-    """Whether a side has plainly another value; of a decimal ground truth (0.33 of 1/3) plain numbers alone may."""
-    if true_number is None:
-        return "." not in ground_truth and same_value(ground_truth, side) is False
-    if true_number.decimal_comma or true_number.base is not None:
-        return False
-    if "." not in ground_truth:
-        return same_value(*(_THOUSANDS.sub("", text) for text in (ground_truth, side))) is False
-    number = plain_number(_NAME.sub("", side))
-    if number is None or number.base is not None or true_number.exact:
-        return False
-    last_place = Fraction(1, 10 ** len(true_number.digits.partition(".")[2]))
-    return abs(number.value - true_number.value) > (last_place / 100 if _PERCENT.search(ground_truth) else last_place)
+    sides = answer.split("=")[:-1][:_MOST_SIDES]
+    if true_number is not None:
+        if true_number.decimal_comma or true_number.base is not None:
+            return False
+        ground_truth, *sides = (_THOUSANDS.sub("", text) for text in (ground_truth, *sides))
+    return any(same_value(ground_truth, side) is False for side in sides)
 
 
 def _plain_words(text: str) -> str:

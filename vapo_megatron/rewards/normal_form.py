@@ -4,39 +4,16 @@ import re
 from dataclasses import dataclass
 from fractions import Fraction
 
+# Signs of Unicode that have one in ASCII (minus signs, hyphens, spaces, full-width ones), or a command.
+_ASCII = dict(
+    zip("\u2212\u2013\u2010\u2011\ufe63\uff0d\u00a0\u202f\u2009\uff0c\uff08\uff09", "------   ,()", strict=True)
+)
+_COMMANDS = r"×\times ·\cdot ÷\div π\pi ∞\infty ≤\le ≥\ge ≠\ne ∈\in ∪\cup ∩\cap °^\circ"
 _CHARACTERS = str.maketrans(
-    {
-        "\u2212": "-",  # minus sign
-        "\u2013": "-",  # en dash
-        "\u2010": "-",  # hyphen
-        "\u2011": "-",  # non-breaking hyphen
-        "\ufe63": "-",  # small hyphen-minus
-        "\uff0d": "-",  # full-width hyphen-minus
-        "\u00a0": " ",
-        "\u202f": " ",
-        "\u2009": " ",
-        "\u00d7": r"\times ",
-        "\u00b7": r"\cdot ",
-        "\u00f7": r"\div ",
-        "\u03c0": r"\pi ",
-        "\u221e": r"\infty ",
-        "\u2264": r"\le ",
-        "\u2265": r"\ge ",
-        "\u2260": r"\ne ",
-        "\u2208": r"\in ",
-        "\u222a": r"\cup ",
-        "\u2229": r"\cap ",
-        "\u00b0": r"^\circ ",
-        "\u00b2": "^2",
-        "\u00b3": "^3",
-        "\u00bd": r"\frac{1}{2}",
-        "\u00bc": r"\frac{1}{4}",
-        "\u00be": r"\frac{3}{4}",
-        "\uff0c": ",",
-        "\uff08": "(",
-        "\uff09": ")",
-        **{chr(0xFF10 + digit): str(digit) for digit in range(10)},
-    }
+    _ASCII
+    | {command[0]: f"{command[1:]} " for command in _COMMANDS.split()}
+    | {"²": "^2", "³": "^3", "½": r"\frac{1}{2}", "¼": r"\frac{1}{4}", "¾": r"\frac{3}{4}"}
+    | {chr(0xFF10 + digit): str(digit) for digit in range(10)}
 )
 _SUBSTITUTIONS = tuple(
     (re.compile(pattern), replacement)
@@ -70,9 +47,6 @@ _DOUBLED = re.compile(
 )
 _ENCLOSURES = (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"), ("**", "**"), ("`", "`"))
 _TEXT = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mathit|mbox|operatorname)\s*\{([^{}]*)\}")
-
-_LETTER = re.compile(r"\\[a-zA-Z]+|[a-zA-Z]")
-_FORMULA = re.compile(r"[\d^_+*/=\\-]")
 
 _UNSIGNED = r"(?:\d{1,3}(?:[, ]\d{3})+(?:\.\d+)?|\d+(?:\.\d*)?|\.\d+)"
 _NUMBER = re.compile(
@@ -121,13 +95,6 @@ def compact(text: str) -> str:
 def words(text: str) -> str:
     """text in small letters with \\text{} and the like unwrapped and without its spaces at the ends."""
     return " ".join(_TEXT.sub(r" \1 ", text).casefold().split())
-
-
-def both_cases(formula: str) -> set[str]:
-    """The capital letters of a formula that are there as small ones, too: R is not r then. Words alone have none."""
-    formula = _TEXT.sub(" ", formula)
-    letters = set(_LETTER.findall(formula)) if _FORMULA.search(formula) else set()
-    return {letter for letter in letters if letter.isupper() and letter.lower() in letters}
 
 
 def plain_number(text: str) -> PlainNumber | None:

@@ -14,7 +14,7 @@ from sympy import Basic, Expr, Set, Union
 from sympy.core.relational import Equality
 
 from vapo_megatron.rewards.equivalence import quick_comparison
-from vapo_megatron.rewards.normal_form import both_cases, normal_form
+from vapo_megatron.rewards.normal_form import normal_form
 from vapo_megatron.rewards.values import parted
 
 # It warns that its own time limit is off, once in every process.
@@ -31,7 +31,6 @@ _BIG_BINOMIAL = re.compile(r"binom\s*\{[^{}]*(?:\^|\d{6})")
 _POWER_OF_SUM = re.compile(r"\^\s*\{?(\d+)\}?[^()]*\)\s*\^\s*\{?(\d+)")
 _DEEPEST_NESTING = 40
 _OR = re.compile(r"\s*(?:\\text\{\s*or\s*\}|\\lor\b|\\vee\b|(?<![a-zA-Z\\])or(?![a-zA-Z]))\s*")
-_COMMAND = re.compile(r"(\\[a-zA-Z]+)")
 Rows = list[list[str]]
 
 _MATRIX = re.compile(r"\\begin\{([pbvBV]?matrix|array)\}(?:\{[^{}]*\})?(?P<body>.*?)\\end\{\1\}", re.DOTALL)
@@ -60,22 +59,9 @@ def equivalent(ground_truth: str, answer: str, answer_is_formula: bool) -> bool:
     """
     if answer_is_formula and (pairs := paired_entries(_rows_kept(ground_truth), _rows_kept(answer))) is not None:
         return bool(pairs) and all(_same_entry(true_form, form) for true_form, form in pairs)
-    if answer_is_formula:
-        ground_truth, answer = _letters_apart(ground_truth, answer)
     truth_forms = _parsed(ground_truth, True)
     answer_forms = _parsed(answer, answer_is_formula)
     return any(_verify(true_form, form) for true_form in truth_forms for form in answer_forms)
-
-
-def _letters_apart(ground_truth: str, answer: str) -> tuple[str, str]:
-    """Both with other letters for capitals that are there as small ones, too: math-verify reads R and r as one."""
-    unused = "".join(letter for letter in "qwzvukhbc" if letter not in (ground_truth + answer).lower())
-    table = str.maketrans(dict(zip(sorted(both_cases(ground_truth) | both_cases(answer)), unused, strict=False)))
-
-    def apart(text: str) -> str:
-        return "".join(part if part[:1] == "\\" else part.translate(table) for part in _COMMAND.split(text))
-
-    return apart(ground_truth), apart(answer)
 
 
 def reads_formula(text: str) -> bool:
