@@ -38,31 +38,60 @@ INTRODUCTION = """\
 
 <!-- Written by tools/describe_config.py from the models in vapo_megatron/config; do not edit. -->
 
-`vapo-megatron train CONFIG [SECTION.KEY=VALUE]...`, and `sft`, `evaluate`, `plan` and `doctor` alike, take one YAML
-file. Values come in layers, each over the one before:
+A config is one YAML file. These keys are the ones that nearly every training config sets; everything else has a default
+that works. Copy [examples/gsm8k/vapo.yaml](../examples/gsm8k/vapo.yaml) to begin.
+"""
+# The keys that a first config sets.
+FIRST_KEYS = (
+    "preset",
+    "run.name",
+    "run.steps",
+    "run.resume",
+    "model.path",
+    "model.dtype",
+    "actor.layout.tp",
+    "critic.layout.tp",
+    "actor.max_tokens_per_microbatch",
+    "actor.optimizer.lr",
+    "critic.optimizer.lr",
+    "data.train",
+    "data.eval",
+    "batch.prompts_per_step",
+    "batch.samples_per_prompt",
+    "sampling.max_new_tokens",
+    "rollout.tp",
+    "rollout.mem_fraction_static",
+    "reward.verifier",
+    "checkpoint.every",
+)
+LAYERS = """\
+## How a config is read
+
+`vapo-megatron train CONFIG [SECTION.KEY=VALUE]...` takes the file and overrides; `sft`, `evaluate`, `plan` and `doctor`
+do the same. Values come in layers, later ones over earlier ones:
 
 1. the defaults below;
-2. the preset that the file's key `preset` names (`train`, `plan` and `doctor`): the published settings of an algorithm;
-3. the YAML that the file's key `extends` names, beside it;
-4. the file;
-5. overrides on the command line, `section.key=value`, the value read as YAML.
-
-`critic` takes a training config and the section `critic_probes`, which `train` refuses likewise.
-`plan` and `doctor` take a training config and the sections `hardware` and `plan`, which `train` refuses: as overrides,
-or in a file that extends the training config (`examples/aime_qwen2.5_32b/plan.yaml`). Below, `plan` stands for both.
+2. the preset named by the key `preset` (`train`, `plan`, `doctor`): the published settings of an algorithm;
+3. the YAML file named by the key `extends`, beside the config;
+4. the config itself;
+5. overrides on the command line, `section.key=value`, with the value read as YAML.
 
 ```
 vapo-megatron train examples/gsm8k/vapo.yaml model.path=models/Qwen3-8B actor.layout.tp=4 critic.layout.tp=4 \\
     'actor.optimizer={lr: 1e-6, warmup_steps: 20}' data.eval.0.limit=64
 ```
 
-- An override of a whole section is merged into it; an entry of a list is named by its number, from 0.
+- Overriding a whole section merges into it. Entries of a list are numbered from 0.
 - `${section.key}` in a value stands for another value of the file.
-- A key that does not exist is an error that names the nearest one; so is a value of the wrong type or out of range.
-  Everything is checked, files, tokenizer and layouts included, before any process starts and before anything is
-  written: one line, exit code 2.
-- Relative paths are taken from the working directory.
-- What came of all layers is written to `config.yaml` in the run directory; it can be given as CONFIG again.
+- An unknown key is an error that names the nearest one; so is a value of the wrong type or out of range. Everything,
+  files, tokenizer and layouts included, is checked before any process starts and anything is written. An error is one
+  line, with exit code 2.
+- Relative paths are relative to the working directory.
+- The result of all layers is written to `config.yaml` in the run directory, which can be given as CONFIG again.
+
+`plan` and `doctor` take a training config and the sections `hardware` and `plan`, `critic` takes one and the section
+`critic_probes`. `train` refuses these sections, so give them as overrides or in a file that extends the training config
+(`examples/aime_qwen2.5_32b/plan.yaml`). In the tables below, `plan` stands for both `plan` and `doctor`.
 """
 
 
@@ -117,7 +146,7 @@ def keys_of_others() -> str:
 
 def page() -> str:
     """The whole page."""
-    parts = [INTRODUCTION, _commands(), _presets(), "## Sections\n"]
+    parts = [INTRODUCTION, _first_keys(), LAYERS, _commands(), _presets(), "## Sections\n"]
     parts += [_section(described) for described in sections().values()]
     return "\n".join(parts)
 
@@ -142,6 +171,24 @@ def sections() -> dict[type[Section], Described]:
         del found[root]
     order = {key: number for number, key in enumerate(dict.fromkeys(d.keys[0] for d in found.values()))}
     return dict(sorted(found.items(), key=lambda item: order[item[1].keys[0]]))
+
+
+def _first_keys() -> str:
+    lines = ["| key | default | |", "|---|---|---|"]
+    places = {
+        place.key: (d.model, place.default)
+        for d in sections().values()
+        for place in d.places
+        if place.command == "train"
+    }
+    for key in FIRST_KEYS:
+        section, _, name = key.rpartition(".")
+        model, default = places[section] if section else (TrainConfig, None)
+        value = _default(model.model_fields[name]) if default is None else getattr(default, name)
+        text = "**required**" if value is PydanticUndefined else _code(value)
+        link = f"[`{key}`](#{model.__name__})" if section else f"`{key}`"
+        lines.append(f"| {link} | {text} | {_text(model.model_fields[name])} |")
+    return "\n".join(lines) + "\n"
 
 
 def _commands() -> str:
