@@ -190,7 +190,6 @@ def plan(
     simulate: Annotated[
         bool, typer.Option("--simulate", help="run its scheduling with a virtual clock: which mode would suit it")
     ] = False,
-    json: Annotated[bool, typer.Option("--json", help="JSON in place of tables")] = False,
 ) -> None:
     """Say what a run needs and takes before any GPU is held: memory and time by phase, layouts that fit."""
     settings = _load(PlanConfig, config, overrides)
@@ -199,7 +198,7 @@ def plan(
     _read_model(str(model_directory(settings.model.path)))
     from vapo_megatron.operations.plan.command import plan_run
 
-    plan_run(settings, gpus, nodes, json, simulate)
+    plan_run(settings, gpus, nodes, simulate)
 
 
 @app.command()
@@ -207,20 +206,16 @@ def doctor(
     config: ConfigArgument,
     overrides: OverridesArgument = None,
     quick: Annotated[bool, typer.Option(help="leave out engines, bandwidth and write speed")] = False,
-    json: Annotated[bool, typer.Option("--json", help="JSON in place of a table")] = False,
     wait: Annotated[float, typer.Option(min=1, help="seconds to wait for other nodes")] = 120,
     broken_nodes: Annotated[Path | None, typer.Option(help="a file to write the names of broken nodes to")] = None,
     node_names: Annotated[str, typer.Option(help="nodes in the order of their ranks, to name who is absent: a,b")] = "",
-    no_gpus: Annotated[
-        bool, typer.Option("--no-gpus", help="pass over GPUs: on a login node, whose are others")
-    ] = False,
 ) -> None:
     """Say whether the machines are fit for a run: start one process per node, or one by hand on this machine."""
     settings = _load(PlanConfig, config, overrides)
     from vapo_megatron.operations.doctor import command
 
     names = [name for name in node_names.split(",") if name]
-    command.leave(command.doctor(settings, quick, json, wait, broken_nodes, names, no_gpus))
+    command.leave(command.doctor(settings, quick, wait, broken_nodes, names))
 
 
 @app.command()

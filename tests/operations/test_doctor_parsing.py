@@ -1,17 +1,16 @@
 """What nvidia-smi and the kernel say of a node, and what doctor makes of it."""
 
+import json
 import resource
 import subprocess
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from vapo_megatron.cli import PRESETS
-from vapo_megatron.config.load import load_config
-from vapo_megatron.config.plan import HardwareConfig, PlanConfig
-from vapo_megatron.operations.doctor import allreduce, checks, node
+from vapo_megatron.config.plan import HardwareConfig
+from vapo_megatron.operations.doctor import allreduce, node
 from vapo_megatron.operations.doctor.allreduce import Reduced
 from vapo_megatron.operations.doctor.node import (
     MATRIX,
@@ -22,7 +21,7 @@ from vapo_megatron.operations.doctor.node import (
     read_ports,
     usable_adapters,
 )
-from vapo_megatron.operations.doctor.nodes import Line, Meeting, NodeReport, as_json, broken_nodes, from_json
+from vapo_megatron.operations.doctor.nodes import Line, NodeReport, broken_nodes, from_json
 
 ROOT = Path(__file__).parents[2]
 H100 = HardwareConfig()
@@ -118,22 +117,6 @@ def test_a_bad_gpu_is_named(driver: FakeDriver, number: int, change: dict[str, A
     assert bad and all(line.remedy for line in bad)
 
 
-def test_gpus_of_a_login_node_can_be_passed_over(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
-    driver.gpus.pop()  # not as many as the job's nodes have
-    driver.write()
-    monkeypatch.setattr(checks, "has_nvidia_driver", lambda: True)
-    config = load_config(PlanConfig, ROOT / "examples" / "gsm8k" / "vapo.yaml", [], PRESETS)
-    table = {check.name: check for check in checks.checks(config, 1)}
-
-    def found(name: str, passes_over_gpus: bool) -> list[str]:
-        login = checks.Examination(config, Meeting(None, "login", 1), True, 1, passes_over_gpus)
-        return statuses(checks.perform(table[name], login))
-
-    assert "fault" in found("gpus", False) and found("gpus", True) == ["not applicable"]
-    assert "fault" in found("versions", False), "without torch_memory_saver"
-    assert found("versions", True) == ["ok"]
-
-
 @pytest.mark.parametrize(
     ("text", "named"),
     [(None, "No such file"), ("echo no devices >&2; exit 9", "no devices"), ("echo what", "syntax error")],
@@ -147,16 +130,6 @@ def test_a_tool_that_fails_is_named_in_one_line(
     with pytest.raises(node.Unreadable, match=named) as error:
         node.read_gpus()
     assert "nvidia-smi" in str(error.value) and "\n" not in str(error.value)
-
-
-def test_the_makers_diagnosis_decides_by_its_exit_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert statuses(node.diagnose()) == ["skipped"]
-    script(tmp_path / "dcgmi", "echo '| Memory Bandwidth | Fail - GPU 3 |'; exit 226")
-    (line,) = node.diagnose()
-    assert line.status == "fault" and "GPU 3" in line.found
-    script(tmp_path / "dcgmi", "exit 0")
-    assert statuses(node.diagnose()) == ["ok"]
 
 
 def write_port(root: Path, name: str, state: str) -> None:
@@ -267,6 +240,4 @@ def test_reports_survive_the_way_and_name_broken_nodes() -> None:
     assert [report.status for report in (good, warned, bad)] == ["ok", "warning", "fault"]
     assert broken_nodes([good, warned]) == []
     assert broken_nodes([good, warned, bad]) == ["n3"]
-    written = as_json([good, warned, bad])
-    assert written["broken_nodes"] == ["n3"] and written["status"] == "fault"
-    assert [from_json(node) for node in written["nodes"]] == [good, warned, bad]
+    assert [from_json(json.loads(json.dumps(asdict(report)))) for report in (good, warned, bad)] == [good, warned, bad]

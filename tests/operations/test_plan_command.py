@@ -1,7 +1,6 @@
 """Plans as a whole: they add up, more tokens never need less, proposals fit, and the command says so."""
 
 import itertools
-import json
 from pathlib import Path
 
 import pytest
@@ -47,26 +46,17 @@ def totals(plan: Plan) -> list[float]:
 
 
 @pytest.mark.parametrize("overrides", [(), ("algorithm.kl={placement: loss, estimator: k3, coef: 0.001}",)])
-def test_json_adds_up(small: Path, capsys: pytest.CaptureFixture[str], overrides: tuple[str, ...]) -> None:
-    from vapo_megatron.operations.plan.command import plan_run
-
-    plan_run(planned_config(small, *overrides), 8, None, True)
-    said = json.loads(capsys.readouterr().out)
-    phases = said["memory"]["phases"]
-    for holding in (*phases, said["memory"]["node"]):
-        assert holding["total"] == pytest.approx(sum(holding["parts"].values()))
-    time = said["time"]
-    assert time["step"] == pytest.approx(sum(time["phases"].values()))
-    assert said["run"]["gpu_hours"] == pytest.approx(8 * said["run"]["seconds"] / 3600)
-    pretraining = sum(time["value_pretraining"].values())
-    assert pretraining > 0 and said["run"]["seconds"] == pytest.approx(200 * time["step"] + pretraining)
-    assert ("reference" in said["models"]) == bool(overrides)
+def test_a_plan_adds_up(small: Path, overrides: tuple[str, ...]) -> None:
+    plan = make_plan(planned_config(small, *overrides), 8)
+    pretraining = sum(plan.time.value_pretraining.values())
+    assert pretraining > 0 and plan.seconds == pytest.approx(200 * sum(plan.time.phases.values()) + pretraining)
+    assert plan.gpu_hours == pytest.approx(8 * plan.seconds / 3600)
+    assert ("reference" in plan.models) == bool(overrides)
     # Gradients and optimizers are where a model is updated, all else sleeps.
-    for phase in phases:
-        held = {part for part in phase["parts"] if part.endswith((" gradients", " optimizer"))}
-        updated = {"update_policy": "actor", "update_critic": "critic"}.get(phase["phase"])
+    for phase in plan.memory.phases:
+        held = {part for part in phase.parts if part.endswith((" gradients", " optimizer"))}
+        updated = {"update_policy": "actor", "update_critic": "critic"}.get(phase.phase)
         assert held == ({f"{updated} gradients", f"{updated} optimizer"} if updated else set())
-    assert said["assumptions"]
 
 
 def test_a_shared_base_is_on_the_gpu_for_either_model_and_in_host_memory_once(small: Path, tmp_path: Path) -> None:
@@ -178,8 +168,11 @@ def test_what_cannot_be_planned_is_named(
 def test_a_rollout_that_would_be_given_up_is_warned_of(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from vapo_megatron.operations.plan.command import plan_run
 
-    plan_run(planned_config(small, "rollout.collect_timeout_s=1"), 8, None, False)
-    assert "is given up after rollout.collect_timeout_s=1: raise it" in capsys.readouterr().out
+    separate = ("rollout.tp=2", "rollout.server_args={attn_dp_size: 2}")
+    plan_run(planned_config(small, "rollout.collect_timeout_s=1", *separate), 8, None)
+    output = capsys.readouterr().out
+    assert "is given up after rollout.collect_timeout_s=1: raise it" in output
+    assert "attn_dp_size is not counted" in output
 
 
 def test_efficiencies_are_the_configs(small: Path) -> None:

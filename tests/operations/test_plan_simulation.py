@@ -1,6 +1,5 @@
 """The simulation drives the run's own ledger: its seconds are those of a computation by hand."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,7 @@ from plans import planned_config
 from vapo_megatron.engines.ledger import DROPPED, StepRule
 from vapo_megatron.operations.plan.inputs import Lengths
 from vapo_megatron.operations.plan.plan import make_plan
-from vapo_megatron.operations.plan.rollout import rollout_seconds
-from vapo_megatron.operations.plan.simulation import Outcome, Scenario, drawn_lengths, full_rate, simulate
+from vapo_megatron.operations.plan.simulation import Outcome, Scenario, drawn_lengths, full_rate, modes, simulate
 
 
 def scenario(staleness: int = 0, partial: bool = False, **changes: Any) -> Scenario:
@@ -115,29 +113,6 @@ def test_engines_are_idle_for_what_their_full_rate_would_have_written_besides() 
     assert rate == pytest.approx((100 + 7 * 10) / (100 * 8))
 
 
-def test_an_episode_that_waits_for_a_tool_leaves_its_place_to_others() -> None:
-    alone, waiting = (simulate(scenario(turns=2, tool_seconds=seconds)) for seconds in (0.0, 100.0))
-    # Nobody else wants the places: the wait for the tool is added, engines decode as long as before.
-    assert waiting.step == pytest.approx(alone.step + 100)
-    assert waiting.decoding == pytest.approx(alone.decoding)
-    # Eight episodes share two places, so that a turn of five tokens waits for three others: 15 s are hidden.
-    full, hidden = (simulate(scenario(turns=2, tool_seconds=seconds, at_once=1)) for seconds in (0.0, 15.0))
-    assert hidden.step == pytest.approx(full.step) and hidden.decoding == pytest.approx(full.decoding)
-    exposed = simulate(scenario(turns=2, tool_seconds=25.0, at_once=1))
-    assert exposed.step == pytest.approx(full.step + 10)
-
-
-def test_a_plan_adds_what_tools_take_beyond_the_wait_for_a_place() -> None:
-    def rollout(samples: float, *overrides: str) -> float:
-        plan = make_plan(planned_config(Path("Qwen2.5-1.5B"), "rollout.max_running_requests=64", *overrides), 8)
-        return rollout_seconds(plan.memory.engine, 1, samples, samples, plan.lengths, plan.config.plan)
-
-    tools = ("plan.turns=5", "plan.tool_seconds=60")
-    assert rollout(64, *tools) == pytest.approx(rollout(64) + 4 * 60), "nobody waits for the places that become free"
-    queue = rollout(100 * 64) - rollout(64)
-    assert queue > 5 * 60 and rollout(100 * 64, *tools) == pytest.approx(rollout(100 * 64)), "others decode meanwhile"
-
-
 def test_lengths_have_the_mean_that_was_asked_for_and_follow_from_the_seed() -> None:
     lengths = Lengths(1, 300, 1000, 1)
     drawn = np.concatenate([drawn_lengths(lengths, 4, 0, number) for number in range(1500)])
@@ -149,11 +124,10 @@ def test_the_command_says_which_mode_would_suit(capsys: pytest.CaptureFixture[st
     from vapo_megatron.operations.plan.command import plan_run
 
     config = planned_config(Path("Qwen2.5-1.5B"), "batch.prompts_per_step=16", "plan.mean_response_tokens=200")
-    plan_run(config, 8, None, True, simulated=True)
-    shared, partial, *apart = json.loads(capsys.readouterr().out)["simulation"]
+    shared, partial, *apart = modes(make_plan(config, 8))
     assert [mode["mode"] for mode in (shared, partial)] == ["synchronous", "partial responses"]
     assert shared["engine_gpus"] is None and len(apart) == 2
     assert all(0 < mode["engine_gpus"] < 8 and mode["step"] > 0 for mode in apart)
-    plan_run(config, 8, None, False, simulated=True)
+    plan_run(config, 8, None, simulated=True)
     out = capsys.readouterr().out
     assert "engines unused" in out and f"+ {apart[0]['engine_gpus']} engines'" in out

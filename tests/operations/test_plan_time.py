@@ -125,21 +125,6 @@ def test_670b_in_fp8_leave_an_engine_of_one_node_no_cache(tmp_path: Path) -> Non
     assert any("KV cache of 0 tokens" in problem for problem in made.memory.problems)
 
 
-def test_parts_of_an_engine_that_attend_apart_have_copies_and_caches_of_their_own() -> None:
-    whole, apart = (
-        plan("rollout.tp=8", *more).memory.engine for more in ((), ("rollout.server_args={attn_dp_size: 4}",))
-    )
-    spec = whole.spec
-    assert (spec.num_kv_heads, whole.width) == (8, 2)
-    attention = spec.num_layers * spec.hidden_size * 2 * (spec.query_size + spec.kv_size)
-    embedding = spec.vocab_size * spec.hidden_size
-    assert apart.weights - whole.weights == pytest.approx(3 * 2 * (attention + embedding) / 8), "four copies, not one"
-    assert apart.cache_bytes_per_token == 4 * whole.cache_bytes_per_token, "four heads on each GPU, not one"
-    room = apart.static - apart.weights
-    assert apart.cache_tokens == int(room / apart.cache_bytes_per_token) < whole.cache_tokens / 4
-    assert apart.at_once(1e5) == pytest.approx(4 * apart.cache_tokens / 1e5)
-
-
 def test_a_reference_that_is_replaced_is_part_of_a_checkpoint() -> None:
     kl = "algorithm.kl={{placement: loss, estimator: k3, coef: 0.001, replace_reference_every: {}}}"
     kept, replaced = (plan(kl.format(every)) for every in ("null", 100))

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 
 from vapo_megatron.monitoring.facts import environment_facts
-from vapo_megatron.operations.doctor.node import check_toolkit, check_versions
+from vapo_megatron.operations.doctor.node import check_versions
 
 
 def main() -> int:
@@ -19,7 +19,6 @@ def main() -> int:
     gpu = torch.cuda.is_available()
     lines = check_versions(gpu)
     if gpu:
-        lines += check_toolkit(torch.version.cuda)
         _measure()
     for line in lines:
         print(f"{line.status}: {line.found}{f' -> {line.remedy}' if line.remedy else ''}")

@@ -101,10 +101,6 @@ class PlannedRunConfig(Section):
     grade_seconds: float = Field(
         0.02, ge=0, description="of one response on one of reward.workers, while others are generated"
     )
-    turns: int = Field(1, ge=1, description="responses of an episode, where rollout.agent is an agent")
-    tool_seconds: float = Field(
-        0.0, ge=0, description="what an episode waits for a tool between two turns; its place in an engine is free then"
-    )
 
 
 class PlanConfig(TrainConfig):

@@ -39,24 +39,29 @@ _NEW_TOKENS = 8
 
 @dataclass(frozen=True)
 class Examination:
-    """What every check is given: the config of the run to come, this node's place among the nodes, whether slow checks
-    are left out, seconds to wait for other nodes, and whether GPUs of this machine are as if they were not there."""
+    """What every check is given.
+
+    Attributes:
+        config: of the run to come.
+        meeting: this node's place among the nodes.
+        quick: whether slow checks are left out.
+        wait: seconds to wait for other nodes.
+    """
 
     config: PlanConfig
     meeting: Meeting
     quick: bool
     wait: float
-    passes_over_gpus: bool = False
 
     @property
     def gpus(self) -> int:
         """GPUs that PyTorch can use here; 0 on a CPU machine."""
-        return 0 if self.passes_over_gpus else current_platform().device_count()
+        return current_platform().device_count()
 
     @property
     def has_gpus(self) -> bool:
         """Whether there are GPUs to look at, whether or not PyTorch can use them."""
-        return not self.passes_over_gpus and bool(self.gpus or has_nvidia_driver())
+        return bool(self.gpus or has_nvidia_driver())
 
     @cached_property
     def gpu_log(self) -> Element:
@@ -91,10 +96,8 @@ def checks(config: PlanConfig, wait: float) -> tuple[Check, ...]:
     root = Path(config.run.directory)
     return (
         Check("versions", lambda here: node.check_versions(here.has_gpus), 60),
-        Check("toolkit", lambda _: node.check_toolkit(torch.version.cuda), 240, gpu=True),
         Check("limits", lambda here: node.check_limits(bool(here.gpus), len(here.meeting.nodes)), 30),
         Check("gpus", lambda here: node.judge_gpus(here.gpu_log, config.hardware, here.gpus), 120, gpu=True),
-        Check("diagnosis", lambda _: node.diagnose(), 300, gpu=True, slow=True),
         Check("network", lambda _: node.judge_network(node.read_ports(), node.usable_adapters()), 90, between=True),
         Check("config", _config, 300),
         Check("disk", _disk, 180),
@@ -124,7 +127,7 @@ def perform(check: Check, examination: Examination) -> list[Line]:
     """The lines of a check, whatever happens in it. A check that hangs is left behind in its thread."""
     lines: queue.SimpleQueue[list[Line]] = queue.SimpleQueue()
     if check.gpu and not examination.has_gpus:
-        lines.put([Line("not applicable", "--no-gpus" if examination.passes_over_gpus else "no GPU here")])
+        lines.put([Line("not applicable", "no GPU here")])
     elif check.between and len(examination.meeting.nodes) == 1:
         lines.put([Line("not applicable", "one node")])
     elif check.slow and examination.quick:
@@ -210,8 +213,9 @@ def check_engine(config: TrainConfig, gpus: int) -> list[Line]:
             config.model.path, config.rollout, config.model.dtype, log, devices, fp8=fp8, offloads=gpus > 0
         ) as server:
             asyncio.run(_ask(server.address))
-    seconds = time.monotonic() - started
-    return [Line("ok", f"TP{config.rollout.tp} started and wrote {_NEW_TOKENS} tokens in {seconds:.0f} s")]
+    seconds, cache = time.monotonic() - started, os.environ.get("TRITON_CACHE_DIR")
+    kernels = f"; kernels are cached in {Path(cache).parent}" if cache else ""  # slurm/task.sh keeps all caches there
+    return [Line("ok", f"TP{config.rollout.tp} started and wrote {_NEW_TOKENS} tokens in {seconds:.0f} s{kernels}")]
 
 
 async def _ask(address: EngineAddress) -> None:

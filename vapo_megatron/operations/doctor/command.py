@@ -1,9 +1,9 @@
 """`vapo-megatron doctor CONFIG`, on one node or on all of a job."""
 
-import json
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from vapo_megatron.config.atomic import atomic_write
 from vapo_megatron.config.plan import PlanConfig
 from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.operations.doctor.checks import Examination, checks, over_nodes, perform
-from vapo_megatron.operations.doctor.nodes import Line, Meeting, NodeReport, as_json, broken_nodes, from_json, show
+from vapo_megatron.operations.doctor.nodes import Line, Meeting, NodeReport, broken_nodes, from_json, show
 from vapo_megatron.run.first_look import look_first
 from vapo_megatron.run.place import node_name, place_from_environment
 from vapo_megatron.run.preflight import check_train
@@ -26,23 +26,19 @@ _AMONG_THOSE_PRESENT = 120.0
 def doctor(
     config: PlanConfig,
     quick: bool,
-    as_text: bool,
     wait: float,
     broken_file: Path | None = None,
     node_names: Sequence[str] = (),
-    passes_over_gpus: bool = False,
 ) -> int:
     """Examine this node, and with the others of the job what only they show together; rank 0 prints the result.
 
     Args:
         config: of the run that is to follow.
         quick: without the slow checks.
-        as_text: JSON on standard output in place of a table.
         wait: seconds to wait for other nodes to come.
         broken_file: gets the names of nodes with a fault, one per line; what no node can be blamed for is left out.
         node_names: of all nodes in the order of their ranks, equally many on each, so that those that do not come
             have a name; empty where it is not known.
-        passes_over_gpus: without what is about GPUs.
 
     Returns:
         The exit code: on rank 0 1 where any node has a fault; 0 elsewhere.
@@ -55,12 +51,12 @@ def doctor(
     if not meeting.leads:
         return 0
     among = min(wait, _AMONG_THOSE_PRESENT)
-    examination = Examination(config, meeting, quick, among, passes_over_gpus)
+    examination = Examination(config, meeting, quick, among)
     table = checks(config, among)
     lines = tuple(line for check in table for line in perform(check, examination))
     report = NodeReport(meeting.node, meeting.rank, lines)
     between = [] if quick or len(meeting.nodes) == 1 else perform(over_nodes(among), examination)
-    meeting.put(f"report/{meeting.index}", as_json([report])["nodes"][0])
+    meeting.put(f"report/{meeting.index}", asdict(report))
     if meeting.index:
         return 0
     reports = [report]
@@ -76,10 +72,7 @@ def doctor(
             between.append(line)
     if between:
         reports.append(NodeReport(BETWEEN, 0, tuple(between)))
-    if as_text:
-        print(json.dumps(as_json(reports), indent=2))
-    else:
-        show(reports)
+    show(reports)
     if broken_file is not None:
         with atomic_write(broken_file) as file:
             file.write("".join(f"{node}\n" for node in broken_nodes(reports) if node != BETWEEN))

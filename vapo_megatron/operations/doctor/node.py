@@ -1,7 +1,6 @@
-"""What one node shows by itself: GPUs, what kernels are compiled with, versions, network, limits, name and disk.
+"""What one node shows by itself: GPUs, versions, network adapters, limits and disk.
 
-GPUs are asked through `nvidia-smi` and, where it is installed, `dcgmi`, their maker's own diagnosis; what links between
-them are worth is measured (allreduce.py).
+GPUs are read through `nvidia-smi`. The links between them are measured (allreduce.py).
 """
 
 import os
@@ -10,12 +9,9 @@ import re
 import resource
 import shutil
 import subprocess
-import sys
-import sysconfig
 import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 from xml.etree import ElementTree
@@ -29,7 +25,6 @@ from vapo_megatron.operations.doctor.nodes import Line, Status, lines_of
 from vapo_megatron.operations.hardware import GIB
 
 _SECONDS = 60.0
-_DIAGNOSIS_SECONDS = 280.0
 _FILES = 65536
 _LOCKED = 4 * GIB  # buffers that NCCL and the engines register with the adapters are partly in host memory
 _SYSFS = Path("/sys/class/infiniband")
@@ -85,84 +80,6 @@ def judge_gpus(log: ElementTree.Element, hardware: HardwareConfig, usable: int) 
             for numbers, (_, _, status, finding, remedy) in zip(sick, _SYMPTOMS, strict=True)
         ),
     )
-
-
-def diagnose() -> list[Line]:
-    """`dcgmi diag -r 2`, the maker's test of memory, bus and clocks, where it is installed."""
-    if shutil.which("dcgmi") is None:
-        return [Line("skipped", "no dcgmi", "install datacenter-gpu-manager to have memory, bus and clocks tested")]
-    done = subprocess.run(["dcgmi", "diag", "-r", "2"], capture_output=True, text=True, timeout=_DIAGNOSIS_SECONDS)
-    output = (done.stdout + done.stderr).splitlines()
-    messages = [line.strip(" |") for line in output if re.search("fail|error", line, re.I)]
-    finding = f"dcgmi diag -r 2 ends with {done.returncode}: {'; '.join(messages[:3])}"[:300]
-    remedy = "leave the node out; `dcgmi diag -r 3` says more"
-    return lines_of("dcgmi diag -r 2 passes", (done.returncode, "fault", finding, remedy))
-
-
-_INSTALL = {
-    "nvcc": "install PyTorch's version of the CUDA toolkit and put its bin on PATH",
-    "g++": "apt-get install g++",
-    "ninja": "pip install ninja",
-}
-# Modules with compiled code for GPUs, and what goes wrong without.
-_COMPILED = {
-    "sgl_kernel": "engines do not start",
-    "torch_memory_saver": "engines cannot give their memory to the trainer",
-    "transformer_engine.pytorch": "megatron.core cannot be imported either; build it again, or uninstall it",
-}
-
-
-def check_toolkit(cuda: str | None, environment: Mapping[str, str] = os.environ) -> list[Line]:
-    """What engines (nvcc, g++, ninja) and Triton (g++, Python's headers) compile kernels with, and whether modules that
-    came compiled load. cuda: what PyTorch was built for, such as 13.0."""
-    path, home = environment.get("PATH", os.defpath), environment.get("CUDA_HOME")
-    nvcc = shutil.which("nvcc", path=path + (f"{os.pathsep}{home}/bin" if home else ""))
-    version = _nvcc_version(nvcc) if nvcc else cuda
-    is_other = cuda is not None and version != cuda
-    worse: Status = "fault" if str(version).partition(".")[0] != str(cuda).partition(".")[0] else "warning"
-    differs, install = f"{nvcc} is {version or 'broken'}, PyTorch's CUDA {cuda}", f"put CUDA {cuda} first on PATH"
-    tools = {"nvcc": nvcc} | {tool: shutil.which(tool, path=path) for tool in ("g++", "ninja")}
-    missing = [tool for tool, place in tools.items() if place is None]
-    headers = Path(sysconfig.get_path("include"), "Python.h").is_file()
-    errors = {module: _import_error(module, environment) for module in _COMPILED}
-    cache = environment.get("TRITON_CACHE_DIR")  # slurm/task.sh has all of them side by side
-    compiled = sum(1 for file in Path(cache).parent.rglob("*") if file.is_file()) if cache else 0
-    kept = f"{compiled} files of kernels in {Path(cache).parent}" if cache else "caches of kernels are the tools' own"
-    return lines_of(
-        f"nvcc {version}, g++, ninja, headers; kernels load; {kept}",
-        *((True, "fault", f"no {tool}: engines compile kernels", _INSTALL[tool]) for tool in missing),
-        (is_other, worse, differs, f"{install} and set CUDA_HOME to it"),
-        (not headers, "fault", "no Python.h: Triton compiles with it", "apt-get install python3-dev, of this version"),
-        *(
-            (error, "fault", f"{module} does not load ({error}): {_COMPILED[module]}", "install it for this CUDA")
-            for module, error in errors.items()
-        ),
-    )
-
-
-def _import_error(module: str, environment: Mapping[str, str]) -> str:
-    """Why an installed module cannot be imported, in a process of its own; empty where it can, or is not installed."""
-    if find_spec(module.partition(".")[0]) is None:
-        return ""  # the check of versions says so
-    command = [sys.executable, "-c", f"import torch, {module}"]
-    try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, errors="replace", timeout=_SECONDS, env=dict(environment)
-        )
-    except subprocess.TimeoutExpired:
-        return f"not within {_SECONDS:g} s"
-    last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-    return "" if done.returncode == 0 else last[:200]
-
-
-def _nvcc_version(nvcc: str) -> str:
-    """Such as 13.0; empty where it does not say."""
-    try:
-        output = subprocess.run([nvcc, "--version"], capture_output=True, text=True, timeout=_SECONDS).stdout
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    release = re.search(r"release (\d+\.\d+)", output)
-    return release[1] if release else ""
 
 
 class Supported(NamedTuple):

@@ -10,7 +10,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from statistics import median
@@ -79,15 +79,6 @@ def worst(statuses: Iterable[Status]) -> Status:
 def broken_nodes(reports: Sequence[NodeReport]) -> list[str]:
     """Nodes with a fault, each once: those a next try had better leave out."""
     return list(dict.fromkeys(report.node for report in reports if report.status == "fault"))
-
-
-def as_json(reports: Sequence[NodeReport]) -> dict[str, Any]:
-    """The machine-readable form; broken_nodes has the names that Slurm knows the nodes by."""
-    return {
-        "status": worst(report.status for report in reports),
-        "broken_nodes": broken_nodes(reports),
-        "nodes": [{**asdict(report), "status": report.status} for report in reports],
-    }
 
 
 def from_json(value: Mapping[str, Any]) -> NodeReport:

@@ -1,8 +1,6 @@
 """`vapo-megatron plan CONFIG`."""
 
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +22,10 @@ from vapo_megatron.operations.plan.search import Proposal, propose
 _WORTH_TELLING = 0.1
 
 
-def plan_run(config: PlanConfig, gpus: int | None, nodes: int | None, as_text: bool, simulated: bool = False) -> None:
+def plan_run(config: PlanConfig, gpus: int | None, nodes: int | None, simulated: bool = False) -> None:
     """Print what a run needs and takes on `gpus` GPUs, or on `nodes` nodes; neither: what the config says.
 
-    as_text: JSON on standard output in place of tables. simulated: and what each mode of collecting is like, where the
-    plan fits.
+    simulated: also what each mode of collecting is like, if the plan fits.
 
     Raises:
         BadInput: the layouts cannot be made, or something has no room; then the line ends with what to change.
@@ -42,17 +39,11 @@ def plan_run(config: PlanConfig, gpus: int | None, nodes: int | None, as_text: b
         limit = (1 - _WORTH_TELLING) * plan.seconds
         proposals = [proposal for proposal in proposals if proposal.plan.seconds < limit]
     console = Console(width=None if Console().is_terminal else 160)
-    answer = as_json(plan, proposals)
-    if not as_text:
-        show(plan, proposals, console)
+    show(plan, proposals, console)
     if simulated and plan.fits:
         from vapo_megatron.operations.plan.simulation import modes
 
-        answer["simulation"] = modes(plan)
-        if not as_text:
-            console.print(_simulation_table(plan, answer["simulation"]))
-    if as_text:
-        print(json.dumps(answer, indent=2))
+        console.print(_simulation_table(plan, modes(plan)))
     if not plan.fits:
         problems = "; ".join(plan.memory.problems)
         remedy = f"no layout of {world} GPUs was found to fit: take more GPUs, or shorten sampling.max_new_tokens"
@@ -87,6 +78,12 @@ def assumptions(plan: Plan) -> list[str]:
         lines.append(f"dynamic sampling draws {drawn:.0f} prompts for {config.batch.prompts_per_step}")
     if config.rollout.external_urls:
         lines.append("`rollout` is what the trainer waits for engines elsewhere, where they work ahead")
+    if config.rollout.agent:
+        lines.append("an agent's episode is one response, and its tools take no time")
+    if config.rollout.attention_parts > 1:
+        lines.append(
+            "attention of the engines is cut over all their GPUs: rollout.server_args.attn_dp_size is not counted"
+        )
     if model_directory(config.model.path) != Path(config.model.path):
         lines.append(f"{config.model.path} is not here: its sizes are those that the package has of that name")
     return lines
@@ -101,36 +98,6 @@ def warnings(plan: Plan) -> list[str]:
             f"{rollout.collect_timeout_s:g}: raise it, or take more GPUs"
         )
     return lines
-
-
-def as_json(plan: Plan, proposals: Sequence[Proposal]) -> dict[str, Any]:
-    """Everything, in bytes and seconds. Totals are sums of the parts."""
-    memory, time, engine = plan.memory, plan.time, plan.memory.engine
-    holdings = [
-        {"phase": held.phase, "parts": held.parts, "total": held.total} for held in (*memory.phases, memory.host)
-    ]
-    return {
-        "format": 2,
-        "gpus": plan.world,
-        "kind": plan.hardware.kind,
-        "models": {name: model.layout.describe(plan.world) for name, model in plan.models.items()},
-        "fits": plan.fits,
-        "problems": list(memory.problems),
-        "memory": {"usable": plan.hardware.usable_memory, "phases": holdings[:-1], "node": holdings[-1]},
-        "engine": {
-            "count": plan.engines,
-            "cache_tokens": max(0, engine.cache_tokens),
-            "responses_at_once": engine.at_once(plan.lengths.running),
-        },
-        "time": asdict(time) | {"step": time.step},
-        "run": {"seconds": plan.seconds, "gpu_hours": plan.gpu_hours},
-        "proposals": [
-            {"overrides": proposal.changes, "step": proposal.plan.time.step, "gpu_hours": proposal.plan.gpu_hours}
-            for proposal in proposals
-        ],
-        "warnings": warnings(plan),
-        "assumptions": assumptions(plan),
-    }
 
 
 def show(plan: Plan, proposals: Sequence[Proposal], console: Console) -> None:

@@ -152,7 +152,7 @@ def plan_time(run: PlannedRun, engine: PlannedEngine) -> StepTime:
     samples = float(config.samples)
 
     def generate(prompts: float, responses: float) -> float:
-        return rollout_seconds(engine, run.engines, prompts, responses, run.lengths, config.plan)
+        return rollout_seconds(engine, run.engines, prompts, responses, run.lengths)
 
     def grade(responses: float) -> float:
         return responses * config.plan.grade_seconds / config.reward.workers

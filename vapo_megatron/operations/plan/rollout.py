@@ -7,7 +7,6 @@ from functools import cache
 
 from vapo_megatron.config.algorithm import DynamicSamplingConfig
 from vapo_megatron.config.model import LayoutConfig, RecomputeConfig
-from vapo_megatron.config.plan import PlannedRunConfig
 from vapo_megatron.config.rollout import RolloutConfig
 from vapo_megatron.operations.hardware import Hardware
 from vapo_megatron.operations.plan.inputs import Lengths
@@ -41,16 +40,8 @@ class PlannedEngine:
         """Bytes of weights on each of its GPUs; embedding and head are cut like the rest."""
         table = self.spec.vocab_size * self.spec.hidden_size
         outside = table * (1 if self.spec.tied else 2)
-        layers = self.spec.parameter_count() - outside + self.copied
-        # Like attention, the embedding is cut over a part of the GPUs where parts have requests of their own.
-        outside += table * (self.config.attention_parts - 1)
+        layers = self.spec.parameter_count() - outside
         return (layers * self.layer_width + outside * self.width) / self.config.tp
-
-    @property
-    def copied(self) -> int:
-        """Parameters of attention that it has beyond one copy: every part of its GPUs has all of them."""
-        size = self.spec.query_size + self.spec.kv_size
-        return (self.config.attention_parts - 1) * self.spec.num_layers * 2 * self.spec.hidden_size * size
 
     @property
     def layer_width(self) -> float:
@@ -70,12 +61,12 @@ class PlannedEngine:
     @property
     def cache_bytes_per_token(self) -> float:
         """Bytes of keys and values of one token on each GPU that has it; key-value heads fewer than GPUs are copied."""
-        heads = max(1.0, self.spec.num_kv_heads * self.config.attention_parts / self.config.tp)
+        heads = max(1.0, self.spec.num_kv_heads / self.config.tp)
         return 2.0 * self.spec.num_layers * heads * self.spec.head_dim * self.width
 
     @property
     def cache_tokens(self) -> int:
-        """Tokens that the KV cache of one part of its GPUs holds; 0 or less where the weights alone do not fit."""
+        """Tokens that its KV cache holds; 0 or less where the weights alone do not fit."""
         tokens = int((self.static - self.weights) / self.cache_bytes_per_token)
         limit = self.config.max_total_tokens
         return tokens if limit is None else min(tokens, limit)
@@ -96,8 +87,7 @@ class PlannedEngine:
 
     def at_once(self, tokens: float) -> float:
         """Responses generated together where each takes this many tokens of the cache on average."""
-        parts = self.config.attention_parts
-        return max(0.0, min(self.config.max_running_requests, parts * self.cache_tokens / tokens))
+        return max(0.0, min(self.config.max_running_requests, self.cache_tokens / tokens))
 
 
 @dataclass(frozen=True)
@@ -171,15 +161,12 @@ _TAIL_POINTS = 128
 BETWEEN_PROMPTS = 0.5
 
 
-def rollout_seconds(
-    engine: PlannedEngine, engines: int, prompts: float, samples: float, lengths: Lengths, episode: PlannedRunConfig
-) -> float:
+def rollout_seconds(engine: PlannedEngine, engines: int, prompts: float, samples: float, lengths: Lengths) -> float:
     """Seconds until the last of `engines` has answered its share of prompts with `samples` responses in all.
 
     Prompts are read once, then responses run, as many as the cache holds. While responses wait the batch is full; the
-    last ones run out as their lengths are distributed. An episode that waits for a tool leaves its place to others: it
-    costs time where nobody else waits longer for a turn. An engine without room for a single response, with which no
-    plan fits, is counted as if it had that.
+    last ones run out as their lengths are distributed. An engine without room for a single response, with
+    which no plan fits, is counted as if it had that.
     """
     prompts, samples = prompts / engines, samples / engines * imbalance(engines, prompts, samples, lengths)
     at_once = min(samples, max(1.0, engine.at_once(lengths.running)))
@@ -191,8 +178,7 @@ def rollout_seconds(
         produced = (point + 0.5) * width
         running = max(1.0, at_once * lengths.still_running(produced))
         tail += width * decode_seconds(engine, running, lengths.prompt + produced)
-    decoding = (prefill + full + tail) / reached_speed(engine)
-    return decoding + (episode.turns - 1) * max(0.0, episode.tool_seconds - full / episode.turns)
+    return (prefill + full + tail) / reached_speed(engine)
 
 
 def imbalance(engines: int, prompts: float, samples: float, lengths: Lengths) -> float:
@@ -247,12 +233,11 @@ def decode_seconds(engine: PlannedEngine, batch: float, context: float) -> float
         experts = spec.parameter_count() - spec.active_parameter_count()
         chosen = experts * spec.experts_per_token / (spec.num_experts - spec.experts_per_token or 1)
         layers += hit * (experts + chosen) - chosen
-    weights = (layers + engine.copied) * engine.layer_width + head * engine.width
-    requests = batch / engine.config.attention_parts
+    weights = layers * engine.layer_width + head * engine.width
     rate = hardware.memory_rate * efficiency.memory
     # Linear layers wait for their weights or their products, attention for the cache, one after the other.
     linear = max(weights / tp / rate, 2 * active * batch / (tp * _rate(engine)))
-    cache = requests * context * engine.cache_bytes_per_token / rate
+    cache = batch * context * engine.cache_bytes_per_token / rate
     # Two sums over the GPUs of a server in every layer.
     sums = 4 * spec.num_layers * batch * spec.hidden_size * engine.width * (tp - 1) / tp / hardware.link(tp)
     sums += 2 * spec.num_layers * _SUM_SECONDS * (tp > 1)

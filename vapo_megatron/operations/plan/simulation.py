@@ -1,7 +1,7 @@
 """`plan --simulate`: the steps of a run in small ticks of time, to see which way of collecting would suit a cluster.
 
-What is drawn, kept and dropped is decided by the run's own ledger (engines/ledger.py). Engines, tools, graders and the
-trainer only take time; nothing is written.
+What is drawn, kept and dropped is decided by the run's own ledger (engines/ledger.py). Engines, graders and the trainer
+only take time; nothing is written.
 """
 
 import math
@@ -24,9 +24,9 @@ from vapo_megatron.operations.plan.plan import Plan, make_plan
 from vapo_megatron.operations.plan.rollout import BETWEEN_PROMPTS, decode_seconds, prefill_seconds, reached_speed
 from vapo_megatron.training.collect import step_rule
 
-_WAITING, _RUNNING, _AT_TOOL, _DONE = range(4)
-_NUMBERS = ("number", "draw", "engine", "state", "turns")
-_AMOUNTS = ("left", "turn_tokens", "written", "unread", "ready_at", "versions")
+_WAITING, _RUNNING, _DONE = range(3)
+_NUMBERS = ("number", "draw", "engine", "state")
+_AMOUNTS = ("left", "written", "unread", "versions")
 _RESPONSE = np.dtype([(name, np.int64) for name in _NUMBERS] + [(name, np.float64) for name in _AMOUNTS])
 _NORMAL = NormalDist()
 
@@ -45,7 +45,6 @@ class Scenario:
         is_informative: whether a group has both correct and incorrect responses, by its number.
         trainer_seconds: of everything that the trainer does with samples of so many tokens.
         grade_seconds, grade_workers: of a response; how many share the grading.
-        turns, tool_seconds: responses of an episode, and what it waits for a tool between two, outside the batch.
         tick: time moves by at most so much.
         steps: that are counted, after those in which the run settles.
     """
@@ -64,8 +63,6 @@ class Scenario:
     grade_workers: int
     tick: float
     is_informative: Callable[[int], bool] = lambda number: True
-    turns: int = 1
-    tool_seconds: float = 0.0
     steps: int = 4
 
 
@@ -77,7 +74,6 @@ class Outcome:
         seconds, tokens: from one step's groups to the next one's; of its responses.
         waited: seconds in which the trainer waits, for groups or for engines that are to get its weights.
         ages: mean weight syncs between drawing and training a token.
-        decoding: seconds in which engines decoded, summed over engines, from the first step on.
         counts: of the ledger.
     """
 
@@ -85,7 +81,6 @@ class Outcome:
     tokens: list[float] = field(default_factory=list)
     waited: list[float] = field(default_factory=list)
     ages: list[float] = field(default_factory=list)
-    decoding: float = 0.0
     counts: dict[str, int] = field(default_factory=dict)
 
     @property
@@ -99,7 +94,7 @@ class _Rollouts:
 
     def __init__(self, scenario: Scenario, steps: int) -> None:
         self.scenario, self.ledger = scenario, Ledger(replace(scenario.rule, steps=steps, windows=1))
-        self.now, self.version, self.decoding = 0.0, 0, 0.0
+        self.now, self.version = 0.0, 0
         self.responses = self._rows = np.zeros(0, _RESPONSE)  # the first rows of those that have room
         self._draws = 0
         self._missing: dict[int, int] = {}  # responses of a draw that are not done; 0: it is graded
@@ -138,18 +133,13 @@ class _Rollouts:
         while not is_over() and self.now < end:
             if self._may_begin and not self._is_paused:
                 self._begin_waiting()
-            events = [end, self._graded_at[0][0] if self._graded_at else math.inf]
-            if self.scenario.turns > 1:
-                events += [self.responses["ready_at"][self.responses["state"] == _AT_TOOL].min(initial=math.inf)]
+            event = min(end, self._graded_at[0][0] if self._graded_at else math.inf)
             running = np.flatnonzero(self.responses["state"] == _RUNNING)
             if not len(running) or self._is_paused:
-                assert min(events) < math.inf, "the simulation waits for what will never happen"
-                self.now = max(self.now, min(events))
+                assert event < math.inf, "the simulation waits for what will never happen"
+                self.now = max(self.now, event)
             else:
-                self._decode(running, min(self.scenario.tick, max(0.0, min(events) - self.now)))
-            if self.scenario.turns > 1:
-                answered = (self.responses["state"] == _AT_TOOL) & (self.responses["ready_at"] <= self.now)
-                self.responses["state"][answered], self._may_begin = _WAITING, True
+                self._decode(running, min(self.scenario.tick, max(0.0, event - self.now)))
             self._grade()
 
     def _fill(self) -> None:
@@ -161,8 +151,7 @@ class _Rollouts:
             rows = np.zeros(len(lengths), _RESPONSE)
             self._draws += 1
             rows["number"], rows["draw"], rows["engine"] = number, self._draws, load.argmin()
-            rows["turns"] = np.minimum(scenario.turns, lengths) - 1
-            rows["turn_tokens"] = rows["left"] = lengths / (rows["turns"] + 1)
+            rows["left"] = lengths
             rows["unread"][0] = scenario.prompt_tokens  # it is read once for the whole group
             load[load.argmin()] += len(rows)
             self._missing[self._draws] = len(rows)
@@ -203,14 +192,10 @@ class _Rollouts:
         rows["left"][running] -= gained
         rows["versions"][running] += gained * self.version
         self.now += seconds
-        self.decoding += float(free.sum())
         ended = running[rows["left"][running] < 1e-6]
         self._may_begin = self._may_begin or len(ended) > 0
-        goes_on = ended[rows["turns"][ended] > 0]
-        rows["state"][ended], rows["state"][goes_on] = _DONE, _AT_TOOL
-        rows["ready_at"][goes_on] = self.now + self.scenario.tool_seconds
-        rows["left"][goes_on], rows["turns"][goes_on] = rows["turn_tokens"][goes_on], rows["turns"][goes_on] - 1
-        for row in ended[rows["state"][ended] == _DONE]:
+        rows["state"][ended] = _DONE
+        for row in ended:
             draw, number = int(rows["draw"][row]), int(rows["number"][row])
             self._missing[draw] -= 1
             if not self._missing[draw]:
@@ -272,7 +257,7 @@ def simulate(scenario: Scenario) -> Outcome:
             rollouts.run(lambda: not rollouts.ledger.in_flight and not rollouts.ledger.room())
         waited = rollouts.now - trained
         rollouts.sync_weights()
-    outcome.decoding, outcome.counts = rollouts.decoding, dict(rollouts.ledger.counts)
+    outcome.counts = dict(rollouts.ledger.counts)
     return outcome
 
 
@@ -341,8 +326,6 @@ def scenario_of(plan: Plan, partial: bool = False, staleness: int = 0, engine_gp
         grade_workers=config.reward.workers,
         tick=lengths.mean * decode_seconds(engine, at_once, lengths.running) / _TICKS,
         is_informative=lambda number: int((number + 1) * share) > int(number * share),
-        turns=config.plan.turns,
-        tool_seconds=config.plan.tool_seconds,
     )
 
 
