@@ -18,7 +18,6 @@ class Format(StrEnum):
     """What weights become."""
 
     fp8 = "fp8"
-    fp8_block = "fp8_block"
     nvfp4 = "nvfp4"
 
 
@@ -54,9 +53,7 @@ def main(
     hf: Annotated[Path, typer.Option(help="Directory of the trained policy, as training exports it.")],
     out: Annotated[Path, typer.Option(help="Directory to write; must not exist.")],
     calibration: Annotated[Path, typer.Option(help="JSONL of texts such as the model will see.")],
-    format: Annotated[
-        Format, typer.Option(help="fp8: a scale a tensor; fp8_block: one for 128 x 128; nvfp4: 4 bits (Blackwell).")
-    ] = Format.fp8,
+    format: Annotated[Format, typer.Option(help="fp8: a scale per tensor; nvfp4: 4 bits (Blackwell).")] = Format.fp8,
     field: Annotated[str, typer.Option(help="Field of a row that holds its text.")] = "prompt",
     rows: Annotated[int, typer.Option(min=1, help="Rows of the calibration that are used.")] = 512,
     tokens: Annotated[int, typer.Option(min=2, help="Tokens of each that are used.")] = 2048,
@@ -71,7 +68,7 @@ def main(
 
         from vapo_megatron.operations.quantized_export import check_source, export_quantized
 
-        spec = check_source(hf, format.value)
+        spec = check_source(hf)
         tokens = min(tokens, spec.max_position_embeddings)
         sequences = read_sequences(calibration, field, hf, rows, tokens)
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

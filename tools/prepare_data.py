@@ -3,8 +3,7 @@
     tools/prepare_data.py --source hub:BytedTsinghua-SIA/DAPO-Math-17k --out data/dapo17k.jsonl \
         --against data/aime2024.jsonl --against data/aime2025.jsonl
 
-Repeated problems and those of the evaluation sets are left out, every answer is read once by the verifier, and
-<out>.report.json names each row that is missing and why.
+Repeated problems and those of the evaluation sets are left out; <out>.report.json names each missing row and why.
 """
 
 from pathlib import Path
@@ -13,7 +12,6 @@ from typing import Annotated
 import typer
 
 from vapo_megatron.command_line import run_app
-from vapo_megatron.config.reward import RewardConfig
 from vapo_megatron.errors import BadInput, told_in_one_line
 from vapo_megatron.operations.preparation.prepare import OVERLAP_LIMIT, prepare
 
@@ -53,7 +51,6 @@ def main(
         list[str] | None,
         typer.Option(help="Field of the source's rows to write too, for data.fields.extra. Repeatable."),
     ] = None,
-    workers: Annotated[int, typer.Option(min=1, help="Processes that read the answers.")] = 4,
     prompt: Annotated[
         str | None, typer.Option(help="chat or base: print a data.prompt section for such a model.")
     ] = None,
@@ -64,15 +61,7 @@ def main(
             raise BadInput(f"--prompt {prompt}: no such prompt; give one of {', '.join(PROMPTS)}")
         if out.exists():
             raise BadInput(f"--out {out}: exists already; name another place, or remove it")
-        outcome = prepare(
-            source,
-            out,
-            against or (),
-            overlap_limit=overlap,
-            integers_only=integers,
-            keep=keep or (),
-            verifier=RewardConfig(workers=workers),
-        )
+        outcome = prepare(source, out, against or (), overlap_limit=overlap, integers_only=integers, keep=keep or ())
     for reason, count in outcome.counts().items():
         typer.echo(f"left out: {count} {reason}")
     if prompt is not None:

@@ -169,16 +169,11 @@ def compare(
         Path, typer.Argument(metavar="RUN", help="directory of an evaluation or a training run", show_default=False)
     ],
     second: Annotated[Path, typer.Argument(metavar="RUN", help="that of another one", show_default=False)],
-    as_json: Annotated[bool, typer.Option("--json", help="print JSON instead of a table")] = False,
 ) -> None:
     """Compare two evaluations of the same problems: difference of avg@k, its interval, a paired test."""
-    from vapo_megatron.operations.compare import compare_runs, comparison_json, comparison_table
+    from vapo_megatron.operations.compare import compare_runs, comparison_table
 
-    comparisons = compare_runs(first, second)
-    if as_json:
-        typer.echo(comparison_json(first, second, comparisons))
-    else:
-        comparison_table(first, second, comparisons)
+    comparison_table(first, second, compare_runs(first, second))
 
 
 @app.command()

@@ -9,13 +9,11 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from vapo_megatron.config.reward import RewardConfig
 from vapo_megatron.errors import BadInput
 from vapo_megatron.operations.preparation.layouts import LAYOUTS, find_layout, read_row
 from vapo_megatron.operations.preparation.prepare import prepare
 from vapo_megatron.rewards.math import grade
 
-VERIFIER = RewardConfig(workers=1, response_timeout_s=20)
 INSTRUCTIONS = (
     "Solve the following math problem step by step. The last line of your response should be of the form Answer: "
     "$Answer (without quotes) where $Answer is the answer to the problem.\n\n{}\n\n"
@@ -64,33 +62,25 @@ def test_each_row_left_out_has_its_reason(tmp_path: Path) -> None:
             {"id": "two-a", "problem": "What is 1 + 1?", "answer": "2"},
             {"id": "two-b", "problem": "What is 1 + 1?", "answer": "3"},
             {"id": "known", "problem": "Tell me: " + asked, "answer": "4"},
-            {
-                "id": "proof",
-                "problem": "Prove it.",
-                "answer": "We show by induction that it holds for all of them.",
-            },
-            {"id": "bomb", "problem": "Big?", "answer": "9^{9^{9^{9}}}"},
             {"id": "none", "problem": "What?", "answer": " "},
             {"id": "half", "problem": "What is half of one?", "answer": r"\frac{1}{2}"},
         ],
     )
     against = _write(tmp_path / "eval.jsonl", [{"id": "e1", "problem": asked, "answer": "4"}])
     out = tmp_path / "out.jsonl"
-    outcome = prepare([str(source)], out, [against], verifier=VERIFIER)
+    outcome = prepare([str(source)], out, [against])
     assert [row["id"] for row in _rows(out)] == ["kept", "half"]
     assert {one.id: one.reason for one in outcome.left_out} == {
         "two-a": "conflicting_answers",
         "two-b": "conflicting_answers",
         "known": "contaminated",
-        "proof": "unreadable_answer",
-        "bomb": "unreadable_answer",
         "": "empty",
     }
     report = json.loads((tmp_path / "out.jsonl.report.json").read_text())
-    assert (report["rows"], report["kept"], report["left_out"]["repeated"]) == (9, 2, 1)
+    assert (report["rows"], report["kept"], report["left_out"]["repeated"]) == (7, 2, 1)
     assert {one["place"] for one in report["rows_left_out"] if one["id"] == "known"} == {f"{source}:5"}
     assert outcome.rows == outcome.kept + sum(outcome.counts().values())
-    prepare([str(source)], out, [against], verifier=VERIFIER, integers_only=True)
+    prepare([str(source)], out, [against], integers_only=True)
     assert [row["id"] for row in _rows(out)] == ["kept"]
 
 
@@ -107,12 +97,12 @@ def test_parquet_and_jsonl_of_the_same_rows_give_the_same_file(tmp_path: Path) -
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
     _write(tmp_path / "a.jsonl", rows)
     for kind in ("parquet", "jsonl"):
-        outcome = prepare([str(tmp_path / f"a.{kind}")], tmp_path / f"{kind}.jsonl", verifier=VERIFIER)
+        outcome = prepare([str(tmp_path / f"a.{kind}")], tmp_path / f"{kind}.jsonl")
         assert (outcome.rows, outcome.kept, outcome.repeated) == (15, 5, 10)
     assert _rows(tmp_path / "parquet.jsonl") == _rows(tmp_path / "jsonl.jsonl")
     row = {"id": "row-3", "problem": "What is 3 + 3?", "answer": "6"}
     assert _rows(tmp_path / "jsonl.jsonl")[3] == row
-    prepare([str(tmp_path / "a.parquet")], tmp_path / "kept.jsonl", keep=("data_source",), verifier=VERIFIER)
+    prepare([str(tmp_path / "a.parquet")], tmp_path / "kept.jsonl", keep=("data_source",))
     assert _rows(tmp_path / "kept.jsonl")[3] == row | {"data_source": "math_dapo"}
 
 
@@ -131,17 +121,17 @@ def test_a_data_set_of_the_hub_is_read_from_its_cache(tmp_path: Path, monkeypatc
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     for split, answer in (("", "7"), (":test", "8")):
-        prepare([f"hub:some/set{split}"], tmp_path / "out.jsonl", verifier=VERIFIER)
+        prepare([f"hub:some/set{split}"], tmp_path / "out.jsonl")
         assert [row["answer"] for row in _rows(tmp_path / "out.jsonl")] == [answer]
     (folder / "train-00000-of-00001.parquet").rename(folder / "some-name.parquet")  # as DAPO-Math-17k's has it
     (folder / "test-00000-of-00001.parquet").unlink()
     (folder / "more.json").write_text(json.dumps([{"problem": "Which?", "answer": "9"}]))
-    prepare(["hub:some/set"], tmp_path / "out.jsonl", verifier=VERIFIER)
+    prepare(["hub:some/set"], tmp_path / "out.jsonl")
     assert sorted(row["answer"] for row in _rows(tmp_path / "out.jsonl")) == ["7", "9"]
     with pytest.raises(BadInput, match=r"no file of validation among .*some-name"):
-        prepare(["hub:some/set:validation"], tmp_path / "no.jsonl", verifier=VERIFIER)
+        prepare(["hub:some/set:validation"], tmp_path / "no.jsonl")
     with pytest.raises(BadInput, match=r"other/set: cannot be downloaded .*hf download --repo-type dataset other/set"):
-        prepare(["hub:other/set"], tmp_path / "no.jsonl", verifier=VERIFIER)
+        prepare(["hub:other/set"], tmp_path / "no.jsonl")
 
 
 @pytest.mark.parametrize(
@@ -167,10 +157,10 @@ def test_what_cannot_be_prepared_is_named_and_nothing_is_written(
 ) -> None:
     source = _write(tmp_path / "in.jsonl", rows)
     with pytest.raises(BadInput, match=message):
-        prepare([str(source)], tmp_path / "out.jsonl", verifier=VERIFIER, **options)
+        prepare([str(source)], tmp_path / "out.jsonl", **options)
     for read in ([str(source)], []), ([], [source]):
         with pytest.raises(BadInput, match=r"--out .*in\.jsonl: is one of the files that are read"):
-            prepare(read[0], source, read[1], verifier=VERIFIER)
+            prepare(read[0], source, read[1])
     assert os.listdir(tmp_path) == ["in.jsonl"] and _rows(source) == rows
 
 
@@ -198,4 +188,4 @@ def test_problems_that_differ_by_a_sign_are_two(tmp_path: Path) -> None:
         ("Is $x$ in $[0,1)$?", "2"),
     ]
     source = _write(tmp_path / "a.jsonl", [{"problem": text, "answer": answer} for text, answer in pairs])
-    assert prepare([str(source)], tmp_path / "out.jsonl", verifier=VERIFIER).kept == 4
+    assert prepare([str(source)], tmp_path / "out.jsonl").kept == 4

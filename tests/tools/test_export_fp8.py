@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ from vapo_megatron.engines.client import EngineClient
 from vapo_megatron.engines.server import EngineServer
 from vapo_megatron.engines.weight_sync.session import WeightSync
 from vapo_megatron.engines.weight_sync.transports import SharedMemoryTransport
-from vapo_megatron.weights.fp8 import quantize
 from vapo_megatron.weights.tiny import CHATML_TEMPLATE, word_tokenizer
 
 pytestmark = pytest.mark.full
@@ -71,12 +69,12 @@ def calibration(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def exports(source: Path, calibration: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """One of every format."""
     folder = tmp_path_factory.mktemp("exports")
-    for name in ("fp8", "fp8_block", "nvfp4"):
+    for name in ("fp8", "nvfp4"):
         code, output = _export("--hf", source, "--out", folder / name, "--calibration", calibration, "--format", name)
         assert code == 0, output
         measured = name != "nvfp4" or torch.cuda.is_available()
         assert ("log-probs of 312 tokens moved" if measured else "log-probs of 312 tokens not measured") in output
-    assert {path.name for path in folder.iterdir()} == {"fp8", "fp8_block", "nvfp4"}
+    assert {path.name for path in folder.iterdir()} == {"fp8", "nvfp4"}
     return {path.name: path for path in folder.iterdir()}
 
 
@@ -105,22 +103,6 @@ def test_fp8_has_what_the_loader_of_sglang_reads(exports: dict[str, Path], sourc
 
 
 @needs_modelopt
-def test_block_fp8_is_the_same_as_what_a_weight_sync_makes(exports: dict[str, Path], source: Path) -> None:
-    """sglang/srt/layers/quantization/fp8.py, Fp8Config.from_config and Fp8LinearMethod.create_weights."""
-    config = json.loads((exports["fp8_block"] / "config.json").read_text())["quantization_config"]
-    assert config["quant_method"] == "fp8" and config["activation_scheme"] == "dynamic"
-    assert config["weight_block_size"] == [128, 128]
-    assert not (exports["fp8_block"] / "hf_quant_config.json").exists()
-    stored, original = read_tensors(exports["fp8_block"]), read_tensors(source)
-    for name in layer_names():
-        values, scales = quantize(original[f"{name}.weight"])
-        torch.testing.assert_close(stored[f"{name}.weight_scale_inv"], scales, rtol=1e-2, atol=0)
-        got = stored[f"{name}.weight"].float()
-        assert got.shape == values.shape and float((got != values.float()).float().mean()) < 0.1
-    assert not [name for name in stored if name.endswith((".weight_scale", ".input_scale"))]
-
-
-@needs_modelopt
 def test_nvfp4_has_what_the_loader_of_sglang_reads(exports: dict[str, Path], source: Path) -> None:
     """sglang/srt/layers/quantization/modelopt_quant.py, ModelOptFp4Config.from_config and ModelOptFp4LinearMethod."""
     quantization = json.loads((exports["nvfp4"] / "hf_quant_config.json").read_text())["quantization"]
@@ -141,8 +123,7 @@ def test_the_report_says_what_it_costs(exports: dict[str, Path]) -> None:
     reports: dict[str, Any] = {
         name: json.loads((path / "quantization_report.json").read_text()) for name, path in exports.items()
     }
-    for name in ("fp8", "fp8_block"):
-        assert reports[name]["tokens"] == 312 and 0 < reports[name]["mean_drift"] <= reports[name]["largest_drift"]
+    assert reports["fp8"]["tokens"] == 312 and 0 < reports["fp8"]["mean_drift"] <= reports["fp8"]["largest_drift"]
     assert reports["nvfp4"]["bytes_after"] < reports["fp8"]["bytes_after"] < reports["fp8"]["bytes_before"]
 
 
@@ -151,25 +132,6 @@ def test_tokenizer_and_config_are_carried_over(exports: dict[str, Path], source:
     for path in exports.values():
         assert (path / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
         assert json.loads((path / "config.json").read_text())["architectures"] == ["Qwen3ForCausalLM"]
-
-
-@pytest.fixture(scope="module")
-def servers(exports: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, EngineServer]]:
-    logs = tmp_path_factory.mktemp("logs")
-    config = RolloutConfig(max_running_requests=8, max_total_tokens=2048, start_timeout_s=280)
-    device = range(1) if torch.cuda.is_available() else None
-    running = {
-        name: EngineServer(exports[name], config, "bfloat16", logs / f"{name}.log", device)
-        for name in ("fp8", "fp8_block")
-    }
-    try:
-        for server in running.values():
-            server.start()
-            server.wait_until_ready()
-        yield running
-    finally:
-        for server in running.values():
-            server.stop()
 
 
 @torch.no_grad()
@@ -183,11 +145,15 @@ def original_logprobs(source: Path) -> list[list[float]]:
 
 
 @needs_modelopt
-@pytest.mark.parametrize("name", ["fp8", "fp8_block"])
-def test_sglang_serves_it(servers: dict[str, EngineServer], source: Path, name: str) -> None:
+def test_sglang_serves_it(exports: dict[str, Path], source: Path, tmp_path: Path) -> None:
     expected = original_logprobs(source)
     spread = torch.tensor([value for row in expected for value in row]).std()
-    with WeightSync(SharedMemoryTransport(EngineClient(servers[name].address, 120), 1)) as sync:
+    config = RolloutConfig(max_running_requests=8, max_total_tokens=2048, start_timeout_s=280)
+    device = range(1) if torch.cuda.is_available() else None
+    with (
+        EngineServer(exports["fp8"], config, "bfloat16", tmp_path / "engine.log", device) as server,
+        WeightSync(SharedMemoryTransport(EngineClient(server.address, 120), 1)) as sync,
+    ):
         largest = largest_difference(sync, SEQUENCES, expected)
     assert largest < 0.5 * float(spread), "the engine computes something else than the checkpoint"
 

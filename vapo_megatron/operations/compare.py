@@ -1,9 +1,8 @@
 """Two evaluations of the same problems against each other: a paired test. A training run has its last evaluation."""
 
-import json
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -110,17 +109,6 @@ def sign_flip_p_value(differences: Sequence[float]) -> float:
         rng=np.random.default_rng(0),
     )
     return float(test.pvalue)
-
-
-def comparison_json(first: Path, second: Path, comparisons: Sequence[Comparison]) -> str:
-    """One JSON object."""
-    content = {
-        "first": str(first),
-        "second": str(second),
-        "differing_sampling": differing_sampling(first, second),
-        "sets": [asdict(row) for row in comparisons],
-    }
-    return json.dumps(content, indent=2)
 
 
 def comparison_table(first: Path, second: Path, comparisons: Sequence[Comparison]) -> None:

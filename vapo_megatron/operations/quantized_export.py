@@ -1,15 +1,11 @@
-"""A Hugging Face policy as a quantised directory for serving, made by NVIDIA's ModelOpt, with a report of its cost.
+"""Quantises a Hugging Face policy for serving, by NVIDIA's ModelOpt, and reports what that costs.
 
-ModelOpt calibrates and writes; how far the quantised model's log-probs are from the original's is measured on the
-calibration's texts.
+ModelOpt calibrates and writes. How far log-probs move is measured on the texts of the calibration.
 """
 
 import copy
 import importlib.util
-import json
 import os
-import secrets
-import shutil
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
@@ -19,23 +15,21 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from vapo_megatron.config.atomic import cannot_write, follow_umask, sync
+from vapo_megatron.config.atomic import follow_umask, sync
 from vapo_megatron.errors import BadInput
-from vapo_megatron.weights.fp8 import BlockFp8, check_blocks
-from vapo_megatron.weights.hf_writer import GENERATION_CONFIG, TOKENIZER_FILES, copy_carried
+from vapo_megatron.weights.hf_writer import carried_files, copy_carried, new_directory, write_json
 from vapo_megatron.weights.load import check_weights
 from vapo_megatron.weights.model_files import read_config
 from vapo_megatron.weights.spec import ModelSpec, read_spec
 
-Format = Literal["fp8", "fp8_block", "nvfp4"]
+Format = Literal["fp8", "nvfp4"]
 REPORT_FILE = "quantization_report.json"
 
-# ModelOpt recipes. fp8: a scale per tensor, activations by a static scale from calibration. fp8_block: a scale for
-# 128 x 128 weights, activations dynamic. nvfp4: e2m1 with an e4m3 scale for 16 weights and a float32 one per tensor.
-_RECIPES = {"fp8": "FP8_DEFAULT_CFG", "fp8_block": "FP8_2D_BLOCKWISE_WEIGHT_ONLY_CFG", "nvfp4": "NVFP4_DEFAULT_CFG"}
+# ModelOpt's recipes. fp8: a scale per tensor, static scales of activations from the calibration. nvfp4: e2m1 with an
+# e4m3 scale per 16 weights and a float32 scale per tensor.
+_RECIPES = {"fp8": "FP8_DEFAULT_CFG", "nvfp4": "NVFP4_DEFAULT_CFG"}
 
 
 @dataclass(frozen=True)
@@ -54,12 +48,11 @@ class Report:
     largest_drift: float | None
 
 
-def check_source(source: Path, format_: Format) -> ModelSpec:
+def check_source(source: Path) -> ModelSpec:
     """The spec of what is to be exported.
 
     Raises:
-        BadInput: ModelOpt is not installed, source is no policy that is complete and not quantised yet, or its sizes do
-            not suit the format.
+        BadInput: ModelOpt is not installed, or source is no complete policy, or it is quantised already.
     """
     if importlib.util.find_spec("modelopt") is None:
         raise BadInput("nvidia-modelopt is not installed: pip install 'vapo-megatron[fp8export]'")
@@ -71,8 +64,6 @@ def check_source(source: Path, format_: Format) -> ModelSpec:
     if architecture != spec.table.causal_lm:
         raise BadInput(f"{source}/config.json: architectures names {architecture}, expected {spec.table.causal_lm}")
     check_weights(source, spec, "lm")
-    if format_ == "fp8_block":
-        check_blocks(spec, 1)
     return spec
 
 
@@ -83,36 +74,24 @@ def export_quantized(
 
     Args:
         source: its Hugging Face directory, checked by check_source.
-        out: a place where nothing is yet.
-        format_: see above.
+        out: must not exist.
+        format_: of the weights.
         sequences: token ids of the calibration, of two tokens and more each.
         device: where the model fits in bfloat16.
 
     Raises:
         BadInput: out exists, or the file system refuses.
     """
-    if out.exists():
-        raise BadInput(f"{out}: exists already; name another place")
-    temporary = out.with_name(f".{out.name}.{secrets.token_hex(4)}")
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        drift = _quantize_and_write(source, temporary, format_, sequences, device)
-        if format_ == "fp8_block":
-            _as_block_checkpoint(temporary)
-        tokens, sizes = sum(len(sequence) - 1 for sequence in sequences), (_bytes(source), _bytes(temporary))
+    with new_directory(out, replace=False) as folder:
+        drift = _quantize_and_write(source, folder, format_, sequences, device)
+        tokens, sizes = sum(len(sequence) - 1 for sequence in sequences), (_bytes(source), _bytes(folder))
         report = Report(format_, str(source), version("nvidia-modelopt"), len(sequences), tokens, *sizes, *drift)
-        copy_carried(source, temporary, (GENERATION_CONFIG, *TOKENIZER_FILES))
-        (temporary / REPORT_FILE).write_text(json.dumps(asdict(report), indent=2) + "\n", encoding="utf-8")
-        for path in temporary.glob("*.safetensors"):
+        copy_carried(source, folder, carried_files("lm"))
+        write_json(folder / REPORT_FILE, asdict(report))
+        for path in folder.glob("*.safetensors"):
             follow_umask(path)
-        for path in (*temporary.rglob("*"), temporary):
-            sync(path)  # a machine that is lost after the new name is on the disk must not leave empty files under it
-        os.replace(temporary, out)
-        sync(out.parent)
-    except OSError as error:
-        raise cannot_write(out, error) from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        for path in folder.iterdir():
+            sync(path)  # on the disk before the directory gets its name
     return report
 
 
@@ -158,33 +137,6 @@ def _logprobs(model: Any, sequences: Sequence[Sequence[int]], device: torch.devi
         logits = model(ids).logits[0, :-1].float()
         logprobs.append(logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0].cpu())
     return torch.cat(logprobs)
-
-
-def _as_block_checkpoint(folder: Path) -> None:
-    """Give ModelOpt's block FP8 the names and the config under which SGLang serves it.
-
-    ModelOpt calls it fp8_pb_wo, which SGLang's loader knows in mixed checkpoints alone; the numbers are those of
-    block-quantised checkpoints such as DeepSeek-V3's: scales [rows / 128, 1, columns / 128, 1] lose their two ones.
-    """
-    scale, served = ".weight_scale", ".weight_scale_inv"
-    for file in sorted(folder.glob("*.safetensors")):
-        tensors = load_file(file)
-        for name in [name for name in tensors if name.endswith(scale)]:
-            tensors[name.removesuffix(scale) + served] = tensors.pop(name).squeeze((1, 3)).contiguous()
-        save_file(tensors, file, metadata={"format": "pt"})
-    index = folder / "model.safetensors.index.json"
-    if index.exists():
-        content = json.loads(index.read_text(encoding="utf-8"))
-        content["weight_map"] = {
-            name.removesuffix(scale) + served if name.endswith(scale) else name: place
-            for name, place in content["weight_map"].items()
-        }
-        index.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    (folder / "hf_quant_config.json").unlink()
-    path = folder / "config.json"
-    config = json.loads(path.read_text(encoding="utf-8"))
-    config["quantization_config"] = BlockFp8().config()
-    path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def _bytes(folder: Path) -> int:

@@ -64,11 +64,6 @@ def equivalent(ground_truth: str, answer: str, answer_is_formula: bool) -> bool:
     return any(_verify(true_form, form) for true_form in truth_forms for form in answer_forms)
 
 
-def reads_formula(text: str) -> bool:
-    """Whether math-verify reads text, an answer alone, as anything but a string."""
-    return any(not isinstance(form, str) for form in _parsed(text, True))
-
-
 def _rows_kept(text: str) -> str:
     """text in normal form, unless it holds an environment, whose row ends the normal form might take for spaces."""
     return text.strip().strip("$").strip() if r"\begin" in text else normal_form(text)

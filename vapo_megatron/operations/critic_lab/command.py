@@ -4,17 +4,31 @@ import os
 import signal
 import sys
 import tempfile
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from vapo_megatron.algorithms.critic_probes import described
+from vapo_megatron.algorithms.critic_faults import value_faults
+from vapo_megatron.algorithms.critic_metrics import Figures, figures_of
+from vapo_megatron.algorithms.critic_probes import (
+    Conclusion,
+    Interval,
+    Probes,
+    conclusion_of,
+    described,
+    figures,
+    with_intervals,
+)
+from vapo_megatron.algorithms.gae import monte_carlo_returns
 from vapo_megatron.checkpoint.checkpoints import HF_FOLDER
-from vapo_megatron.config.critic_probes import ProbedRunConfig
+from vapo_megatron.config.atomic import atomic_write
+from vapo_megatron.config.critic_probes import CriticProbesConfig, ProbedRunConfig
 from vapo_megatron.config.run_directory import check_room
 from vapo_megatron.data.batch import ExperienceBatch
 from vapo_megatron.data.tokenizer import TextTokenizer
@@ -24,7 +38,6 @@ from vapo_megatron.errors import BadInput
 from vapo_megatron.evaluation.command import engines_of
 from vapo_megatron.megatron.platform import current_platform
 from vapo_megatron.monitoring.console import RunConsole
-from vapo_megatron.operations.critic_lab.page import probed, write_page
 from vapo_megatron.operations.critic_lab.probe_rollouts import Drawn, choose_prompts, draw
 from vapo_megatron.rewards.pool import VerifierPool
 from vapo_megatron.run.first_checks import check_train_numbers
@@ -36,7 +49,7 @@ FOLDER = "critic_probes"
 
 
 def probe_critic(settings: ProbedRunConfig) -> None:
-    """Probe the critic of a config; the run directory gets critic_probes/report.md and report.json.
+    """Probe the critic of a config; the run directory gets critic_probes/report.md.
 
     Engines draw and continue responses first, and have ended when the ranks of the critic start.
 
@@ -75,11 +88,13 @@ def probe_critic(settings: ProbedRunConfig) -> None:
         engines = stack.enter_context(engines_of(config.model, config.rollout, devices, stop_tokens, logs, console))
         drawn = draw(config, prompts, engines, tokenizer, verifier, console.phase)
     report = probed(drawn, values_on_ranks(config, drawn, ranks), config.algorithm.advantage.gamma, probes)
-    places = write_page(report, facts, config, folder)
+    page = folder / "report.md"
+    with atomic_write(page) as file:
+        file.write("\n".join(page_lines(report, facts, config)) + "\n")
     console.note(f"conclusion: {report.conclusion.text}")
     for fault in described(report.conclusion.faults):
         console.alarm(fault)
-    console.closing(f"{config.run.name}: critic probed", places)
+    console.closing(f"{config.run.name}: critic probed", {"page": page})
 
 
 def with_checkpoint(settings: ProbedRunConfig) -> ProbedRunConfig:
@@ -140,3 +155,79 @@ def _score(config: ProbedRunConfig, batch: ExperienceBatch, found: Path) -> None
         scored = values(critic, batch, config.algorithm.value_loss, advance)
     if is_main_rank:
         torch.save(scored, found)
+
+
+class ProbeReport(NamedTuple):
+    """What probes say: algorithms.critic_probes.figures with their intervals, what they come to, and figures of the
+    responses: reward, tokens, share of continuations that were cut."""
+
+    figures: dict[str, Interval]
+    conclusion: Conclusion
+    responses: dict[str, float]
+
+
+def probed(drawn: Drawn, values: Tensor, gamma: float, config: CriticProbesConfig) -> ProbeReport:
+    """Everything about a critic's values [T] of continuations."""
+    batch, k = drawn.batch, config.continuations
+    bounds, starts = batch.response_cu_seqlens, batch.response_cu_seqlens[:-1]
+    returns = monte_carlo_returns(batch.rewards, bounds, gamma)
+    probes = Probes(
+        values[starts].double().view(-1, k).mean(1),
+        returns[starts].double().view(-1, k),
+        drawn.siblings,
+        drawn.prompts,
+        drawn.positions,
+        drawn.places,
+    )
+
+    estimates = with_intervals(lambda w: figures(probes, w), probes.prompts, config.bootstrap, config.seed)
+    every = Figures.read(figures_of(values, returns, bounds))
+    # Continuations of a state are not independent, as the tests of the other faults want their responses.
+    faults = [f for f in value_faults(every, batch.group_ids, every.tokens > 0) if f in ("constant", "shift")]
+    return ProbeReport(
+        estimates,
+        conclusion_of(estimates, faults),
+        {
+            "mean reward": float(drawn.responses.mean()),
+            "mean tokens of a response": float(drawn.lengths.float().mean()),
+            "share of continuations cut at sampling.max_new_tokens": float(batch.truncated.float().mean()),
+        },
+    )
+
+
+# Figures in the order of the page, with what they are.
+_ROWS = (
+    ("correlation", "correlation of value and true value, the noise of the probes taken out"),
+    ("calibration_slope", "slope of true value on value: 1 is right, below it values are too extreme"),
+    ("calibration_intercept", "true value where the critic says 0"),
+    ("bias", "mean of value less true value"),
+    ("value_error", "root mean square of value less true value"),
+    ("knowable", "share of the variance of returns that these states decide: the most that explained variance can be"),
+    ("explained_critic", "of the variance of true values: the critic"),
+    ("explained_group", "... the mean of the other responses to the prompt"),
+    ("explained_position", "... a table by position"),
+    ("gain", "the critic less the best of both (or of nothing)"),
+)
+
+
+def page_lines(report: ProbeReport, facts: Mapping[str, object], config: ProbedRunConfig) -> Iterator[str]:
+    yield f"# The critic of {config.run.name}, probed\n"
+    yield f"**Conclusion: {report.conclusion.text}.**\n"
+    yield from (f"- {reason}" for reason in report.conclusion.reasons)
+    yield from (f"- FAULT {fault}" for fault in described(report.conclusion.faults))
+    yield "\nBrackets are 95 % bootstrap intervals over prompts. docs/critic.md says how to read this page.\n"
+    responses = {name: f"{value:.3g}" for name, value in report.responses.items()}
+    yield from _table(("", ""), [(name, str(fact)) for name, fact in (*facts.items(), *responses.items())])
+    lines = [(f"`{key}`", str(report.figures[key]), meaning) for key, meaning in _ROWS]
+    yield from _table(("figure", "[95 %]", "what it is"), lines)
+    yield "## Bias along the response\n"
+    places = enumerate(config.critic_probes.quantiles)
+    biases = [(f"{quantile:.0%}", str(report.figures[f"bias_{place}"])) for place, quantile in places]
+    yield from _table(("tokens before", "value less true value"), biases)
+
+
+def _table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    yield "| " + " | ".join(titles) + " |"
+    yield "|" + "---|" * len(titles)
+    yield from ("| " + " | ".join(row) + " |" for row in rows)
+    yield ""

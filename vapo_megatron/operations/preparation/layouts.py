@@ -6,11 +6,7 @@ from operator import itemgetter
 from typing import Any, NamedTuple
 
 from vapo_megatron.errors import BadInput
-from vapo_megatron.rewards.equivalence import quick_comparison
-from vapo_megatron.rewards.extract import boxed, is_bare
-from vapo_megatron.rewards.math import LONGEST_ANSWER
-from vapo_megatron.rewards.normal_form import normal_form, plain_number, words
-from vapo_megatron.rewards.symbolic import equivalent, reads_formula, too_costly
+from vapo_megatron.rewards.extract import boxed
 
 Row = Mapping[str, Any]
 _IDS = ("id", "unique_id", "ID")  # fields that may hold a row's id
@@ -124,17 +120,3 @@ def read_row(row: Row, layout: Layout, stem: str, number: int, place: str) -> Ra
     return RawProblem(
         str(row_id) if row_id is not None else f"{stem}-{number:06d}", problem.strip(), _bare(answer), place
     )
-
-
-def readable(problem: str, answer: str, response: str, extra: Mapping[str, Any]) -> bool:
-    """As a verifier function: whether `answer` is a number, a formula or a few words, and equal to itself.
-
-    What is none of them (a proof, several sentences, broken LaTeX) no response could ever match.
-    """
-    if len(answer) > LONGEST_ANSWER or too_costly(answer) or not is_bare(answer):
-        return False
-    if plain_number(normal_form(answer)) is not None:
-        return True
-    if reads_formula(answer):
-        return quick_comparison(answer, answer) is True or equivalent(answer, answer, True)
-    return "\\" not in words(answer)

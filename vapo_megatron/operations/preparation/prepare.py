@@ -10,14 +10,12 @@ from typing import NamedTuple
 
 from vapo_megatron.config.atomic import atomic_write
 from vapo_megatron.config.hub import HUB, hub_files
-from vapo_megatron.config.reward import RewardConfig
 from vapo_megatron.data.jsonl import write_rows
 from vapo_megatron.data.rows import chosen_fields, read_file
 from vapo_megatron.errors import BadInput
-from vapo_megatron.operations.preparation.layouts import RawProblem, find_layout, read_row, readable
+from vapo_megatron.operations.preparation.layouts import RawProblem, find_layout, read_row
 from vapo_megatron.rewards.equivalence import quick_comparison
 from vapo_megatron.rewards.normal_form import normal_form, plain_number
-from vapo_megatron.rewards.pool import Case, VerifierPool
 
 N_GRAM = 8
 """Words of an n-gram."""
@@ -118,14 +116,12 @@ def prepare(
     overlap_limit: float = OVERLAP_LIMIT,
     integers_only: bool = False,
     keep: Sequence[str] = (),
-    verifier: RewardConfig | None = None,
 ) -> Outcome:
     """Write rows {id, problem, answer} to out, and what was left out and why to <out>.report.json.
 
     In this order a row goes where it has no problem or answer (empty), where one before it has the same words
     (repeated, or conflicting_answers, and then all of them go), where it is too near to an evaluation problem
-    (contaminated), where its answer is no integer and only integers are wanted (not_an_integer), and where no verifier
-    could compare anything with its answer (unreadable_answer).
+    (contaminated), and where its answer is no integer and only integers are wanted (not_an_integer).
 
     Args:
         sources: files, or hub:OWNER/NAME[@REVISION][:PART].
@@ -134,7 +130,6 @@ def prepare(
         overlap_limit: share of common 8-grams, of the shorter text, from which on a row counts as contaminated.
         integers_only: as DAPO's data.
         keep: fields of the source's rows that are written too.
-        verifier: workers and limits of the processes that read the ground_truths.
 
     Raises:
         BadInput: a source cannot be read, an id comes twice, or nothing is left.
@@ -152,20 +147,18 @@ def prepare(
     if integers_only:
         clean = _without(clean, "not_an_integer", _not_an_integer, left_out)
     _check_ids(clean)
-    unreadable = _unreadable(clean, verifier or RewardConfig())
-    kept = _without(clean, "unreadable_answer", lambda row: unreadable.get(row.id), left_out)
-    outcome = Outcome(rows, len(kept), repeated, left_out)
-    if not kept:
+    outcome = Outcome(rows, len(clean), repeated, left_out)
+    if not clean:
         counts = ", ".join(f"{count} {reason}" for reason, count in outcome.counts().items()) or "there were none"
         raise BadInput(f"{', '.join(sources)}: no row is left of {rows} ({counts}); nothing was written")
-    write_rows(out, ({**row.kept, "id": row.id, "problem": row.problem, "answer": row.answer} for row in kept))
+    write_rows(out, ({**row.kept, "id": row.id, "problem": row.problem, "answer": row.answer} for row in clean))
     with atomic_write(out.with_name(out.name + ".report.json")) as file:
         report = {
             "sources": list(sources),
             "against": [str(path) for path in against],
             "overlap_limit": overlap_limit,
             "rows": rows,
-            "kept": len(kept),
+            "kept": len(clean),
             "left_out": outcome.counts(),
             "rows_left_out": [asdict(row) for row in left_out],
         }
@@ -240,24 +233,6 @@ def _distinct(problems: Sequence[RawProblem], left_out: list[LeftOut]) -> tuple[
         row = first.pop(key)
         left_out.append(LeftOut(row.id, row.place, "conflicting_answers", "other rows have the problem with another"))
     return list(first.values()), repeated
-
-
-def _unreadable(problems: Sequence[RawProblem], verifier: RewardConfig) -> dict[str, str]:
-    """By id, the answers that layouts.readable does not accept; each is read in a process of its own limits."""
-    function = {"verifier": "function", "function": f"{readable.__module__}:{readable.__name__}", "correct_above": 0.5}
-    with VerifierPool(verifier.model_copy(update=function)) as pool:
-        cases = [Case(row.answer, "", problem=row.problem) for row in problems]
-        grades = pool.grade_batch(cases)
-        # Once more what a busy machine may have been to blame for.
-        again = [number for number, grade in enumerate(grades) if grade.reason in ("timeout", "crashed")]
-        for number, grade in zip(again, pool.grade_batch([cases[number] for number in again]), strict=True):
-            grades[number] = grade
-    reasons = {"scored": "no number, formula or few words"}
-    return {
-        row.id: f"{reasons.get(grade.reason, grade.reason)}: {row.answer[:200]}"
-        for row, grade in zip(problems, grades, strict=True)
-        if not grade.correct
-    }
 
 
 def _check_ids(problems: Sequence[RawProblem]) -> None:
