@@ -153,14 +153,6 @@ def test_what_a_check_raises_is_its_line(config: PlanConfig) -> None:
     assert line.status == "not applicable"
 
 
-def test_a_model_that_is_not_there_does_not_hide_the_disk(config: PlanConfig) -> None:
-    changed = {"model": config.model.model_copy(update={"path": "Qwen2.5-32B"})}
-    alone = Examination(config.model_copy(update=changed), Meeting(None, "here", 1), quick=True, wait=1)
-    by_name = {check.name: perform(check, alone)[0].found for check in checks.checks(alone.config, 1)[:8]}
-    assert "Qwen2.5-32B: no such directory" in by_name["config"]
-    assert "a checkpoint takes" in by_name["disk"], "the package knows the sizes of such models"
-
-
 @pytest.mark.parametrize(("ahead", "status"), [(0.0, "ok"), (90.0, "warning")])
 def test_a_clock_that_is_off_is_named(monkeypatch: pytest.MonkeyPatch, ahead: float, status: str) -> None:
     meeting = Meeting(None, "here", 1)

@@ -1,7 +1,6 @@
 """What nvidia-smi and the kernel say of a node, and what doctor makes of it."""
 
 import json
-import resource
 import subprocess
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,7 +15,6 @@ from vapo_megatron.operations.doctor.node import (
     MATRIX,
     check_versions,
     judge_gpus,
-    judge_limits,
     judge_network,
     read_ports,
     usable_adapters,
@@ -178,21 +176,6 @@ def test_adapters_are_those_that_ibv_devices_opens(
 def test_the_image_brings_what_opens_the_adapters() -> None:
     image = (ROOT / "docker" / "h100.Dockerfile").read_text()
     assert "ibverbs-providers ibverbs-utils" in image and "MELLANOX_VISIBLE_DEVICES=all" in image
-
-
-@pytest.mark.parametrize(
-    ("files", "locked", "shared", "gpus", "rdma", "expected"),
-    [
-        (1 << 20, resource.RLIM_INFINITY, 64 << 30, True, True, ["ok"]),
-        (resource.RLIM_INFINITY, 1 << 16, 64 << 30, False, False, ["ok"]),
-        (4096, resource.RLIM_INFINITY, 64 << 30, True, True, ["warning"]),
-        (512, 1 << 16, 64 << 20, True, True, ["fault", "fault", "fault"]),
-        (1 << 20, 1 << 16, 64 << 30, True, False, ["ok"]),  # TCP locks nothing
-        (1 << 20, 1 << 16, 64 << 20, False, False, ["warning"]),
-    ],
-)
-def test_limits(files: int, locked: int, shared: int, gpus: bool, rdma: bool, expected: list[str]) -> None:
-    assert statuses(judge_limits(files, locked, shared, gpus, rdma)) == expected
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from vapo_megatron.config.base import Section
 from vapo_megatron.config.train import TrainConfig
@@ -29,13 +29,6 @@ class CriticProbesConfig(Section):
     continuations: int = Field(8, ge=2, description="of each state; their mean return is its value")
     bootstrap: int = Field(1000, ge=100, description="draws of prompts that intervals come from")
     seed: int = Field(1, ge=0, lt=2**62, description="of prompts, responses, continuations and intervals")
-
-    @field_validator("quantiles")
-    @classmethod
-    def _quantiles_rise(cls, value: tuple[float, ...]) -> tuple[float, ...]:
-        if list(value) != sorted(set(value)):
-            raise ValueError(f"quantiles={list(value)} do not rise: give each once, from the smallest to the largest")
-        return value
 
 
 class ProbedRunConfig(TrainConfig):

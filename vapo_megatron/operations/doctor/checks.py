@@ -16,7 +16,6 @@ from xml.etree.ElementTree import Element
 import psutil
 import torch
 
-from vapo_megatron.checkpoint.dist_saver import checkpoint_bytes, trained_parameters
 from vapo_megatron.config.plan import PlanConfig
 from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.engines.client import REQUEST_SECONDS, EngineClient
@@ -29,7 +28,6 @@ from vapo_megatron.monitoring.facts import installed_version
 from vapo_megatron.operations.doctor import allreduce, node
 from vapo_megatron.operations.doctor.nodes import Line, Meeting, check_alike, check_shared_files
 from vapo_megatron.operations.hardware import GIB, Hardware
-from vapo_megatron.operations.plan.inputs import model_directory
 from vapo_megatron.run.preflight import check_train
 from vapo_megatron.weights.spec import read_spec
 
@@ -96,11 +94,9 @@ def checks(config: PlanConfig, wait: float) -> tuple[Check, ...]:
     root = Path(config.run.directory)
     return (
         Check("versions", lambda here: node.check_versions(here.has_gpus), 60),
-        Check("limits", lambda here: node.check_limits(bool(here.gpus), len(here.meeting.nodes)), 30),
         Check("gpus", lambda here: node.judge_gpus(here.gpu_log, config.hardware, here.gpus), 120, gpu=True),
         Check("network", lambda _: node.judge_network(node.read_ports(), node.usable_adapters()), 90, between=True),
         Check("config", _config, 300),
-        Check("disk", _disk, 180),
         Check("all-reduce", allreduce_in_node, 200, slow=True),
         Check("shared files", lambda here: check_shared_files(here.meeting, root, wait), 4 * wait + 60, between=True),
         Check("alike", _alike, 2 * wait + 60, between=True),
@@ -153,20 +149,10 @@ def _guarded(check: Check, examination: Examination) -> list[Line]:
 
 
 def _config(examination: Examination) -> list[Line]:
-    """Whatever `train` would refuse on this node: model, tokenizer, weights, data, functions, engine arguments."""
+    """What `train` would refuse on this node: model, tokenizer, weights, data, functions, engine arguments, disk."""
     facts: list[str] = []
     check_train(examination.config, None, facts)
     return [Line("ok", "; ".join(facts))]
-
-
-def _disk(examination: Examination) -> list[Line]:
-    config = examination.config
-    sources = {"actor": config.model.path}
-    if config.has_critic_model:
-        sources["critic"] = str(config.critic_source)
-    specs = {name: read_spec(model_directory(path)) for name, path in sources.items()}
-    needed = checkpoint_bytes(config, trained_parameters(config, specs))
-    return node.check_disk(Path(config.run.directory), needed)
 
 
 def _alike(examination: Examination) -> list[Line]:
@@ -229,12 +215,13 @@ async def _ask(address: EngineAddress) -> None:
 
 def allreduce_in_node(examination: Examination) -> list[Line]:
     """All-reduce over the node's GPUs; on a CPU machine over two processes."""
-    hardware, gpus = Hardware(examination.config.hardware), examination.gpus
+    gpus = examination.gpus
     if gpus == 1:
         return [Line("not applicable", "one GPU")]
     measured = allreduce.measure(gpus or 2, bool(gpus), 0, gpus or 2, "127.0.0.1", free_port())
+    hardware = Hardware(examination.config.hardware)
     expected = hardware.nvlink * hardware.efficiency.nvlink if gpus else None
-    remedy = "see `nvidia-smi nvlink --status`, that nvidia-fabricmanager runs, and NCCL_DEBUG=INFO"
+    remedy = "see `nvidia-smi nvlink --status`, that nvidia-fabricmanager runs, that /dev/shm has 1 GiB (--shm-size)"
     return allreduce.judge(measured, expected, remedy)
 
 
@@ -256,5 +243,5 @@ def allreduce_over_nodes(examination: Examination) -> list[Line]:
     measured = allreduce.measure(gpus or 1, bool(gpus), first, world, os.environ["MASTER_ADDR"], port)
     hardware = Hardware(examination.config.hardware)
     expected = hardware.network * hardware.efficiency.network if gpus else None
-    remedy = "see the lines on the network, NCCL_IB_HCA, NCCL_IB_DISABLE and NCCL_NET; NCCL_DEBUG=INFO says more"
+    remedy = "see the lines on the network, `ulimit -l` (RDMA needs unlimited), NCCL_IB_HCA and NCCL_NET"
     return allreduce.judge(measured, expected, remedy, beside_adapters=bool(gpus) and any(node.read_ports().values()))

@@ -1,15 +1,11 @@
-"""What one node shows by itself: GPUs, versions, network adapters, limits and disk.
+"""What one node shows by itself: GPUs, versions and network adapters.
 
 GPUs are read through `nvidia-smi`. The links between them are measured (allreduce.py).
 """
 
-import os
 import platform as python_platform
 import re
-import resource
-import shutil
 import subprocess
-import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,14 +15,10 @@ from xml.etree import ElementTree
 from packaging.specifiers import SpecifierSet
 
 from vapo_megatron.config.plan import HardwareConfig
-from vapo_megatron.config.run_directory import existing
 from vapo_megatron.monitoring.facts import installed_version
 from vapo_megatron.operations.doctor.nodes import Line, Status, lines_of
-from vapo_megatron.operations.hardware import GIB
 
 _SECONDS = 60.0
-_FILES = 65536
-_LOCKED = 4 * GIB  # buffers that NCCL and the engines register with the adapters are partly in host memory
 _SYSFS = Path("/sys/class/infiniband")
 _REPLACE = "leave the node out and reset the GPU; if it comes back, have the GPU replaced"
 # What `nvidia-smi -q -x` says of a GPU that is unfit: path, words that say so, severity, what it means, what to do.
@@ -161,42 +153,3 @@ def judge_network(ports: Mapping[str, bool], adapters: Sequence[str] | None) -> 
         (active and adapters == [], "fault", closed, provide),
         (active and adapters is None, "warning", unknown, "apt-get install ibverbs-utils"),
     )
-
-
-def judge_limits(files: int, locked: int, shared: int, gpus: bool, rdma: bool) -> list[Line]:
-    """ulimit -Hn, ulimit -l and the size of /dev/shm, in files and bytes; resource.RLIM_INFINITY where unlimited.
-
-    rdma: whether several nodes talk over an adapter that needs locked memory.
-    """
-    few, locks = files != resource.RLIM_INFINITY and files < _FILES, locked != resource.RLIM_INFINITY
-    more_files = f"raise it to {_FILES} (ulimit -Hn; LimitNOFILE of slurmd)"
-    more_locked = "set it to unlimited (LimitMEMLOCK=infinity of slurmd): RDMA needs locked memory"
-    more_shared = "give the container more (--ipc=host, --shm-size): NCCL and PyTorch put buffers there"
-    return lines_of(
-        f"open files, locked memory and /dev/shm ({shared / GIB:.0f} GiB) suffice",
-        (few, "fault" if files < 1024 else "warning", f"open files: {files}", more_files),
-        (rdma and locks and locked < _LOCKED, "fault", f"locked memory: {locked // 1024} KiB", more_locked),
-        (shared < GIB, "fault" if gpus else "warning", f"/dev/shm: {shared / GIB:.2f} GiB", more_shared),
-    )
-
-
-def check_limits(gpus: bool, nodes: int) -> list[Line]:
-    """judge_limits of this process."""
-    files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]  # to which a run raises its own
-    locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    shared = shutil.disk_usage("/dev/shm").total if os.path.isdir("/dev/shm") else 0
-    return judge_limits(files, locked, shared, gpus, rdma=gpus and nodes > 1 and any(read_ports().values()))
-
-
-def check_disk(root: Path, needed: int) -> list[Line]:
-    """Room on the disk that the run directory is on, and whether it can be written. needed: bytes of a checkpoint."""
-    folder = existing(root.absolute())
-    free = shutil.disk_usage(folder).free
-    room = f"{folder}: {free / GIB:.1f} GiB free, a checkpoint takes {needed / GIB:.1f} GiB"
-    try:
-        tempfile.TemporaryFile(prefix=".doctor.", dir=folder).close()
-    except OSError as error:
-        finding = f"{folder} cannot be written ({error.strerror or error})"
-        return [Line("fault", finding, "choose a run.root that this user may write")]
-    remedy = "make room for three, or set run.root to another disk: the last one stays while the next is written"
-    return lines_of(room, (free < 3 * needed, "fault" if free < needed else "warning", room, remedy))

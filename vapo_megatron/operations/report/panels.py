@@ -42,10 +42,6 @@ class Panel:
     counter: str = "step"
 
 
-def _bias(prefix: str) -> tuple[Curve, ...]:
-    return tuple(Curve(f"{prefix}value_bias_{place}", f"{place} %", smooth=True) for place in names.BIAS_POSITIONS)
-
-
 PANELS: tuple[Panel, ...] = (
     Panel(
         "Response length (tokens)",
@@ -75,25 +71,8 @@ PANELS: tuple[Panel, ...] = (
         line=0,
     ),
     Panel(
-        "What the critic adds to both baselines",
-        (Curve(names.CRITIC_GAIN, "gain", smooth=True), Curve(names.SIGN_AGREEMENT, "advantage sign agreement")),
-        "Gain above 0: it knows more than is free.",
-        bottom=-1,
-        line=0,
-    ),
-    Panel(
-        "Trust in the critic, and its weight in calibrated values",
-        (
-            Curve(names.TRUST, "trust in differences of values"),
-            Curve(names.CRITIC_SLOPE, "weight of the critic", smooth=True),
-            Curve(names.GROUP_WEIGHT, "weight of the group's mean", smooth=True),
-        ),
-        "Near 0: the critic explains nothing, and advantages are returns less a baseline.",
-        line=0,
-    ),
-    Panel(
         "Value − return, by position in the response",
-        _bias("critic/"),
+        tuple(Curve(f"critic/value_bias_{place}", f"{place} %", smooth=True) for place in names.BIAS_POSITIONS),
         "Near 0 everywhere. Growing towards the start: value targets forget the reward on the way.",
         line=0,
     ),
@@ -119,18 +98,6 @@ PANELS: tuple[Panel, ...] = (
         "Means over episodes. Turns that fall to 1: agents answer without their tools.",
         bottom=0,
     ),
-    Panel(
-        "Tokens of an episode",
-        (Curve("agent/tokens_written", "written"), Curve("agent/tokens_observed", "observed")),
-        "What the policy wrote, and what it was given on the way.",
-        bottom=0,
-    ),
-    Panel(
-        "Seconds of an episode",
-        (Curve("agent/engine_seconds", "engines", smooth=True), Curve("agent/tool_seconds", "tools", smooth=True)),
-        bottom=0,
-    ),
-    Panel("Share of episodes that broke", (Curve(names.AGENT_BROKEN, "broken"),), bottom=0),
     Panel("Tokens per second", (Curve(names.TOKENS_PER_SECOND, "tokens per second"),), "", bottom=0),
     Panel(
         "Value pretraining: loss and explained variance",
@@ -141,13 +108,6 @@ PANELS: tuple[Panel, ...] = (
         "Explained variance rises and levels off before the policy moves.",
         bottom=-1,
         top=1,
-        line=0,
-        counter=names.own_counter(names.PRETRAINING),
-    ),
-    Panel(
-        "Value pretraining: value − return, by position",
-        _bias(names.PRETRAINING),
-        "",
         line=0,
         counter=names.own_counter(names.PRETRAINING),
     ),
