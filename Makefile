@@ -25,7 +25,7 @@ help:
 	@echo "make quickstart   train a small reasoning model with VAPO on this machine, from nothing"
 	@echo "make test         ruff, mypy and the quicker tests, minutes on two cores"
 	@echo "make test-full    the other tests: whole runs, lives of engines, Slurm, the larger matrix of layouts"
-	@echo "make test-layouts the splits over ranks that test-full leaves out: those it runs show every pair of settings"
+	@echo "make test-layouts the splits over ranks, and their cases, that test-full leaves out: it shows every pair of settings"
 	@echo "make test-faults  runs in ten ways under 150 faults, of each kind in each phase, and the table of them"
 	@echo "make test-mcore019  tests of layouts and weights with Megatron-Core 0.19 on Python 3.11, in .venv-mcore019"
 	@echo "make test-py312   the same on Python 3.12, in .venv-py312"

@@ -23,8 +23,8 @@ WHOLE = OPTIMIZER.model_copy(update={"distributed": False})
 OVERLAP = OPTIMIZER.model_copy(update={"overlap": True})
 FULL, SELECTIVE = RecomputeConfig(granularity="full"), RecomputeConfig(granularity="selective")
 
-# Splits over ranks that cost most are given fewer cases; test_invariance_full.py gives all to all, more layouts among
-# them.
+# Splits over ranks that cost most are given fewer cases; test_invariance_full.py has more layouts, and gives every case
+# to every setting.
 SPLITS: list[Split | tuple[Split, tuple[str, ...]]] = [
     Split(max_tokens=40, optimizer=WHOLE),
     (Split(8), ("policy", "value")),  # a rank without a sample

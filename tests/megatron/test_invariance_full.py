@@ -1,10 +1,12 @@
 """The larger matrix: every split of up to eight ranks, with every kind of loss and model.
 
 The switches that must not matter either (recompute, optimizer, overlap, sleep, micro-batches) take turns over them.
-`make test-full` runs as many splits as show every pair of settings, `make test-layouts` the others.
+`make test-full` runs as many splits as show every pair of settings, and trains as many cases on them as show every
+setting with every case. `make test-layouts` runs all the rest.
 """
 
 import itertools
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -64,16 +66,25 @@ def splits() -> list[Split]:
     ]
 
 
+def settings(split: Split) -> list[tuple[str, Any]]:
+    """What a split sets, by name."""
+    return sorted(
+        (
+            split.layout.model_dump()
+            | {
+                "dp": split.world // split.layout.model_size,
+                "packed": split.max_tokens * split.layout.cp >= 1000,
+                "optimizer": OPTIMIZERS.index(split.optimizer),
+                "recompute": RECOMPUTES.index(split.recompute),
+                "offload": split.offload,
+            }
+        ).items()
+    )
+
+
 def pairs(split: Split) -> set[tuple[tuple[str, Any], tuple[str, Any]]]:
     """Any two settings that stand together in a split."""
-    settings = split.layout.model_dump() | {
-        "dp": split.world // split.layout.model_size,
-        "packed": split.max_tokens * split.layout.cp >= 1000,
-        "optimizer": OPTIMIZERS.index(split.optimizer),
-        "recompute": RECOMPUTES.index(split.recompute),
-        "offload": split.offload,
-    }
-    return set(itertools.combinations(sorted(settings.items()), 2))
+    return set(itertools.combinations(settings(split), 2))
 
 
 def covering(splits: list[Split]) -> list[Split]:
@@ -85,6 +96,28 @@ def covering(splits: list[Split]) -> list[Split]:
         chosen.append(best)
         missing -= pairs(best)
     return chosen
+
+
+def shares(splits: list[Split]) -> list[tuple[str, ...]]:
+    """Cases of each split, two at least, in which every setting stands with every case; on few ranks if possible."""
+    shares: list[set[str]] = [set() for _ in splits]
+    set_by = [frozenset(settings(split)) for split in splits]
+    missing = {name: set().union(*set_by) for name in DENSE}
+
+    def gain(place: tuple[int, str]) -> float:
+        index, name = place
+        return len(set_by[index] & missing[name]) / splits[index].world
+
+    def give(places: Iterable[tuple[int, str]]) -> None:
+        index, name = max((place for place in places if place[1] not in shares[place[0]]), key=gain)
+        shares[index].add(name)
+        missing[name] -= set_by[index]
+
+    for index in sorted(range(len(splits)), key=lambda index: -splits[index].world) * 2:
+        give((index, name) for name in DENSE)
+    while any(missing.values()):
+        give(itertools.product(range(len(splits)), DENSE))
+    return [tuple(name for name in DENSE if name in share) for share in shares]
 
 
 EXPERT_SPLITS = [
@@ -113,17 +146,23 @@ def reference(models: dict[tuple[str, bool], Path]) -> dict[str, Any]:
 
 ALL = splits()
 COVERING = covering(ALL)
+SHARES = {str(split): share for split, share in zip(COVERING, shares(COVERING), strict=True)}
+
+
+def rest(split: Split) -> tuple[str, ...]:
+    """The cases of a split that `make test-full` leaves out."""
+    return tuple(name for name in DENSE if name not in SHARES.get(str(split), ()))
 
 
 @pytest.mark.parametrize(
-    "split",
-    [pytest.param(split, marks=pytest.mark.full if split in COVERING else pytest.mark.layouts) for split in ALL],
-    ids=str,
+    ("split", "names"),
+    [pytest.param(split, SHARES[str(split)], id=str(split), marks=pytest.mark.full) for split in COVERING]
+    + [pytest.param(split, rest(split), id=f"{split}-rest", marks=pytest.mark.layouts) for split in ALL if rest(split)],
 )
 def test_every_split_equals_one_rank(
-    models: dict[tuple[str, bool], Path], reference: dict[str, Any], split: Split
+    models: dict[tuple[str, bool], Path], reference: dict[str, Any], split: Split, names: tuple[str, ...]
 ) -> None:
-    assert_same(run_split(models, DENSE, split), {name: reference[name] for name in DENSE})
+    assert_same(run_split(models, names, split), {name: reference[name] for name in names})
 
 
 @pytest.mark.full

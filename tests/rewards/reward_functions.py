@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 
 def obey(problem: str, answer: str, response: str, extra: Mapping[str, Any]) -> float | bool:
     print("printed by a verifier")  # must not reach the pipe that replies go through
@@ -51,7 +53,12 @@ def orphans(problem: str, answer: str, response: str, extra: Mapping[str, Any]) 
         else:
             os.fork()
             os._exit(0)
-    return float(len(Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()))
+    left = psutil.Process().children()
+    deadline = time.monotonic() + 30
+    while any(child.status() != psutil.STATUS_ZOMBIE for child in left):
+        assert time.monotonic() < deadline, "they do not end"
+        time.sleep(0.01)
+    return float(len(left))
 
 
 def leave_daemon(pid_file: str) -> None:
