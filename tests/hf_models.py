@@ -19,7 +19,6 @@ CLASSES = {
     "qwen3_moe": "Qwen3Moe",
     "llama": "Llama",
     "mistral": "Mistral",
-    "phi3": "Phi3",
 }
 VOCAB = 131
 SIZES = dict(
@@ -38,7 +37,6 @@ OF_FAMILY: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"head_dim": 8, **EXPERTS},
     "llama": {"head_dim": 8},
     "mistral": {"head_dim": 8},
-    "phi3": {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None},
 }
 
 

@@ -74,7 +74,6 @@ CASES = {
         Case("moe", "policy", family="qwen3_moe"),
         Case("adapter", "policy", tied=True, adapter=AdapterConfig(rank=4, alpha=16)),
         Case("adapter-value", "value", family="qwen2", adapter=AdapterConfig(rank=3)),
-        Case("adapter-fused", "nll", family="phi3", adapter=AdapterConfig(rank=4)),
         Case("adapter-moe", "policy", family="qwen3_moe", adapter=ATTENTION),
     )
 }

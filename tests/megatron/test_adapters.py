@@ -101,9 +101,8 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("qwen2"), "qwen2")
 
 
-@pytest.mark.parametrize("family", ["qwen3", "phi3"])
-def test_an_adapted_policy_learns_what_transformers_learns(tmp_path: Path, family: str) -> None:
-    model_dir = write_model(tmp_path / "model", family)
+def test_an_adapted_policy_learns_what_transformers_learns(tmp_path: Path) -> None:
+    model_dir = write_model(tmp_path / "model", "qwen3")
     (norms, scores, _), *_ = run_ranks(2, train, model_dir, tmp_path, "lm", {"layout": {"tp": 2}})
     model = with_adapters(model_dir, tmp_path / "before-adapter")
     assert torch.equal(logprobs(model), logprobs(transformers.AutoModelForCausalLM.from_pretrained(model_dir)))

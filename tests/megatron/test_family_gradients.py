@@ -35,7 +35,6 @@ FAMILIES = {
     "qwen3-tied": transformers.Qwen3Config(**SHAPE, head_dim=16, tie_word_embeddings=True),
     "llama": transformers.LlamaConfig(**SHAPE),
     "mistral": transformers.MistralConfig(**SHAPE, sliding_window=None),
-    "phi3": transformers.Phi3Config(**SHAPE, bos_token_id=1, eos_token_id=2, pad_token_id=None),
 }
 LENGTHS = (2, 9, 33)
 

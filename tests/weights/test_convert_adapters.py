@@ -27,7 +27,6 @@ ATTENTION = ["linear_qkv", "linear_proj"]
 CASES = [
     ("qwen3", "lm", {"tp": 2}, {}),
     ("qwen2", "value", {"pp": 2}, {}),
-    ("phi3", "lm", {"tp": 2}, {}),
     ("qwen3_moe", "lm", {"ep": 2}, {"layers": ATTENTION}),
 ]
 

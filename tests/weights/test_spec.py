@@ -14,8 +14,7 @@ from sglang.srt.layers.rotary_embedding import yarn
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from vapo_megatron.errors import BadInput
-from vapo_megatron.weights.rope import RopeScaling, inverse_frequencies, read_rope
-from vapo_megatron.weights.spec import read_spec
+from vapo_megatron.weights.spec import RopeScaling, inverse_frequencies, read_rope, read_spec
 
 SHARED = Path(__file__).parents[2].parent / "shared" / "data" / "hf_configs"
 PLAIN = {
@@ -51,7 +50,7 @@ def test_spec_and_count_are_those_of_transformers(tmp_path: Path, family: str, t
     buffers = [buffer for name, buffer in model.named_buffers() if name in model.state_dict()]
     assert spec.parameter_count() == sum(tensor.numel() for tensor in (*model.parameters(), *buffers))
     assert (spec.num_heads, spec.num_kv_heads, spec.ffn_size) == (8, 4, 48)
-    assert spec.head_dim == (4 if family in ("qwen2", "phi3") else 8)
+    assert spec.head_dim == (4 if family == "qwen2" else 8)
     assert spec.tied is tied
     assert spec.rope_theta == 5e5
     assert spec.dtype == "float32"
@@ -149,7 +148,7 @@ def test_old_and_new_names_of_the_dtype(tmp_path: Path) -> None:
     [
         (
             {"model_type": "qwen3_next"},
-            "'qwen3_next', expected one of llama, mistral, phi3, qwen2, qwen3, qwen3_moe, the nearest being qwen3",
+            "'qwen3_next', expected one of llama, mistral, qwen2, qwen3, qwen3_moe, the nearest being qwen3",
         ),
         ({"model_type": ...}, "model_type is None"),
         ({"rope_scaling": {"type": "yarn"}}, "factor of the rotary embedding is None"),

@@ -54,10 +54,9 @@ class LowRank(torch.nn.Module):
         cut.tensor_model_parallel = True  # type: ignore[attr-defined]
         # Each rank sees the gradient of its own tokens alone: Megatron sums those of marked parameters.
         whole.sequence_parallel = sequence_cut  # type: ignore[attr-defined]
-        rows = [part[0] // (1 if rule.cut is None or self.row else mesh.tp_size) for part in rule.parts(spec)]
+        rows = [part[0] // (1 if rule.cut is None or self.row else mesh.tp_size) for part in rule.hf_shapes(spec)]
         self._groups = 1 if self.row else max(1, rule.groups(spec) // mesh.tp_size)
-        # Rows of B of each projection in a group; of a projection that Hugging Face has fused as well, all at once.
-        self._rows = [sum(rows) // self._groups] if len(rule.hf) == 1 else [size // self._groups for size in rows]
+        self._rows = [size // self._groups for size in rows]  # of B, of each projection in a group
 
     def forward(self, x: Tensor) -> Tensor:
         """What is added to the layer's output: x [..., in] -> [..., out], both cut as the layer has them."""
@@ -100,7 +99,7 @@ def check_adapter(spec: ModelSpec, config: AdapterConfig, section: TrainableConf
             "have no adapters here, set [linear_qkv,linear_proj]"
         )
     for entry in adapted_entries(spec, config):
-        narrowest = min(min(part) for part in entry.rule.parts(spec))
+        narrowest = min(min(part) for part in entry.rule.hf_shapes(spec))
         if config.rank > narrowest:
             raise BadInput(
                 f"model.adapter.rank={config.rank} is above {narrowest}, the least dimension of {entry.hf[0]} and its "

@@ -30,15 +30,14 @@ class SliceableTensor(Protocol):
 class Rule:
     """One Megatron parameter and the Hugging Face tensors that it holds.
 
-    It puts together parts, matrices or vectors; a tensor-parallel rank holds its share of the first above that of the
-    second and so on, or that once for each of several groups of their rows.
+    A tensor-parallel rank holds its share of the first tensor above that of the second and so on, or that once for each
+    of several groups of their rows.
 
     Attributes:
         megatron: the parameter's name under local (not fused) layers, within its layer for a rule of a layer.
         hf: names of the Hugging Face tensors; "{layer}" and "{expert}" stand for the indices of layer and expert.
         shape: of each of them, dimension by dimension (of QKV: without the first).
-        cut: the dimension of a part that tensor-parallel ranks share out; None: each has all of it.
-        fused: whether one Hugging Face tensor has the parts above each other; else each is a tensor of its own.
+        cut: the dimension of each that tensor-parallel ranks share out; None: each rank has all of it.
     """
 
     megatron: str
@@ -46,11 +45,6 @@ class Rule:
     shape: tuple[Dimension, ...]
 
     cut: ClassVar[int | None] = 0
-    fused: ClassVar[bool] = False
-
-    def parts(self, spec: "ModelSpec") -> list[tuple[int, ...]]:
-        """Shapes of the parts."""
-        return [_sizes(self.shape, spec)] * len(self.hf)
 
     def groups(self, spec: "ModelSpec") -> int:
         """Groups of rows, over all ranks; where there are several, a rank holds whole ones."""
@@ -58,18 +52,17 @@ class Rule:
 
     def hf_shapes(self, spec: "ModelSpec") -> list[tuple[int, ...]]:
         """Shapes of the Hugging Face tensors, in the order of `hf`."""
-        parts = self.parts(spec)
-        return [(sum(rows for rows, *_ in parts), *parts[0][1:])] if self.fused else parts
+        return [_sizes(self.shape, spec)] * len(self.hf)
 
     def shard_shape(self, spec: "ModelSpec", tp_size: int) -> tuple[int, ...]:
         """Shape of a tensor-parallel rank's parameter."""
-        shares = [self._share(part, tp_size) for part in self.parts(spec)]
+        shares = [self._share(shape, tp_size) for shape in self.hf_shapes(spec)]
         return (sum(rows for rows, *_ in shares), *shares[0][1:])
 
     def to_shard(self, sources: Sequence[SliceableTensor], spec: "ModelSpec", tp_rank: int, tp_size: int) -> Tensor:
         """What a tensor-parallel rank holds; of each source only the rows or columns of this rank are read."""
         groups, mine = max(1, self.groups(spec) // tp_size), self._mine(spec, tp_rank, tp_size)
-        shares = [sources[number][index].unflatten(0, (groups, -1)) for number, index in mine]
+        shares = [source[index].unflatten(0, (groups, -1)) for source, index in zip(sources, mine, strict=True)]
         return (shares[0] if len(shares) == 1 else torch.cat(shares, dim=1)).flatten(0, 1)
 
     def to_hf(self, shards: Sequence[Tensor], spec: "ModelSpec") -> list[Tensor]:
@@ -85,7 +78,7 @@ class Rule:
         if self.cut is None and tp_rank > 0:
             return
         groups, mine = max(1, self.groups(spec) // tp_size), self._mine(spec, tp_rank, tp_size)
-        targets = [wholes[number][index].unflatten(0, (groups, -1)) for number, index in mine]
+        targets = [whole[index].unflatten(0, (groups, -1)) for whole, index in zip(wholes, mine, strict=True)]
         shares = shard.unflatten(0, (groups, -1)).split([target.shape[1] for target in targets], dim=1)
         for target, share in zip(targets, shares, strict=True):
             target.copy_(share)
@@ -94,20 +87,17 @@ class Rule:
         """Parameters of the Hugging Face tensors."""
         return sum(math.prod(shape) for shape in self.hf_shapes(spec))
 
-    def _share(self, part: tuple[int, ...], tp_size: int) -> tuple[int, ...]:
-        """Shape of what a rank holds of a part."""
-        return tuple(size // tp_size if dim == self.cut else size for dim, size in enumerate(part))
+    def _share(self, shape: tuple[int, ...], tp_size: int) -> tuple[int, ...]:
+        """Shape of what a rank holds of a tensor."""
+        return tuple(size // tp_size if dim == self.cut else size for dim, size in enumerate(shape))
 
-    def _mine(self, spec: "ModelSpec", tp_rank: int, tp_size: int) -> list[tuple[int, tuple[slice, ...]]]:
-        """For each part the number of the Hugging Face tensor that it is in, and where this rank's share of it is."""
-        places, above = [], 0
-        for number, part in enumerate(self.parts(spec)):
-            share = self._share(part, tp_size)
+    def _mine(self, spec: "ModelSpec", tp_rank: int, tp_size: int) -> list[tuple[slice, ...]]:
+        """Where this rank's share is in each Hugging Face tensor."""
+        places = []
+        for shape in self.hf_shapes(spec):
+            share = self._share(shape, tp_size)
             starts = [tp_rank * size if dim == self.cut else 0 for dim, size in enumerate(share)]
-            starts[0] += above
-            index = tuple(slice(start, start + size) for start, size in zip(starts, share, strict=True))
-            places.append((0 if self.fused else number, index))
-            above += part[0] if self.fused else 0
+            places.append(tuple(slice(start, start + size) for start, size in zip(starts, share, strict=True)))
         return places
 
 
@@ -154,10 +144,6 @@ class Vocabulary(Rule):
 class GateUp(Rule):
     """The halves of a gated MLP, each cut along the output features; a rank holds its part of gate above that of up."""
 
-    @override
-    def parts(self, spec: "ModelSpec") -> list[tuple[int, ...]]:
-        return [_sizes(self.shape, spec)] * 2
-
 
 @dataclass(frozen=True)
 class ExpertGateUp(GateUp):
@@ -173,25 +159,13 @@ class QKV(Rule):
     get_query_key_value_tensors); a rank holds whole groups."""
 
     @override
-    def parts(self, spec: "ModelSpec") -> list[tuple[int, ...]]:
+    def hf_shapes(self, spec: "ModelSpec") -> list[tuple[int, ...]]:
         rest = _sizes(self.shape, spec)
         return [(spec.query_size, *rest), (spec.kv_size, *rest), (spec.kv_size, *rest)]
 
     @override
     def groups(self, spec: "ModelSpec") -> int:
         return spec.num_kv_heads
-
-
-class FusedQKV(QKV):
-    """Query, key and value projections in one tensor."""
-
-    fused = True
-
-
-class FusedGateUp(GateUp):
-    """The halves of a gated MLP in one tensor."""
-
-    fused = True
 
 
 def _sizes(shape: tuple[Dimension, ...], spec: "ModelSpec") -> tuple[int, ...]:
