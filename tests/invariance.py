@@ -94,7 +94,6 @@ class Split:
     def __str__(self) -> str:
         extras = [self.layout.describe(self.world).replace(" ", "-"), f"{self.max_tokens}tok"]
         extras += [self.recompute.granularity] * (self.recompute.granularity != "none")
-        extras += ["whole-optimizer"] * (not self.optimizer.distributed)
         extras += ["overlap"] * (self.optimizer.overlap is True)
         extras += ["sleep"] * (self.offload == "always")
         extras += ["bf16"] * (self.dtype == "bfloat16")
@@ -228,11 +227,10 @@ def _adapters(trainable: Trainable) -> dict[str, np.ndarray]:
 def _gradients(trainable: Trainable) -> dict[str, np.ndarray]:
     """Gradients of the last step by the names of the weights: they stand in for the weights in an export."""
     chunks = trainable.chunks
-    if trainable.config.optimizer.distributed:
-        for wrapped in trainable.wrapped:
-            for buffer in (*wrapped.buffers, *wrapped.expert_parallel_buffers):
-                for bucket in buffer.buckets:
-                    _gather_shards(bucket.grad_data, buffer.data_parallel_group)
+    for wrapped in trainable.wrapped:
+        for buffer in (*wrapped.buffers, *wrapped.expert_parallel_buffers):
+            for bucket in buffer.buckets:
+                _gather_shards(bucket.grad_data, buffer.data_parallel_group)
     kept: list[tuple[Tensor, Tensor]] = []
     for chunk in chunks:
         for parameter in filter(lambda parameter: parameter.requires_grad, chunk.parameters()):

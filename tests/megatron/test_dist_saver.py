@@ -49,15 +49,13 @@ def model_dir(models: dict[str, Path]) -> Path:
     return models["qwen3"]
 
 
-def build(
-    model_dir: Path, layout: LayoutConfig, head: str, dtype: str, load: bool, freezes: bool = False, **optimizer: Any
-) -> Trainable:
+def build(model_dir: Path, layout: LayoutConfig, head: str, dtype: str, load: bool, freezes: bool = False) -> Trainable:
     """dtype: "adapter" stands for adapters on frozen weights in float32, which are always loaded."""
     adapter = dtype == "adapter"
     spec, mesh = read_spec(model_dir), make_mesh(layout)
     shared: dict[str, Any] = {
         "layout": layout,
-        "optimizer": OPTIMIZER.model_copy(update={"warmup_steps": 6, **optimizer}),
+        "optimizer": OPTIMIZER.model_copy(update={"warmup_steps": 6}),
         "max_tokens_per_microbatch": 1000,
         "kind": "adapter" if adapter else "model",
     }
@@ -86,11 +84,9 @@ def train(trainable: Trainable, steps: int) -> Steps:
     return found, float(trainable.score(batch).double().square().sum())
 
 
-def save(
-    model_dir: Path, layout: LayoutConfig, head: str, dtype: str, folder: Path, before: int, **optimizer: Any
-) -> Steps:
+def save(model_dir: Path, layout: LayoutConfig, head: str, dtype: str, folder: Path, before: int) -> Steps:
     """Train, copy the state, train on, and only then write the copy: what training went on with."""
-    trainable = build(model_dir, layout, head, dtype, load=True, **optimizer)
+    trainable = build(model_dir, layout, head, dtype, load=True)
     train(trainable, before)
     if dist.get_rank() == 0:
         folder.mkdir()
@@ -112,8 +108,8 @@ def write(plan: PlannedSave, folder: Path) -> None:
     dist.barrier()
 
 
-def resume(model_dir: Path, layout: LayoutConfig, head: str, dtype: str, folder: Path, **optimizer: Any) -> Steps:
-    trainable = build(model_dir, layout, head, dtype, load=False, **optimizer)
+def resume(model_dir: Path, layout: LayoutConfig, head: str, dtype: str, folder: Path) -> Steps:
+    trainable = build(model_dir, layout, head, dtype, load=False)
     load_training_state(trainable, folder)
     return train(trainable, 2)
 
@@ -268,20 +264,3 @@ def test_a_fused_adam_goes_on_counting_where_it_was() -> None:
     load = lambda state: inner.param_groups[0].update(step=torch.tensor(3.0))  # noqa: E731
     dist_optimizer._load(SimpleNamespace(optimizer=inner, load_state_dict=load), {})
     assert inner.param_groups == [{"step": 3}] and isinstance(inner.param_groups[0]["step"], int)
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_without_the_distributed_optimizer(model_dir: Path, tmp_path: Path, dtype: str) -> None:
-    one, folder = LayoutConfig(), tmp_path / "saved"
-    for before in (0, 2):
-        place = folder.with_name(f"saved{before}")
-        expected = run_ranks(2, _plain_save, model_dir, one, dtype, place, before)
-        assert run_ranks(2, _plain_resume, model_dir, one, dtype, place) == expected
-
-
-def _plain_save(model_dir: Path, layout: LayoutConfig, dtype: str, folder: Path, before: int) -> Steps:
-    return save(model_dir, layout, "lm", dtype, folder, before, distributed=False)
-
-
-def _plain_resume(model_dir: Path, layout: LayoutConfig, dtype: str, folder: Path) -> Steps:
-    return resume(model_dir, layout, "lm", dtype, folder, distributed=False)

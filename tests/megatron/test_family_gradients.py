@@ -46,8 +46,8 @@ def sequences() -> list[list[int]]:
 
 def megatron(model_dir: Path, layout: LayoutConfig) -> tuple[Any, dict[str, Any]]:
     spec, mesh = read_spec(model_dir), make_mesh(layout)
-    # Clipping would scale the gradients in place, a distributed optimizer leave each rank a part of their sums.
-    section = ActorConfig(layout=layout, optimizer=OptimizerSettings(lr=1e-6, clip_grad=0, distributed=False))
+    # Clipping would scale the gradients in place.
+    section = ActorConfig(layout=layout, optimizer=OptimizerSettings(lr=1e-6, clip_grad=0))
     actor = Trainable(spec, ModelConfig(path="unused", dtype="float32"), section, mesh, "lm", name="actor", seed=1)
     load_hf(actor.chunks, spec, model_dir, mesh, "lm")
     actor.prepare()

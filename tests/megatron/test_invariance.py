@@ -19,14 +19,13 @@ pytestmark = pytest.mark.usefixtures("small_buckets")
 
 WHOLE_MODELS = ("policy", "value", "nll", "terminal")
 NAMES = (*WHOLE_MODELS, "adapter", "adapter-value")
-WHOLE = OPTIMIZER.model_copy(update={"distributed": False})
 OVERLAP = OPTIMIZER.model_copy(update={"overlap": True})
 FULL, SELECTIVE = RecomputeConfig(granularity="full"), RecomputeConfig(granularity="selective")
 
 # Splits over ranks that cost most are given fewer cases; test_invariance_full.py has more layouts, and gives every case
 # to every setting.
 SPLITS: list[Split | tuple[Split, tuple[str, ...]]] = [
-    Split(max_tokens=40, optimizer=WHOLE),
+    Split(max_tokens=40),
     (Split(8), ("policy", "value")),  # a rank without a sample
     Split(2, LayoutConfig(cp=2), 40, recompute=SELECTIVE),
     Split(4, LayoutConfig(tp=2, pp=2), 40, recompute=FULL),

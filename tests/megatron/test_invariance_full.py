@@ -23,7 +23,6 @@ EXPERTS = tuple(name for name, case in CASES.items() if case.family == "qwen3_mo
 DENSE = tuple(name for name in CASES if name not in EXPERTS)
 OPTIMIZERS: tuple[OptimizerSettings, ...] = (
     OPTIMIZER,
-    OPTIMIZER.model_copy(update={"distributed": False}),
     OPTIMIZER.model_copy(update={"overlap": True}),
 )
 RECOMPUTES = (

@@ -66,7 +66,6 @@ def train(model_dir: Path, dtype: str, optimizer: dict[str, Any], sleeps: bool) 
     [
         ("bfloat16", {}),
         ("float32", {"overlap": True}),
-        ("float32", {"distributed": False}),  # the optimizer's tensors are then the model's own
     ],
 )
 def test_training_goes_on_to_the_bit(model_dir: Path, dtype: str, optimizer: dict[str, Any]) -> None:

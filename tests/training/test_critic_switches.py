@@ -47,7 +47,6 @@ OPTIMIZER: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "eps": ({OPT + "eps": 1e-2}, {}),
     "clip_grad": ({OPT + "clip_grad": 0.05}, {}),
     "clip_grad=0": ({OPT + "clip_grad": 0.0}, {OPT + "clip_grad": 0.05}),
-    "distributed": ({OPT + "distributed": False}, {OPT + "lr": 1e-3}),
     "freeze_attention": ({"critic.freeze_attention": True}, {}),
     "max_tokens_per_microbatch": ({"critic.max_tokens_per_microbatch": 64}, {OPT + "lr": 1e-3}),
 }

@@ -73,7 +73,7 @@ SECTIONS: list[tuple[int, dict[str, Any]]] = [
     (1, {}),
     (2, {"layout": {"tp": 1}}),
     (2, {"layout": {"tp": 2}}),
-    (2, {"layout": {"tp": 1}, "optimizer": {"distributed": False, "clip_grad": 0.0}}),
+    (2, {"layout": {"tp": 1}, "optimizer": {"clip_grad": 0.0}}),
 ]
 
 

@@ -78,11 +78,10 @@ class OptimizerSettings(Section):
     weight_decay: float = Field(0.1, ge=0, description="decoupled, as in AdamW")
     eps: float = Field(1e-8, gt=0, description="added to the root of the second moment")
     clip_grad: float = Field(1.0, ge=0, description="global gradient-norm limit; 0 switches it off")
-    distributed: bool = Field(True, description="Megatron's distributed optimizer: states cut over data-parallel ranks")
     overlap: bool | Literal["auto"] = Field(
         "auto",
-        description="gradients are summed over ranks during the backward pass and, if distributed, updated weights are "
-        "gathered during the next forward pass; auto: on GPUs",
+        description="gradients are summed over ranks during the backward pass, and updated weights gathered during the "
+        "next forward pass; auto: on GPUs",
     )
 
     @model_validator(mode="after")

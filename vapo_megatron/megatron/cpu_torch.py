@@ -163,9 +163,8 @@ def _patch_optimizers() -> None:
     import megatron.core.optimizer.distrib_optimizer as distributed
     import megatron.core.optimizer.optimizer as plain
 
-    classes: list[Any] = [plain.Float16OptimizerWithFloat16Params, distributed.DistributedOptimizer]
-    for cls in classes:
-        cls.__init__ = _with_cuda_type_names(cls.__init__)
+    optimizer: Any = distributed.DistributedOptimizer
+    optimizer.__init__ = _with_cuda_type_names(optimizer.__init__)
     plain.clip_grad_by_total_norm_fp32 = _with_cuda_type_names(plain.clip_grad_by_total_norm_fp32)
 
 

@@ -22,14 +22,13 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory, is_main_replica
 from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
 from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 from torch.optim import Adam
 
 from vapo_megatron.megatron.platform import current_platform
 from vapo_megatron.megatron.trainable import Trainable
 from vapo_megatron.weights.bucket import batches
-from vapo_megatron.weights.torch_dist import CONTENT_METADATA, model_state, put_model_state
+from vapo_megatron.weights.torch_dist import model_state, put_model_state
 
 # Of an optimizer's parameter group: how far it is. All else in it comes from the config.
 _PROGRESS = ("params", "step")
@@ -40,10 +39,10 @@ Load = Callable[[dict[str, Any]], dict[str, Any]]
 
 def training_state(trainable: Trainable) -> dict[str, Any]:
     """Collective: what dist_checkpointing saves of a model: of one without an optimizer (a reference) weights alone."""
-    state = _state(trainable, loading=False)
+    state = _state(trainable)
+    weights = {key: value for key, value in state.items() if key.startswith("model")}
     for part, saved in _optimizer_states(trainable, state):
-        if isinstance(part, DistributedOptimizer):
-            saved[_STATES] = gathered_states(part, _weights(state))
+        saved[_STATES] = gathered_states(part, weights)
     return state
 
 
@@ -52,7 +51,7 @@ def load_training_state(trainable: Trainable, load: Load) -> None:
     rates and decay follow the config of today, at the step that was saved. load: collective; a sharded state dict as
     dist_checkpointing.load fills it."""
     _prime(trainable)
-    loaded = load(_state(trainable, loading=True))
+    loaded = load(_state(trainable))
     put_model_state(trainable.chunks, loaded)
     if trainable.optimizer is None:
         return
@@ -67,12 +66,11 @@ def load_training_state(trainable: Trainable, load: Load) -> None:
     del loaded
     weights = model_state(trainable.chunks)
     for part in _parts(trainable):
-        if isinstance(part, DistributedOptimizer):
-            _load_states(part, weights, load)
+        _load_states(part, weights, load)
 
 
-def _state(trainable: Trainable, loading: bool) -> dict[str, Any]:
-    """All but the states that a distributed optimizer holds in parts."""
+def _state(trainable: Trainable) -> dict[str, Any]:
+    """All but the states that ranks hold in parts."""
     state = model_state(trainable.chunks)
     if trainable.optimizer is None:
         return state
@@ -80,19 +78,10 @@ def _state(trainable: Trainable, loading: bool) -> dict[str, Any]:
     parts = _parts(trainable)
     if len(parts) > 1:
         trainable.optimizer._synchronize_steps()
-    states: list[dict[str, Any]] = []
-    for part in parts:
-        if isinstance(part, DistributedOptimizer):
-            states.append(part.state_dict())
-        else:
-            states.append(part.sharded_state_dict(dict(state), is_loading=loading, metadata=CONTENT_METADATA))
+    states = [part.state_dict() for part in parts]
     state["optimizer"] = states[0] if len(states) == 1 else dict(enumerate(states))
     state["scheduler"] = {"num_steps": trainable.scheduler.num_steps}
     return state
-
-
-def _weights(state: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in state.items() if key.startswith("model")}
 
 
 def _optimizer_states(trainable: Trainable, state: dict[str, Any]) -> list[tuple[Any, dict[str, Any]]]:
@@ -140,12 +129,7 @@ def _set_steps(inner: Adam) -> None:
 def _load(part: Any, state: dict[str, Any]) -> None:
     """Megatron's load_state_dict, with the step counters that each Adam wants."""
     inner = part.optimizer
-    if isinstance(part, DistributedOptimizer):
-        state = {key: value for key, value in state.items() if not key.startswith(_STATES)}
-    elif isinstance(inner, Adam):
-        # Megatron leaves a count of 0 out of what it saves, and torch wants one.
-        state.get("optimizer", state)["state"].setdefault("common_step", torch.zeros(()))
-    part.load_state_dict(state)
+    part.load_state_dict({key: value for key, value in state.items() if not key.startswith(_STATES)})
     if isinstance(inner, Adam):
         _set_steps(inner)
     for group in inner.param_groups:
@@ -214,7 +198,7 @@ class WholeParameter:
 
 
 def whole_parameters(part: Any, model_state: Mapping[str, Any]) -> list[WholeParameter]:
-    """Those of a DistributedOptimizer, in its order. model_state: weights.torch_dist.model_state of the same chunks."""
+    """Those of an optimizer, in its order. model_state: weights.torch_dist.model_state of the same chunks."""
     sharded, _ = extract_sharded_tensors_and_factories(dict(model_state))
     by_parameter = {id(value.data): value for value in nested_values(sharded)}
     count = part.data_parallel_group.size()

@@ -1,4 +1,4 @@
-"""AdamW on Megatron's (distributed) optimizer, its learning-rate schedule, and the buffers that data parallelism needs.
+"""AdamW on Megatron's distributed optimizer, its learning-rate schedule, and the buffers that data parallelism needs.
 
 With optimizer.overlap a bucket of gradients is summed as soon as the last micro-batch's backward pass has filled it, a
 bucket of updated weights gathered when the next forward pass reaches its layers.
@@ -25,12 +25,12 @@ def wrap(
 ) -> list[DistributedDataParallel]:
     """Collective: a model's loaded chunks with their buffers; their weights are those of data-parallel rank 0.
     Megatron's config of the model gets the hook that keeps gradients from being summed before the last micro-batch."""
-    settings, platform = section.optimizer, current_platform()
+    overlapped = overlaps(section.optimizer, current_platform())
     config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
-        use_distributed_optimizer=settings.distributed,
-        overlap_grad_reduce=overlaps(settings, platform),
-        overlap_param_gather=settings.distributed and overlaps(settings, platform),
+        use_distributed_optimizer=True,
+        overlap_grad_reduce=overlapped,
+        overlap_param_gather=overlapped,
         bucket_size=BUCKET_ELEMENTS,
     )
     wrapped = [
@@ -77,7 +77,7 @@ def make_optimizer(
             adam_beta2=BETAS[1],
             adam_eps=settings.eps,
             clip_grad=settings.clip_grad,
-            use_distributed_optimizer=settings.distributed,
+            use_distributed_optimizer=True,
             overlap_param_gather=chunks[0].ddp_config.overlap_param_gather,
             fp8_recipe=None if fp8 == "none" else fp8,
             params_dtype=dtype,

@@ -148,7 +148,7 @@ class PlannedModel:
             return held.parameters * 4.0
         # Adam's two moments in fp32, and the fp32 weights where the model's own are narrower.
         state = 8.0 if self.width == 4 else 12.0
-        return state * (self._share(held) if self.config.optimizer.distributed else held.parameters)
+        return state * self._share(held)
 
     def bytes_of_base(self, stage: int) -> float:
         """Bytes of the frozen weights that it shares with the actor."""
