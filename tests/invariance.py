@@ -223,14 +223,19 @@ def _adapters(trainable: Trainable) -> dict[str, np.ndarray]:
     return {name: tensor.float().numpy().copy() for bucket in stream for name, tensor in bucket}
 
 
-@torch.no_grad()
-def _gradients(trainable: Trainable) -> dict[str, np.ndarray]:
-    """Gradients of the last step by the names of the weights: they stand in for the weights in an export."""
-    chunks = trainable.chunks
+def gather_gradients(trainable: Trainable) -> None:
+    """Collective: have all of main_grad on every rank, of which the reduction leaves each rank its part."""
     for wrapped in trainable.wrapped:
         for buffer in (*wrapped.buffers, *wrapped.expert_parallel_buffers):
             for bucket in buffer.buckets:
                 _gather_shards(bucket.grad_data, buffer.data_parallel_group)
+
+
+@torch.no_grad()
+def _gradients(trainable: Trainable) -> dict[str, np.ndarray]:
+    """Gradients of the last step by the names of the weights: they stand in for the weights in an export."""
+    chunks = trainable.chunks
+    gather_gradients(trainable)
     kept: list[tuple[Tensor, Tensor]] = []
     for chunk in chunks:
         for parameter in filter(lambda parameter: parameter.requires_grad, chunk.parameters()):

@@ -8,6 +8,7 @@ import torch
 import transformers
 from batches import random_sequences
 from hf_models import read_tensors
+from invariance import gather_gradients
 from ranks import run_ranks
 
 from vapo_megatron.config.model import ActorConfig, LayoutConfig, ModelConfig, OptimizerSettings
@@ -55,6 +56,7 @@ def megatron(model_dir: Path, layout: LayoutConfig) -> tuple[Any, dict[str, Any]
     logprobs = actor.score(batch)[:, 0]
     weights = torch.full((batch.response_tokens,), 1 / batch.response_tokens)
     actor.train_step(batch, range(batch.samples), NegativeLogLikelihood(weights))
+    gather_gradients(actor)
     with torch.no_grad():
         # Gradients take the places of the weights, so that the one mapping gives them their names.
         for chunk in actor.chunks:
