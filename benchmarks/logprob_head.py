@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.common import in_turns, memory_gauge, one_rank, parser, publish, ratio_figure
-from vapo_megatron.config.model import ActorConfig
+from vapo_megatron.config.model import logits_rows
 from vapo_megatron.megatron.heads import logprobs_and_entropy
 from vapo_megatron.megatron.platform import current_platform
 
@@ -74,7 +74,7 @@ def main() -> None:
     arguments.add_argument("--repeats", type=int, default=3)
     arguments.add_argument("--only", choices=("plain", "chunked"), help="where the plain way does not fit")
     given = arguments.parse_args()
-    given.chunk = ActorConfig(logprob_chunk=given.chunk).logprob_rows(given.words)
+    given.chunk = given.chunk or logits_rows(given.words)
     rows, figures = [], []
     context = multiprocessing.get_context("spawn")
     for entropy in (False, True):

@@ -63,8 +63,10 @@ def peer(given: argparse.Namespace, batch: ExperienceBatch, length: int) -> tupl
 
 def ours(given: argparse.Namespace, batch: ExperienceBatch) -> tuple[Step, Step]:
     """The same of a Trainable at TP=1."""
-    config = ActorConfig(max_tokens_per_microbatch=given.tokens, logprob_chunk=given.chunk)
+    config = ActorConfig(max_tokens_per_microbatch=given.tokens)
     model, loss, samples = random_model(SHAPES[given.shape], config, given.dtype), sft_loss(batch), range(batch.samples)
+    if given.chunk:
+        model.chunks[-1].output_layer.chunk = given.chunk
     return lambda: model.gradients(batch, samples, loss), lambda: model.train_step(batch, samples, loss)
 
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from hf_models import write_model
 from ranks import run_ranks
 from torch import Tensor
+from trainables import small_logit_chunks
 
 from vapo_megatron.algorithms.aggregation import nll_weights, token_weights
 from vapo_megatron.algorithms.gae import decoupled_gae, length_adaptive_lambda
@@ -189,11 +190,12 @@ def _train_case(
         "offload": split.offload,
         "kind": "adapter" if case.adapter else "model",
     }
-    section = ActorConfig(**shared, logprob_chunk=7) if case.head == "lm" else CriticConfig(**shared)
+    section = ActorConfig(**shared) if case.head == "lm" else CriticConfig(**shared)
     model = ModelConfig(path=str(model_dir), dtype=split.dtype, adapter=case.adapter or AdapterConfig())  # type: ignore[arg-type]
     trainable = Trainable(spec, model, section, mesh, case.head, name="actor", seed=1, temperature=0.9)  # type: ignore[arg-type]
     load_hf(trainable.chunks, spec, model_dir, mesh, case.head)
     trainable.prepare()
+    small_logit_chunks(trainable)
     loss = make_loss(case.loss, batch)
     if mutate is not None:
         loss = mutate(case.name, loss, split)

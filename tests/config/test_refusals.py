@@ -8,7 +8,7 @@ from pydantic import ValidationError
 from vapo_megatron.config.algorithm import AlgorithmConfig
 from vapo_megatron.config.base import Section
 from vapo_megatron.config.data import EvalSet, EvaluationDataConfig, PromptTemplate, ServerConfig
-from vapo_megatron.config.model import CriticConfig, LayoutConfig, OptimizerSettings, PrecisionConfig
+from vapo_megatron.config.model import CriticConfig, LayoutConfig, OptimizerSettings
 from vapo_megatron.config.rollout import RolloutConfig
 from vapo_megatron.config.run import SftDataConfig
 from vapo_megatron.config.tiny_model import TinyModel
@@ -33,7 +33,6 @@ SERVER: dict[str, Any] = {"url": "http://host", "model": "m"}
             "warmup_steps=10 is not below decay_steps=10",
         ),
         (OptimizerSettings, {"lr": 1e-6, "min_lr": 1e-5}, "min_lr=1e-05 is above lr"),
-        (PrecisionConfig, {"bf16_layers": [0, 1]}, "bf16_layers=(0, 1) with fp8=none: choose a recipe"),
         (RolloutConfig, {"quantization": "fp8"}, "quantization=fp8 with load_format=auto"),
         (RolloutConfig, {"server_args": {"--tp": 2}}, "server_args.--tp: write it as in"),
         (PromptTemplate, {"user_template": "{problem} {problem}"}, "has 2 times {problem}"),

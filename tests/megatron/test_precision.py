@@ -10,7 +10,6 @@ import pytest
 import torch
 from batches import make_batch
 from hf_models import write_model
-from megatron.core.fp8_utils import is_first_last_bf16_layer
 from megatron.core.transformer.transformer_config import TransformerConfig
 from ranks import run_ranks
 from trainables import loss_of, make_trainable
@@ -82,7 +81,6 @@ OLD_CUDA = Chip("cuda", "nccl", "spawn", cuda=(12, 8))
         (A100, {"precision": {"fp8": "tensorwise"}}, {}, "compute capability 8.9, this one has 8.0: choose none"),
         (ADA, {"precision": {"fp8": "blockwise"}}, {}, "9.0, this one has 8.9: choose tensorwise"),
         (H100, {"precision": {"fp8": "tensorwise"}}, {"dtype": "float32"}, "set model.dtype=bfloat16"),
-        (H100, {"precision": {"fp8": "tensorwise", "bf16_layers": [5, 0]}}, {}, "bf16_layers=[5, 0]"),
         (H100, {"precision": {"fp8": "tensorwise"}, "layout": {"tp": 2}}, {}, "MLP columns a rank, 24"),
         (H100, {"recompute": {"granularity": "full", "layers": 5}}, {}, "recompute.layers=5"),
         (H100, {"recompute": {"granularity": "full", "layers": 3}}, {}, "recompute.layers=3 does not divide the 4"),
@@ -118,13 +116,12 @@ def test_what_can_work_is_not_refused(spec: ModelSpec, recipe: str) -> None:
 
 @pytest.mark.parametrize("recipe", CAPABILITY)
 def test_megatron_takes_the_settings(recipe: str) -> None:
-    precision = PrecisionConfig.model_validate({"fp8": recipe, "bf16_layers": [1, 2]})
+    precision = PrecisionConfig.model_validate({"fp8": recipe})
     config = TransformerConfig(
         num_layers=4, hidden_size=64, num_attention_heads=4, bf16=True, **fp8_settings(precision)
     )
     assert config.fp8_recipe == recipe
     assert config.fp8 == ("e4m3" if recipe == "blockwise" else "hybrid")
-    assert [layer for layer in range(4) if is_first_last_bf16_layer(config, layer)] == [0, 2, 3]
 
 
 def test_what_is_made_of_fp8_weights_is_dropped() -> None:

@@ -13,6 +13,7 @@ import transformers
 from batches import LENGTHS, make_batch
 from hf_models import write_model
 from ranks import run_ranks
+from trainables import small_logit_chunks
 
 from vapo_megatron.config.model import (
     ActorConfig,
@@ -91,12 +92,13 @@ def train(
         "recompute": recompute,
         "max_tokens_per_microbatch": max_tokens,
     }
-    section = ActorConfig(**shared, logprob_chunk=7) if head == "lm" else CriticConfig(**shared)
+    section = ActorConfig(**shared) if head == "lm" else CriticConfig(**shared)
     mesh = make_mesh(layout)
     model = ModelConfig(path=str(model_dir), dtype="float32")
     trainable = Trainable(spec, model, section, mesh, head, name="actor", seed=1, temperature=0.9)  # type: ignore[arg-type]
     load_hf(trainable.chunks, spec, model_dir, mesh, head)
     trainable.prepare()
+    small_logit_chunks(trainable)
     steps = []
     for _ in range(STEPS):
         if head == "lm":

@@ -268,10 +268,6 @@ def test_a_layout_cuts_the_critic_and_changes_no_value(folder: Path) -> None:
     [
         ({"fp8": "blockwise"}, {"fp8_recipe": "blockwise", "fp8": "e4m3"}),
         ({"fp8": "tensorwise"}, {"fp8_recipe": "tensorwise", "fp8": "hybrid"}),
-        (
-            {"fp8": "blockwise", "bf16_layers": [1, 2]},
-            {"first_last_layers_bf16": True, "num_layers_at_start_in_bf16": 1, "num_layers_at_end_in_bf16": 2},
-        ),
     ],
 )
 def test_fp8_switches_reach_megatron(section: dict[str, Any], expected: dict[str, Any]) -> None:

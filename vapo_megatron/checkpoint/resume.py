@@ -150,7 +150,7 @@ SectionT = TypeVar("SectionT", bound=Section)
 _HARMLESS = (
     *("preset", "run.name", "run.root", "run.steps", "run.overwrite", "run.resume", "run.allow_config_change"),
     *("cluster", "evaluation", "data.eval", "data.steps", "data.epochs", "export", "monitoring", "checkpoint"),
-    *("actor.layout", "actor.recompute", "actor.max_tokens_per_microbatch", "actor.logprob_chunk"),
+    *("actor.layout", "actor.recompute", "actor.max_tokens_per_microbatch"),
     *("critic.layout", "critic.recompute", "critic.max_tokens_per_microbatch"),
     *("rollout.num_engines", "rollout.tp", "rollout.max_running_requests", "rollout.max_total_tokens", "rollout.sync"),
     *("rollout.mem_fraction_static", "rollout.start_timeout_s", "rollout.collect_timeout_s"),

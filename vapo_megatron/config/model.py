@@ -3,7 +3,7 @@
 import math
 from typing import Any, Literal
 
-from pydantic import Field, NonNegativeInt, model_validator
+from pydantic import Field, model_validator
 
 from vapo_megatron.config.base import Section
 
@@ -106,8 +106,6 @@ class RecomputeConfig(Section):
 
 Fp8Recipe = Literal["none", "tensorwise", "blockwise"]
 
-# Bytes of the fp32 logits held at once where the rows are not given.
-_LOGITS_BYTES = 512 << 20
 # Rows of a matrix product that FP8 kernels take at a time: 16 for cuBLAS; as many as share a scale where they do.
 _FP8_ROWS = {"none": 1, "tensorwise": 16, "blockwise": 128}
 
@@ -118,20 +116,6 @@ class PrecisionConfig(Section):
     fp8: Fp8Recipe = Field(
         "none", description="scales of FP8 matrix products: of a tensor (tensorwise), or of blocks (blockwise)"
     )
-    bf16_layers: tuple[NonNegativeInt, NonNegativeInt] = Field(
-        (0, 0), description="with FP8: layers at the start and at the end that stay in bfloat16"
-    )
-
-    @model_validator(mode="after")
-    def _switches_agree(self) -> "PrecisionConfig":
-        if self.fp8 == "none" and any(self.bf16_layers):
-            raise ValueError(f"bf16_layers={self.bf16_layers} with fp8=none: choose a recipe, or leave bf16_layers out")
-        return self
-
-    @property
-    def format(self) -> Literal["hybrid", "e4m3"]:
-        """Of FP8 numbers: hybrid has gradients in e5m2."""
-        return "e4m3" if self.fp8 == "blockwise" else "hybrid"
 
     @property
     def rows(self) -> int:
@@ -181,19 +165,13 @@ class TrainableConfig(Section):
         return self.layout.longest_sample(self.max_tokens_per_microbatch, self.precision.rows)
 
 
+def logits_rows(words: int) -> int:
+    """Rows of fp32 logits held at once, in 512 MiB, by a rank that has this many words of the vocabulary."""
+    return max(1, (512 << 20) // (4 * words))
+
+
 class ActorConfig(TrainableConfig):
     """The policy."""
-
-    logprob_chunk: int | None = Field(
-        None,
-        ge=1,
-        description="rows of logits held at once, in fp32, on a rank; null: as many as 512 MiB hold. The last ones "
-        "stay from forward to backward, the others are computed again",
-    )
-
-    def logprob_rows(self, words: int) -> int:
-        """Rows of logits held at once by a rank that holds this many words of the vocabulary."""
-        return self.logprob_chunk or max(1, _LOGITS_BYTES // (4 * words))
 
 
 # What of the critic's section a probe has: the others are those of a model.

@@ -28,7 +28,7 @@ def engine_devices(config: RolloutConfig, platform: Platform) -> list[range | No
 
 
 def engine_fp8(config: RolloutConfig, precision: PrecisionConfig, spec: ModelSpec) -> BlockFp8 | None:
-    """How weights are quantised for the engines: kind of scales and kept layers as the trainer's own FP8 has them.
+    """How weights are quantised for the engines: with scales as the trainer's own FP8 has them.
 
     Transformer Engine's blockwise recipe rounds scales to powers of two.
 
@@ -38,9 +38,7 @@ def engine_fp8(config: RolloutConfig, precision: PrecisionConfig, spec: ModelSpe
     if config.quantization == "none":
         return None
     check_blocks(spec, config.tp, config.tp // config.experts_on, config.tp // config.attention_parts)
-    first, last = precision.bf16_layers
-    kept = frozenset((*range(first), *range(spec.num_layers - last, spec.num_layers)))
-    return BlockFp8(precision.fp8 == "blockwise", kept)
+    return BlockFp8(precision.fp8 == "blockwise")
 
 
 def check_engine_size(tp: int, node_gpus: int) -> None:

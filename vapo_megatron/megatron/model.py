@@ -16,7 +16,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from vapo_megatron.config.model import ModelConfig, TrainableConfig
+from vapo_megatron.config.model import ModelConfig, TrainableConfig, logits_rows
 from vapo_megatron.megatron import cpu_torch
 from vapo_megatron.megatron.heads import LogProbHead, ValueHead
 from vapo_megatron.megatron.layer_spec import RotaryTables, SDPACoreAttention, layer_spec, uses_transformer_engine
@@ -128,7 +128,6 @@ def build_model(
     head: Head,
     *,
     attention: str = "auto",
-    logprob_chunk: int = 1024,
     adapters: bool = False,
 ) -> list[GPTModel]:
     """This rank's chunks of a model, one a virtual pipeline stage, their weights not yet loaded.
@@ -138,7 +137,6 @@ def build_model(
         head: "lm" yields [1, t, 2] log-probs and entropies once labels are set (logits before), "value" [1, t, n] with
             n = spec.value_outputs.
         attention: which layers to use, see ModelConfig.attention.
-        logprob_chunk: rows of logits held at once.
         adapters: whether its linear layers will be given adapters.
     """
     cpu_torch.install()
@@ -175,7 +173,7 @@ def build_model(
         if last and head == "value":
             model.output_layer = ValueHead(config, spec.value_outputs, mesh.pg.tp).to(current_platform().device)
         elif last:
-            LogProbHead.adopt(model.output_layer, spec.vocab_size, logprob_chunk)
+            LogProbHead.adopt(model.output_layer, spec.vocab_size, logits_rows(spec.vocab_shard_size(mesh.tp_size)))
         mark_experts(model)
         install_router_replay(model)
         chunks.append(model.to(current_platform().device))

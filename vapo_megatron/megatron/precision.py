@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from vapo_megatron.config.model import LayoutConfig, ModelConfig, PrecisionConfig, TrainableConfig
+from vapo_megatron.config.model import ModelConfig, PrecisionConfig, TrainableConfig
 from vapo_megatron.errors import BadInput
 from vapo_megatron.megatron.adapters import check_adapter
 from vapo_megatron.megatron.layer_spec import uses_transformer_engine
@@ -75,16 +75,7 @@ def check_precision(
         )
     if model.dtype != "bfloat16":
         raise BadInput(f"{key} with dtype {model.dtype}: FP8 wants bfloat16 beside it, set model.dtype=bfloat16")
-    layers = spec.num_layers // section.layout.pp
-    if max(precision.bf16_layers) > layers:
-        raise BadInput(
-            f"{name}.precision.bf16_layers={list(precision.bf16_layers)} is above the {layers} layers of a pipeline "
-            "stage: lower it"
-        )
-    _check_shapes(spec, section.layout, precision, key)
-
-
-def _check_shapes(spec: ModelSpec, layout: LayoutConfig, precision: PrecisionConfig, key: str) -> None:
+    layout = section.layout
     if precision.fp8 == "blockwise" and layout.sequence_parallel and spec.hidden_size % 128:
         raise BadInput(
             f"{key} with layout.sequence_parallel=true: the model's hidden size, {spec.hidden_size}, is no multiple of "
@@ -103,16 +94,10 @@ def _check_shapes(spec: ModelSpec, layout: LayoutConfig, precision: PrecisionCon
 
 
 def fp8_settings(precision: PrecisionConfig) -> dict[str, Any]:
-    """Fields of Megatron's TransformerConfig."""
+    """Fields of Megatron's TransformerConfig; hybrid numbers have gradients in e5m2."""
     if precision.fp8 == "none":
         return {}
-    return dict(
-        fp8=precision.format,
-        fp8_recipe=precision.fp8,
-        first_last_layers_bf16=any(precision.bf16_layers),
-        num_layers_at_start_in_bf16=precision.bf16_layers[0],
-        num_layers_at_end_in_bf16=precision.bf16_layers[1],
-    )
+    return {"fp8": "e4m3" if precision.fp8 == "blockwise" else "hybrid", "fp8_recipe": precision.fp8}
 
 
 def drop_fp8_copies(chunks: Iterable[torch.nn.Module]) -> None:

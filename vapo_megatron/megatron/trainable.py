@@ -13,7 +13,7 @@ import torch
 from megatron.core import tensor_parallel
 from torch import Tensor, UntypedStorage
 
-from vapo_megatron.config.model import ActorConfig, ModelConfig, TrainableConfig
+from vapo_megatron.config.model import ModelConfig, TrainableConfig
 from vapo_megatron.data.balance import Cost, MicrobatchPlan, plan_microbatches
 from vapo_megatron.data.batch import ExperienceBatch
 from vapo_megatron.data.microbatch import MicroBatch, Packed, Share, planned_lengths
@@ -69,11 +69,8 @@ class Trainable:
             seed, force_reset_rng=True, tp_rank=mesh.tp_rank, ep_rank=mesh.ep_rank, etp_rank=0
         )
         self.transformer = transformer_config(spec, model, config)
-        rows = config.logprob_rows(spec.vocab_shard_size(mesh.tp_size)) if isinstance(config, ActorConfig) else 1
         adapted = config.kind == "adapter"
-        self._chunks = build_model(
-            spec, self.transformer, mesh, head, attention=model.attention, logprob_chunk=rows, adapters=adapted
-        )
+        self._chunks = build_model(spec, self.transformer, mesh, head, attention=model.attention, adapters=adapted)
         self.adapter = model.adapter if adapted else None
         if self.adapter is not None:
             add_adapters(self._chunks, spec, self.adapter, mesh, self.transformer, seed)

@@ -24,7 +24,7 @@ SCALE_SUFFIX = "_scale_inv"
 
 # Linear layers of the transformer. Embeddings, output layer, router, norms and biases stay as they are.
 _QUANTIZED = re.compile(
-    r"model\.layers\.(?P<layer>\d+)\.(self_attn\.[qkvo]_proj|mlp\.(experts\.\d+\.)?(gate|up|down)_proj)\.weight"
+    r"model\.layers\.\d+\.(self_attn\.[qkvo]_proj|mlp\.(experts\.\d+\.)?(gate|up|down)_proj)\.weight"
 )
 
 
@@ -32,15 +32,13 @@ _QUANTIZED = re.compile(
 class BlockFp8:
     """How weights are quantised. power_of_two rounds scales up to powers of two, as Transformer Engine's blockwise
     recipe does by default: a block then has the values that the trainer's own matrix products use, if it is a block
-    there as well (docs/weight_sync.md). kept_layers: transformer layers that stay as they are."""
+    there as well (docs/weight_sync.md)."""
 
     power_of_two: bool = False
-    kept_layers: frozenset[int] = frozenset()
 
     def covers(self, name: str) -> bool:
         """Whether a Hugging Face tensor is quantised."""
-        match = _QUANTIZED.fullmatch(name)
-        return match is not None and int(match["layer"]) not in self.kept_layers
+        return _QUANTIZED.fullmatch(name) is not None
 
     def convert(self, buckets: Iterable[NamedTensors]) -> Iterator[list[tuple[str, Tensor]]]:
         """Buckets with values and scales in the places of the tensors that are quantised; tensors of their own."""
@@ -61,7 +59,7 @@ class BlockFp8:
             "fmt": "e4m3",
             "activation_scheme": "dynamic",
             "weight_block_size": [BLOCK, BLOCK],
-            "modules_to_not_convert": ["lm_head", *(f"model.layers.{layer}" for layer in sorted(self.kept_layers))],
+            "modules_to_not_convert": ["lm_head"],
         }
 
 

@@ -19,7 +19,7 @@ from vapo_megatron.weights.fp8 import SCALE_SUFFIX, BlockFp8, dequantize, quanti
 
 pytestmark = pytest.mark.full
 
-RECIPE = BlockFp8(power_of_two=True, kept_layers=frozenset({1}))
+RECIPE = BlockFp8(power_of_two=True)
 CONFIG = RolloutConfig(
     quantization="fp8", load_format="dummy", max_running_requests=8, max_total_tokens=2048, start_timeout_s=240
 )
@@ -88,9 +88,9 @@ def test_a_scale_left_out_is_named(sync: WeightSync, weights: Weights) -> None:
         sync.load([list(weights.items())], version=2)
 
 
-def test_scales_of_a_layer_that_is_kept_are_refused(sync: WeightSync, weights: Weights) -> None:
-    weights["model.layers.1.mlp.down_proj.weight" + SCALE_SUFFIX] = torch.ones(2, 3)
-    with pytest.raises(RunFailed, match=r"layers\.1\.mlp\.down_proj\.weight_scale_inv of shape \[2, 3\] is not known"):
+def test_scales_of_what_is_not_quantised_are_refused(sync: WeightSync, weights: Weights) -> None:
+    weights["model.layers.1.input_layernorm.weight" + SCALE_SUFFIX] = torch.ones(2)
+    with pytest.raises(RunFailed, match=r"layers\.1\.input_layernorm\.weight_scale_inv of shape \[2\] is not known"):
         sync.load([list(weights.items())], version=3)
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from vapo_megatron.checkpoint.dist_saver import OPTIMIZER_BYTES
-from vapo_megatron.config.model import ActorConfig, AdapterConfig, LayoutConfig, TrainableConfig
+from vapo_megatron.config.model import AdapterConfig, LayoutConfig, TrainableConfig, logits_rows
 from vapo_megatron.config.plan import PlanConfig
 from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.errors import BadInput
@@ -279,9 +279,8 @@ class PlannedModel:
         if self.head != "lm" or stage != self.layout.pp - 1:
             return 0.0
         words = self.spec.vocab_shard_size(self.layout.tp)
-        chunk = self.config.logprob_rows(words) if isinstance(self.config, ActorConfig) else 1
         # fp32 logits and their exponentials, and a copy in the weights' own type.
-        rows = min(chunk, tokens) * words * (4 + 4 + self.width)
+        rows = min(logits_rows(words), tokens) * words * (4 + 4 + self.width)
         # The weight's gradient is summed in fp32 over chunks, beside one chunk's part or the result in its own type.
         return rows + (words * self.spec.hidden_size * (4 + self.width) if training else 0)
 
