@@ -2,8 +2,9 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import torch
@@ -340,37 +341,17 @@ def read_rope(config: Mapping[str, Any], path: str) -> tuple[float, RopeScaling 
 
 
 def inverse_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> Tensor:
-    """Radians a position for each pair of channels, float32 [head_dim / 2], on the CPU. Source: transformers'
-    modeling_rope_utils, operation by operation, so that both round alike."""
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64, device="cpu").float() / head_dim
-    frequencies = 1.0 / (theta**exponents)
+    """Radians a position for each pair of channels, float32 [head_dim / 2], on the CPU; scaled as transformers does."""
     if scaling is None:
-        return frequencies
-    if scaling.kind == "linear":
-        return frequencies / scaling.factor
-    if scaling.kind == "yarn":
-        kept = 1 - _yarn_ramp(head_dim, theta, scaling)
-        return 1.0 / (scaling.factor * theta**exponents) * (1 - kept) + frequencies * kept
-    length, low, high = scaling.original_max_position_embeddings, scaling.low_freq_factor, scaling.high_freq_factor
-    wavelengths = 2 * math.pi / frequencies
-    share = (length / wavelengths - low) / (high - low)
-    blended = (1 - share) * frequencies / scaling.factor + share * frequencies
-    stretched = torch.where(wavelengths > length / low, frequencies / scaling.factor, frequencies)
-    medium = (wavelengths >= length / high) & (wavelengths <= length / low)
-    return torch.where(medium, blended, stretched)
+        return 1.0 / (theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64, device="cpu").float() / head_dim))
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-
-def _yarn_ramp(head_dim: int, theta: float, scaling: RopeScaling) -> Tensor:
-    """Share by which each pair of channels is stretched: 0 for those that turn fast, 1 for those that turn slowly."""
-
-    def channel(turns: float) -> float:
-        length = scaling.original_max_position_embeddings
-        return (head_dim * math.log(length / (turns * 2 * math.pi))) / (2 * math.log(theta))
-
-    low, high = channel(scaling.beta_fast), channel(scaling.beta_slow)
-    if scaling.truncate:
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, head_dim - 1)
-    if low == high:
-        high += 0.001  # as transformers: no division by zero
-    return torch.clamp((torch.arange(head_dim // 2, dtype=torch.float32, device="cpu") - low) / (high - low), 0, 1)
+    config = SimpleNamespace(
+        rope_parameters={"rope_theta": theta, **asdict(scaling)},
+        head_dim=head_dim,
+        hidden_size=head_dim,
+        num_attention_heads=1,
+        standardize_rope_params=lambda: None,
+    )
+    frequencies: Tensor = ROPE_INIT_FUNCTIONS[scaling.kind](config, "cpu")[0]
+    return frequencies
