@@ -1,7 +1,6 @@
 """The rollout side of a run: what engines are asked for, what goes into a checkpoint and comes out of it."""
 
 import asyncio
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,7 +27,6 @@ from vapo_megatron.monitoring.recorder import Recorder
 from vapo_megatron.rewards.math import FAILED, Grade
 from vapo_megatron.rewards.pool import Case
 from vapo_megatron.training.rollouts import Rollouts, age_metrics, make_rollouts
-from vapo_megatron.training.skipped_updates import RECORD_FILE
 from vapo_megatron.weights.routed_experts import ExpertChoices
 from vapo_megatron.weights.spec import read_spec
 
@@ -107,7 +105,7 @@ def test_engines_are_asked_with_what_the_run_is_configured_with(fixed: bool) -> 
         assert request.goes_on is False and request.window is None
     # Steps 2 to 4 remain; engines of their own write all of them for a policy that stands still.
     assert len(asked(rollouts)) == (6 if fixed else 2)
-    assert rollouts.stream is None and rollouts.next_prompt == 2
+    assert rollouts.stream is None
 
 
 def test_engines_that_share_the_device_do_not_work_ahead_of_a_fixed_policy() -> None:
@@ -208,7 +206,7 @@ def test_groups_without_signal_are_counted_step_by_step() -> None:
     _, row = steps(rollouts, 2)
     assert (row["dynamic_sampling/prompts"], row["dynamic_sampling/kept"]) == (3, 2)
     assert row["rollout/dropped_no_signal"] == 1
-    assert rollouts.next_prompt == 5 and rollouts.prompts is not None and rollouts.prompts.cursor == 5
+    assert rollouts.prompts is not None and rollouts.prompts.cursor == 5
     rollouts.end()
 
 
@@ -398,12 +396,6 @@ def test_a_resumed_run_goes_on_with_its_prompts_its_probe_and_its_groups(config:
         assert [sample.prompt for sample in group] == [first.prompts.at(number)] * 2
         assert all(sample.text for sample in group)
     assert made(config, resumed(groups)).saved == (state, {}), "all of them were under way"
-    run_dir = Path(config.run.directory)
-    run_dir.mkdir(parents=True)
-    (run_dir / RECORD_FILE).write_text(json.dumps({"checkpoint": str(CheckpointName(3)), "cursor": 3}))
-    back = made(config, resumed(groups, packed))
-    assert back.prompts is not None and back.prompts.cursor == 3 and back.saved is not None
-    assert back.saved[1].keys() == {3}, "prompts that the run went back from are not trained on again"
 
 
 def replace_cursor(progress: Progress, rollouts: Rollouts, cursor: int) -> Progress:

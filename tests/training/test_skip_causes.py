@@ -1,4 +1,4 @@
-"""What the judge of updates refuses, by its numbers, and what a run that goes back leaves behind."""
+"""What the judge of updates refuses, by its numbers, and when a run ends for it."""
 
 import json
 from pathlib import Path
@@ -9,11 +9,10 @@ import torch
 from batches import make_batch, spread
 from threads import on_threads
 
-from vapo_megatron.checkpoint.checkpoints import list_checkpoints
-from vapo_megatron.errors import RunFailed, TryAgain
+from vapo_megatron.errors import RunFailed
 from vapo_megatron.training import skipped_updates
 from vapo_megatron.training.shards import ShardedBatch, seat
-from vapo_megatron.training.skipped_updates import CAUSES, RECORD_FILE, SkippedUpdates, first_prompt
+from vapo_megatron.training.skipped_updates import CAUSES, SkippedUpdates
 
 NAN, INF = float("nan"), float("inf")
 
@@ -67,23 +66,6 @@ def test_no_signal_and_nothing_selected_are_skipped_and_do_no_harm(monkeypatch: 
         "skipped_updates/no_signal": 2.0,
     }
     assert not judge.exhausted
-
-
-def test_it_goes_back_to_a_checkpoint_a_bounded_number_of_times(tmp_path: Path) -> None:
-    judge = SkippedUpdates()
-    with pytest.raises(RunFailed, match="no checkpoint to go back to"):
-        judge.go_back(tmp_path, step=3, cursor=24)
-    for name in ("step_000002", "step_000004"):
-        (tmp_path / "checkpoints" / name).mkdir(parents=True)
-        for cursor in (24, 40):
-            with pytest.raises(TryAgain, match="with other prompts") as told:
-                judge.go_back(tmp_path, step=5, cursor=cursor)
-            assert told.value.exit_code == 75
-            newest = list(list_checkpoints(tmp_path))[-1]
-            assert first_prompt(tmp_path, newest, 16) == cursor and first_prompt(tmp_path, newest, 99) == 99
-        with pytest.raises(RunFailed, match=f"as each of 3 times from .*{name}"):
-            judge.go_back(tmp_path, step=5, cursor=56)
-    assert first_prompt(tmp_path, next(iter(list_checkpoints(tmp_path))), 16) == 16
 
 
 def verdicts(judge: SkippedUpdates, rows: list[tuple[str, float, dict[str, float]]]) -> list[bool]:
@@ -168,25 +150,13 @@ def test_a_rollout_of_nothing_is_empty() -> None:
     assert judge.is_sound(batch)
 
 
-def test_what_a_run_that_goes_back_says_and_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_whose_updates_are_skipped_again_and_again_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(skipped_updates, "MOST_IN_A_ROW", 3)
     judge = SkippedUpdates()
-    (tmp_path / "checkpoints" / "step_000002").mkdir(parents=True)
-    verdicts(judge, norms(NAN, model="critic"))
-    said = f"{tmp_path}: 3 skipped updates in a row at step 5 (the last one: nonfinite_grad_norm of the critic)"
-    with pytest.raises(TryAgain) as again:
-        judge.go_back(tmp_path, step=5, cursor=24)
-    assert str(again.value).startswith(f"{said}: start the same command again")
-    record = json.loads((tmp_path / RECORD_FILE).read_text())
-    cause = "nonfinite_grad_norm of the critic"
-    assert record == {"checkpoint": "step_000002", "times": 1, "cursor": 24, "cause": cause}
-    with pytest.raises(TryAgain):
-        judge.go_back(tmp_path, step=5, cursor=24)
-    with pytest.raises(RunFailed) as told:
-        judge.go_back(tmp_path, step=5, cursor=24)
-    assert str(told.value).startswith(f"{said}, as each of 3 times from ")
-    assert json.loads((tmp_path / RECORD_FILE).read_text())["times"] == 2, "what fails leaves the record as it was"
-    (tmp_path / RECORD_FILE).unlink()
-    with pytest.raises(TryAgain, match=r"goes on from .* with the same data"):
-        judge.go_back(tmp_path, step=5, cursor=None)  # fine-tuning: its order does not follow from a cursor
-    assert json.loads((tmp_path / RECORD_FILE).read_text())["cursor"] == 0
+    verdicts(judge, norms(NAN, NAN, NAN, model="critic"))
+    assert judge.exhausted
+    with pytest.raises(RunFailed) as failed:
+        judge.end(tmp_path, step=5)
+    cause = "(the last one: nonfinite_grad_norm of the critic)"
+    assert str(failed.value).startswith(f"{tmp_path}: 3 skipped updates in a row at step 5 {cause}: docs/robustness.md")
+    assert failed.value.shared and failed.value.exit_code == 1

@@ -40,7 +40,7 @@ _RESULTS = {
         PROFILE,
         "recorded_rollouts",
     ),
-    *("report.html", "skipped_updates.json"),
+    "report.html",
 }
 
 

@@ -3,8 +3,6 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,7 +31,6 @@ from vapo_megatron.monitoring.recorder import Recorder
 from vapo_megatron.rewards.grading import failed_share, grade_samples
 from vapo_megatron.rewards.pool import VerifierPool
 from vapo_megatron.signals import stop_requested
-from vapo_megatron.training.skipped_updates import first_prompt
 from vapo_megatron.weights.routed_experts import ExpertChoices
 from vapo_megatron.weights.spec import ModelSpec
 
@@ -216,13 +213,6 @@ class Rollouts:
         if self.stream is not None:
             self.stream.advance()
 
-    @property
-    def next_prompt(self) -> int:
-        """On rank 0: the number of the first prompt that was never drawn; 0 elsewhere."""
-        if self.stream is not None:
-            return self.stream.ledger.next
-        return self.prompts.cursor if self.prompts is not None else 0
-
     def state(self) -> tuple[dict[str, Any], bytes]:
         """On rank 0, for a checkpoint: what the ledger says, and the graded groups that wait for the trainer.
 
@@ -290,7 +280,7 @@ def make_rollouts(
         probe = broadcast_value(None if prompts is None else prompt_sequences(prompts))
     else:
         probe = [list(ids) for ids in resumed.progress.probe]
-        on_rank_zero(partial(_go_on, prompts, resumed, Path(config.run.directory)))
+        on_rank_zero(lambda: prompts.restore(resumed.progress.prompts) if prompts is not None else None)
     rollouts = Rollouts(
         engines,
         tokenizer,
@@ -306,19 +296,6 @@ def make_rollouts(
     if prompts is not None and config.rollout.agent is not None:
         rollouts.agent_settings = config.rollout
     if resumed is not None and prompts is not None and resumed.progress.groups:
-        rollouts.saved = resumed.progress.groups, _saved_groups(resumed, prompts, tokenizer)
+        graded = resumed.read(GROUPS_FILE)
+        rollouts.saved = resumed.progress.groups, unpack_groups(graded, prompts.at, tokenizer.decode) if graded else {}
     return rollouts
-
-
-def _saved_groups(resumed: Resumed, prompts: PromptSource, tokenizer: TextTokenizer) -> dict[int, list[Sample]]:
-    """The graded groups of a checkpoint, without those that a run which went back to it is to leave out."""
-    if not (graded := resumed.read(GROUPS_FILE)):
-        return {}
-    groups = unpack_groups(graded, prompts.at, tokenizer.decode)
-    return {number: group for number, group in groups.items() if number >= prompts.cursor}
-
-
-def _go_on(prompts: PromptSource | None, resumed: Resumed, run_dir: Path) -> None:
-    if prompts is not None:
-        prompts.restore(resumed.progress.prompts)
-        prompts.cursor = first_prompt(run_dir, resumed.name, prompts.cursor)

@@ -173,7 +173,7 @@ def sft_rank(config: SftConfig, run_dir: Path, start: Start) -> None:
                 metrics = recorder.write(step)
                 if updates.exhausted:
                     checkpointer.wait()
-                    on_rank_zero(partial(updates.go_back, run_dir, step, None))
+                    updates.end(run_dir, step)
                 advance(1)
                 last = step == steps
                 every = config.checkpoint.every is not None and step % config.checkpoint.every == 0

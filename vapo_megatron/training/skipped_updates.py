@@ -1,19 +1,16 @@
-"""Optimizer updates that would harm a model: told by their numbers, skipped and counted; many in a row end the run."""
+"""Skips and counts optimizer updates whose numbers would harm a model; many in a row end the run."""
 
-import json
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from vapo_megatron.checkpoint.checkpoints import CheckpointName, latest_checkpoint
-from vapo_megatron.checkpoint.manifest import write_json
-from vapo_megatron.errors import RunFailed, TryAgain
+from vapo_megatron.errors import RunFailed
 from vapo_megatron.monitoring import names
 from vapo_megatron.training.shards import ShardedBatch
 
@@ -29,13 +26,11 @@ CAUSES = (
     "no_signal",
     UNFINISHED,
 )
-RECORD_FILE = "skipped_updates.json"
-_RESTARTS = 2  # from one checkpoint
-MOST_IN_A_ROW = 10  # skipped updates of one model, after which the run goes back to its last checkpoint
+MOST_IN_A_ROW = 10  # skipped updates of one model, after which the run ends
 
 
 class SkippedUpdates:
-    """Judges every optimizer update of a run before it is made. The same on every rank."""
+    """Judges every optimizer update of a run before it is made, alike on every rank."""
 
     def __init__(self, state: Mapping[str, Any] | None = None) -> None:
         """state: what state() gave when the checkpoint was saved that the run goes on from."""
@@ -96,39 +91,21 @@ class SkippedUpdates:
         row = {names.SKIPPED_UPDATES: float(taken.total())}
         return row | {f"{names.SKIPPED}{cause}": float(number) for cause, number in sorted(taken.items())}
 
-    @property
-    def exhausted(self) -> bool:
-        """Whether so many updates were skipped in a row that the run has to go back."""
-        return max(self._in_row.values(), default=0) >= MOST_IN_A_ROW
-
     def state(self) -> dict[str, Any]:
         """For a checkpoint."""
         return {"in_row": dict(self._in_row)}
 
-    def go_back(self, run_dir: Path, step: int, cursor: int | None) -> None:
-        """On rank 0: end the run, to go on from its last checkpoint with prompts from cursor on; None: with the data
-        that it had, which do not follow from a cursor.
+    @property
+    def exhausted(self) -> bool:
+        """Whether so many updates in a row were skipped that the run has to end."""
+        return max(self._in_row.values(), default=0) >= MOST_IN_A_ROW
 
-        Raises:
-            TryAgain: it may.
-            RunFailed: there is no checkpoint, or it has gone back to it often enough.
-        """
-        checkpoint = latest_checkpoint(run_dir)
-        skipped = f"{MOST_IN_A_ROW} skipped updates in a row at step {step} (the last one: {self._last_cause})"
-        problem = f"{run_dir}: {skipped}"
-        if checkpoint is None:
-            raise RunFailed(f"{problem}, and no checkpoint to go back to: docs/robustness.md says what to look at")
-        before = _read_record(run_dir)
-        times = 1 + (before["times"] if before.get("checkpoint") == checkpoint.name else 0)
-        if times > _RESTARTS:
-            raise RunFailed(
-                f"{problem}, as each of {times} times from {checkpoint}: docs/robustness.md says what to look at"
-            )
-        record = {"checkpoint": checkpoint.name, "times": times, "cursor": cursor or 0, "cause": self._last_cause}
-        write_json(run_dir / RECORD_FILE, record)
-        raise TryAgain(
-            f"{problem}: start the same command again, with run.resume=auto; it goes on from {checkpoint} with "
-            f"{'the same data' if cursor is None else 'other prompts'}"
+    def end(self, run_dir: Path, step: int) -> NoReturn:
+        """End the run for skipped updates. Raises RunFailed, on every rank."""
+        raise RunFailed(
+            f"{run_dir}: {MOST_IN_A_ROW} skipped updates in a row at step {step} (the last one: {self._last_cause}): "
+            "docs/robustness.md says what to look at; run.resume=auto goes on from the last checkpoint",
+            shared=True,
         )
 
     def _skip(self, model: str, cause: str) -> None:
@@ -141,18 +118,6 @@ def _cause(grad_norm: float, losses: Sequence[float]) -> str | None:
     if not all(map(math.isfinite, losses)):
         return "nonfinite_loss"
     return None if math.isfinite(grad_norm) else "nonfinite_grad_norm"
-
-
-def first_prompt(run_dir: Path, checkpoint: CheckpointName, cursor: int) -> int:
-    """The prompt to go on with from a checkpoint saved at cursor: a later one where the run went back to it."""
-    record = _read_record(run_dir)
-    return max(cursor, record["cursor"]) if record.get("checkpoint") == str(checkpoint) else cursor
-
-
-def _read_record(run_dir: Path) -> dict[str, Any]:
-    path = run_dir / RECORD_FILE
-    record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    return record
 
 
 def _are_finite(*tensors: Tensor | None) -> bool:

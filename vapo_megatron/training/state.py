@@ -105,16 +105,13 @@ class RunState:
         rollouts: None where a critic is pretrained alone; milestone: work that is dear was just done.
 
         Raises:
-            TryAgain: the run is saved and was asked to stop, or its time is short, or its engines fail (EnginesFailed);
-                or it has to go back to its last checkpoint, for too many skipped updates.
-            RunFailed: an alarm stops the run, or it has gone back often enough.
+            TryAgain: the run is saved and was asked to stop, or its time is short, or its engines fail (EnginesFailed).
+            RunFailed: an alarm stops the run, or too many updates in a row were skipped.
             BadInput: a save failed.
         """
         if self.updates.exhausted:
             self._checkpointer.wait()
-            on_rank_zero(
-                partial(self.updates.go_back, self.run_dir, self.step, rollouts.next_prompt if rollouts else None)
-            )
+            self.updates.end(self.run_dir, self.step)
         last, every = self.step == self.last_step, self._config.every
         periodic = every is not None and (milestone or (self.step > 0 and self._is_multiple_of(every)))
         progress = Progress(
