@@ -1,7 +1,6 @@
 """One live run per run directory: a file beside it names its process, which keeps touching it.
 
-File locks do not work on all shared file systems; a file that is made with O_EXCL and touched again and again does.
-Ages are taken from the file system's own clock, so that clocks of nodes may differ.
+File locks do not work on all shared file systems. A file that is made with O_EXCL and touched again and again does.
 """
 
 import json
@@ -22,8 +21,10 @@ from vapo_megatron.errors import BadInput
 _logger = logging.getLogger(__name__)
 
 _BEAT_SECONDS = 15.0
-# Without a sign of life for so long, whoever held it is gone. Network file systems show a touch up to 60 s late.
+# A process that shows no sign of life for so long is gone. Network file systems show a touch up to 60 s late.
 _STALE_SECONDS = 180.0
+# Clocks of two nodes are not that far apart: a touch that is older by this node's clock needs no watching.
+_CLOCKS_SECONDS = 3600.0
 
 
 @dataclass(frozen=True)
@@ -31,11 +32,12 @@ class Holder:
     """A process that works in a run directory.
 
     Attributes:
-        host: for people.
-        machine: boot and process namespace in which `pid` means something.
-        born: when it started, in clock ticks since boot: process ids come again.
-        job: Slurm's id of its job; empty outside Slurm.
-        restart: how often Slurm had requeued that job, and which attempt of that try it is (slurm/lib.sh).
+        host: its host name, for messages.
+        machine: the boot and the process namespace in which `pid` means something.
+        pid: its process id.
+        born: when it started, in clock ticks since boot, since process ids are used again.
+        job: the id of its Slurm job; empty outside Slurm.
+        restart: how often Slurm had requeued that job, and the attempt within that try (slurm/lib.sh).
     """
 
     host: str
@@ -44,7 +46,6 @@ class Holder:
     born: int
     job: str
     restart: str
-    token: str
 
     @classmethod
     def here(cls, environment: Mapping[str, str]) -> "Holder":
@@ -57,13 +58,12 @@ class Holder:
             born=_born(os.getpid()) or 0,
             job=environment.get("SLURM_JOB_ID", ""),
             restart=f"{environment.get('SLURM_RESTART_COUNT', '0')}.{environment.get('VAPO_ATTEMPT', '0')}",
-            token=secrets.token_hex(8),
         )
 
     def lives(self, seen_from: "Holder") -> bool | None:
-        """Whether it is still there; None where that cannot be known from here."""
+        """Whether the process still runs; None where that cannot be known from here."""
         if self.job and self.job == seen_from.job and self.restart != seen_from.restart:
-            return False  # Slurm has requeued the job, or its script has begun again: what was before is over
+            return False  # an earlier try of the same job
         return _born(self.pid) == self.born if self.machine == seen_from.machine else None
 
     def __str__(self) -> str:
@@ -80,14 +80,14 @@ class Lease:
         beat: float = _BEAT_SECONDS,
         stale: float = _STALE_SECONDS,
     ) -> None:
-        """Nothing is taken yet. beat, stale: seconds between signs of life, and without one until it is void."""
+        """Takes nothing yet. beat: seconds between signs of life; stale: seconds without one that make it void."""
         self._run_dir, self._environment, self._beat, self._stale = run_dir, environment, beat, stale
         self._path = run_dir.with_name(f".{run_dir.name}.lease")
         self._holder: Holder | None = None
         self._over = threading.Event()
 
     def take(self) -> None:
-        """Take it, once. A holder of whom nothing is known is watched for signs of life first.
+        """Take it, once. A holder on another machine is watched for signs of life first.
 
         Raises:
             BadInput: another live process works in the run directory, or the file system refuses.
@@ -98,7 +98,7 @@ class Lease:
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             while not self._create(holder):
-                self._free(holder)
+                self._remove(self._dead_holder(holder))
         except OSError as error:
             raise BadInput(
                 f"run.root: {self._run_dir} cannot be made ({error.strerror or error}): make room, or set "
@@ -118,7 +118,7 @@ class Lease:
         self._holder = None
 
     def _create(self, holder: Holder) -> bool:
-        """Make the file, unless there is one."""
+        """Make the file; False where there is one."""
         try:
             descriptor = os.open(self._path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
         except FileExistsError:
@@ -126,39 +126,36 @@ class Lease:
         try:
             with open(descriptor, "w", encoding="utf-8") as file:
                 json.dump(asdict(holder), file)
-                file.flush()
-                os.fsync(file.fileno())
         except OSError:
             self._path.unlink()
             raise
         return True
 
-    def _free(self, own: Holder) -> None:
-        """Return once no process holds it. Raises BadInput as soon as it is known that one does."""
+    def _dead_holder(self, here: Holder) -> Holder | None:
+        """The holder, once it is known to be gone; None where the file is not written to its end, or gone."""
         holder, touched = _look(self._path)
-        lives = holder.lives(own) if holder is not None else None
-        first, warned = touched, False
-        while touched is not None and lives is not False:
-            age = max(0.0, self._now() - touched)
-            if lives or touched != first:
-                raise BadInput(
-                    f"{self._run_dir}: {holder or 'another process'} works in it, last sign of life {age:.0f} s ago: "
-                    "wait for its end, end it, or choose another run.name"
-                )
-            if age > self._stale:
-                break
-            if not warned:
-                self._warn(f"{holder or 'another process'} held it; waiting up to {self._stale - age:.0f} s for a sign")
-                warned = True
-            time.sleep(min(1.0, self._beat / 4))
-            now_held_by, touched = _look(self._path)
-            if now_held_by != holder:
-                return
-        if touched is not None:
-            self._remove(holder)
+        lives = holder.lives(here) if holder is not None else None
+        if touched is None or lives is False:
+            return holder
+        name, age = holder or "another process", max(0.0, time.time() - touched)
+        if lives is None and age < _CLOCKS_SECONDS:
+            _logger.warning("%s: %s held it; watching %.0f s for a sign of life", self._run_dir, name, self._stale)
+            end = time.monotonic() + self._stale
+            while not lives and time.monotonic() < end:
+                time.sleep(min(1.0, self._beat / 4))
+                if (now := _look(self._path)) != (holder, touched):
+                    if now[0] != holder:
+                        return self._dead_holder(here)
+                    lives = True
+        if lives:
+            raise BadInput(
+                f"{self._run_dir}: {name} works in it, last sign of life {age:.0f} s ago: "
+                "wait for its end, end it, or choose another run.name"
+            )
+        return holder
 
     def _remove(self, holder: Holder | None) -> None:
-        """Remove the file of a holder that is gone, and no other one's that has come meanwhile."""
+        """Remove the file of a holder that is gone, unless another process has taken over meanwhile."""
         aside = self._path.with_name(f"{self._path.name}.{secrets.token_hex(4)}")
         try:
             self._path.rename(aside)
@@ -167,36 +164,24 @@ class Lease:
         if _look(aside)[0] != holder:
             aside.rename(self._path)
             return
-        self._warn(f"taken over from {holder or 'a process'}, which is gone")
+        _logger.warning("%s: taken over from %s, which is gone", self._run_dir, holder or "a process")
         aside.unlink()
-
-    def _now(self) -> float:
-        """The time of the file system."""
-        probe = self._path.with_name(f"{self._path.name}.{secrets.token_hex(4)}")
-        probe.touch()
-        try:
-            return probe.stat().st_mtime
-        finally:
-            probe.unlink()
 
     def _touch(self) -> None:
         missed = 0
-        while not self._over.wait(self._beat) and missed < 2:  # it may be aside while another one looks whose it is
-            with suppress(OSError):  # a file system that is away for a moment
+        while missed < 2 and not self._over.wait(self._beat):  # a rival may hold it aside for a moment
+            with suppress(OSError):  # the file system may be away for a moment
                 missed = 0 if _look(self._path)[0] == self._holder else missed + 1
                 if not missed:
                     os.utime(self._path)
         if missed == 2:
-            self._warn("its lease is gone: another run took it over, or it was removed; two runs may write here")
-
-    def _warn(self, text: str) -> None:
-        _logger.warning("%s: %s", self._run_dir, text)
+            _logger.warning("%s: its lease was taken over or removed; two runs may write here", self._run_dir)
 
 
 def _look(path: Path) -> tuple[Holder | None, float | None]:
-    """Who holds it (None: not written to the end) and when it was touched last (None: there is no such file)."""
+    """The holder (None: not written to the end) and when the file was last touched (None: there is no such file)."""
     try:
-        # Opened, not asked for by name: network file systems answer that from what they remember.
+        # Opened, since network file systems answer stat() from what they remember.
         with path.open(encoding="utf-8") as file:
             touched = os.fstat(file.fileno()).st_mtime
             text = file.read()

@@ -158,12 +158,6 @@ class UpdateConfig(Section):
     )
     minibatch_unit: Literal["samples", "groups"] = Field("samples", description="responses, or prompts with all theirs")
     epochs: int = Field(1, ge=1, description="passes over a rollout")
-    rollout_logprobs_within: float | None = Field(
-        None,
-        gt=0,
-        description="take the engines' log-probs for the old ones, without a pass that computes them, where those of "
-        "every sixteenth response are on average at most so far from the trainer's; none: compute all of them",
-    )
     critic_updates_per_policy_update: int = Field(1, ge=1, description="passes of the critic for one of the policy")
 
     @model_validator(mode="after")
@@ -295,19 +289,6 @@ class AlgorithmConfig(Section):
                     raise ValueError(
                         f"{key} with {truncated}: its value targets are Monte-Carlo returns of finished "
                         "responses and nothing else, choose bootstrap or unset it"
-                    )
-        if self.update.rollout_logprobs_within is not None:
-            for key, on in (
-                (f"importance_sampling.kind={self.importance_sampling.kind}", self.importance_sampling.kind != "none"),
-                (f"advantage.off_policy={self.advantage.off_policy}", self.advantage.off_policy != "none"),
-                (f"advantage.function={self.advantage.function}", self.advantage.function is not None),
-                (f"filter_function={self.filter_function}", self.filter_function is not None),
-                (f"metrics_function={self.metrics_function}", self.metrics_function is not None),
-            ):
-                if on:
-                    raise ValueError(
-                        f"update.rollout_logprobs_within={self.update.rollout_logprobs_within} with {key}: that reads "
-                        "what the trainer says of every token, set one of them back"
                     )
         if self.policy_loss.of_rollout and self.importance_sampling.kind != "none":
             raise ValueError(

@@ -96,7 +96,6 @@ class TrainConfig(Section):
         self._rollouts_fit()
         self._agents_fit()
         self._old_responses_fit()
-        self._scoring_fits()
         self._windows_fit()
         _check_preset(self)
         return self
@@ -223,18 +222,6 @@ class TrainConfig(Section):
                 f"{key} with algorithm.advantage.estimator=remax: its greedy responses are of newer weights than the "
                 "others, choose another estimator"
             )
-
-    def _scoring_fits(self) -> None:
-        within, rollout = self.algorithm.update.rollout_logprobs_within, self.rollout
-        older = rollout.asynchronous.max_staleness > 0 or rollout.partial_responses.enabled or rollout.windows > 1
-        for key, on in (
-            ("critic.kind=probe", self.algorithm.uses_critic and self.critic.kind == "probe"),
-            ("rollout.router_replay=true", rollout.router_replay),
-            ("responses of older weights (rollout.asynchronous, .partial_responses or .windows)", older),
-        ):
-            if on and within is not None:
-                name = f"algorithm.update.rollout_logprobs_within={within}"
-                raise ValueError(f"{name} with {key}: that needs the pass, set one of them back")
 
     def _windows_fit(self) -> None:
         algorithm, rounds = self.algorithm, self.algorithm.dynamic_sampling.max_rounds
