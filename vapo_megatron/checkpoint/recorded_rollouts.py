@@ -7,7 +7,7 @@ the files and their digests (checkpoint/manifest.py) and hold no copy.
 """
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -30,29 +30,29 @@ _OVER_TOKENS = ("tokens", "rollout_logprobs", "loss_mask", "segment_starts", "tu
 
 
 class RecordedRollouts:
-    """Recorded rollouts in the order in which they were recorded; groups of several rollouts stay apart. `files` has
-    the size and digest of each by its path from the run directory, `table` what goes by samples, and prompt_ids, int64
-    [S], is the same for samples of one prompt in whichever rollout: a digest of its tokens."""
+    """Recorded rollouts in the order in which they were recorded; groups of several rollouts stay apart.
+
+    Attributes:
+        files: size and digest of each, by its path from the run directory.
+        table: what goes by samples, of all of them.
+        prompt_ids: int64 [S], a digest of each sample's prompt: the same in whichever rollout.
+    """
 
     def __init__(self, run_dir: Path, files: Mapping[str, FileFacts] | None = None) -> None:
-        """files: of an earlier attempt of the run, found whole. Raises BadInput where one cannot be mapped."""
+        """files: those of an earlier attempt, found whole. Raises BadInput where one cannot be mapped."""
         self._run_dir = run_dir
         self.files: dict[str, FileFacts] = {}
-        self._tokens: list[Tensor] = []
-        self._logprobs: list[Tensor] = []
-        self._masks: list[Tensor | None] = []
-        self._segment_starts: list[Tensor | None] = []
-        self._turn_rewards: list[Tensor | None] = []
+        self._rollouts: list[ExperienceBatch] = []
         none = torch.zeros(0, dtype=torch.int64)
-        # Of each sample: its file, and where it and its response begin there.
-        self._file = self._start = self._response_start = self.prompt_ids = none
+        # For each sample its rollout, and where it and its response begin there.
+        self._rollout = self._start = self._response_start = self.prompt_ids = none
         self.table = SampleTable(none, none, none.float(), none.bool(), none.bool(), none)
         for name, facts in sorted((files or {}).items()):
             self.add(name, facts)
 
     @property
     def next_name(self) -> str:
-        """Of the next rollout's file."""
+        """The file of the next rollout."""
         return f"{RECORD_FOLDER}/rollouts_{len(self.files):05d}.safetensors"
 
     def add(self, name: str, facts: FileFacts) -> None:
@@ -61,56 +61,37 @@ class RecordedRollouts:
         table = rollout.table()
         if self.files:
             table.group_ids += int(self.table.group_ids.max()) + 1
-        file = torch.full((rollout.samples,), len(self.files), dtype=torch.int64)
-        self.files[name] = facts
-        self._tokens.append(rollout.tokens)
-        self._logprobs.append(rollout.rollout_logprobs)
-        self._masks.append(rollout.loss_mask)
-        self._segment_starts.append(rollout.segment_starts)
-        self._turn_rewards.append(rollout.turn_rewards)
-        self._file = torch.cat((self._file, file))
+        self._rollout = torch.cat((self._rollout, torch.full((rollout.samples,), len(self.files))))
         self._start = torch.cat((self._start, rollout.cu_seqlens[:-1]))
         self._response_start = torch.cat((self._response_start, rollout.response_cu_seqlens[:-1]))
         self.prompt_ids = torch.cat((self.prompt_ids, _prompt_ids(rollout)))
         self.table = self.table.followed_by(table)
+        self.files[name] = facts
+        self._rollouts.append(rollout)
 
     def tokens_of(self, samples: Tensor) -> dict[str, Tensor]:
-        """Tokens, rollout log-probs and, where any has them, the loss mask and the rewards of turns: a copy."""
-        responses, lengths, files = (
-            self.table.response_lengths[samples],
-            self.table.lengths[samples],
-            self._file[samples],
-        )
-        tensors = {
-            "tokens": _joined(self._tokens, files, self._start[samples], lengths),
-            "rollout_logprobs": _joined(self._logprobs, files, self._response_start[samples], responses),
-        }
-        if self.table.observation_lengths is not None:
-            rows = zip(samples.tolist(), files.tolist(), self._start[samples].tolist(), lengths.tolist(), strict=True)
-            masks = [self._mask(*row) for row in rows]
-            tensors["loss_mask"] = torch.cat([torch.zeros(0, dtype=torch.bool), *masks])
-        for name, held, starts, counts in (
-            ("segment_starts", self._segment_starts, self._start, lengths),
-            ("turn_rewards", self._turn_rewards, self._response_start, responses),
-        ):
-            if (like := next((tensor for tensor in held if tensor is not None), None)) is not None:
-                stretches = zip(files.tolist(), starts[samples].tolist(), counts.tolist(), strict=True)
-                sources = ((held[file], start, length) for file, start, length in stretches)
-                parts = [like.new_zeros(n) if of is None else of[start : start + n] for of, start, n in sources]
-                tensors[name] = torch.cat([like[:0], *parts])
-        return tensors
-
-    def _mask(self, sample: int, file: int, start: int, length: int) -> Tensor:
-        mask = self._masks[file]
-        if mask is not None:
-            return mask[start : start + length]
-        return torch.arange(length) >= self.table.prompt_lengths[sample]
-
-
-def _joined(sources: Sequence[Tensor], files: Tensor, starts: Tensor, lengths: Tensor) -> Tensor:
-    """A copy of one stretch after another; files, starts and lengths int64 [S] say where each lies."""
-    stretches = zip(files.tolist(), starts.tolist(), lengths.tolist(), strict=True)
-    return torch.cat([sources[0][:0], *(sources[file][start : start + length] for file, start, length in stretches)])
+        """A copy of the fields over tokens of some samples, int64 [n], in that order: those that any rollout has."""
+        fields = {}
+        for name in _OVER_TOKENS:
+            over_responses = name in ("rollout_logprobs", "turn_rewards")
+            starts = self._response_start if over_responses else self._start
+            lengths = self.table.response_lengths if over_responses else self.table.lengths
+            held = [getattr(rollout, name) for rollout in self._rollouts]
+            like = next((tensor for tensor in held if tensor is not None), None)
+            if like is None:
+                continue
+            parts = [like[:0]]
+            places = (samples, self._rollout[samples], starts[samples], lengths[samples])
+            for sample, number, start, length in zip(*(place.tolist() for place in places), strict=True):
+                tensor = held[number]
+                if tensor is not None:
+                    parts.append(tensor[start : start + length])
+                elif name == "loss_mask":
+                    parts.append(torch.arange(length) >= self.table.prompt_lengths[sample])
+                else:
+                    parts.append(like.new_zeros(length))
+            fields[name] = torch.cat(parts)
+        return fields
 
 
 def _prompt_ids(rollout: ExperienceBatch) -> Tensor:

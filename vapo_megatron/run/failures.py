@@ -4,7 +4,6 @@ CUDA and NCCL report a failed device, a lost rank, a mistake in a program and a 
 """
 
 import re
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -85,33 +84,3 @@ def _out_of_memory(error: BaseException, text: str, where: str) -> RunFailed:
 def _in_gib(amount: str) -> str:
     number, unit = amount.split()
     return f"{int(number) / 2**30:.2f} GiB" if unit == "bytes" else amount
-
-
-class MemoryKills:
-    """Whether the system has killed a process of this control group for want of memory since this object was made: the
-    kernel tells nobody, and counts such kills (memory.events; memory.oom_control in version 1 of control groups)."""
-
-    def __init__(self, groups: Path = Path("/sys/fs/cgroup")) -> None:
-        self._files = _events_files(groups)
-        self._before = self._count()
-
-    @property
-    def happened(self) -> bool:
-        """Whether the count has risen."""
-        return self._count() > self._before
-
-    def _count(self) -> int:
-        lines = [line.split() for path in self._files for line in path.read_text().splitlines()]
-        return sum(int(words[1]) for words in lines if words[:1] == ["oom_kill"])
-
-
-def _events_files(groups: Path) -> list[Path]:
-    """Those of this process' control group, or of all that a container sees."""
-    for line in Path("/proc/self/cgroup").read_text().splitlines():
-        _, controllers, name = line.split(":", 2)
-        if not controllers or "memory" in controllers.split(","):
-            root, file = (groups / "memory", "memory.oom_control") if controllers else (groups, "memory.events")
-            paths = [path for path in (root / name.lstrip("/") / file, root / file) if path.is_file()]
-            if paths:
-                return paths[:1]
-    return []

@@ -20,7 +20,7 @@ from vapo_megatron.errors import BadInput, RunFailed, TryAgain, VapoError
 from vapo_megatron.megatron.mesh import shorten_nccl_waits
 from vapo_megatron.megatron.platform import current_platform
 from vapo_megatron.run.children import begin_child, end_children
-from vapo_megatron.run.failures import DeviceFault, LostPeer, MemoryKills, explain
+from vapo_megatron.run.failures import DeviceFault, LostPeer, explain
 from vapo_megatron.run.place import RankPlace, node_name
 from vapo_megatron.run.watchdog import Hang
 from vapo_megatron.signals import (
@@ -197,7 +197,7 @@ def _wait(ranks: list[Any], failures: Any) -> None:
     running = {rank.sentinel: rank for rank in ranks}
     errors: dict[str, VapoError] = {}
     lost: VapoError | None = None
-    lost_at, memory = 0.0, MemoryKills()
+    lost_at = 0.0
     while running:
         ended = multiprocessing.connection.wait(list(running), _LOOK_SECONDS)
         if not ended and lost is not None and time.monotonic() > lost_at + _PATIENCE_SECONDS:
@@ -214,23 +214,22 @@ def _wait(ranks: list[Any], failures: Any) -> None:
                 raise errors[rank.name]
             elif rank.exitcode != 0:
                 if rank.exitcode < 0:
-                    raise _killed(rank, memory)
+                    raise _killed(rank)
                 raise RunFailed(f"{rank.name} ended with exit code {rank.exitcode} and said nothing")
     if lost is not None:
         raise lost
 
 
-def _killed(rank: Any, memory: MemoryKills) -> RankKilled:
+def _killed(rank: Any) -> RankKilled:
     """What to raise for a rank that a signal ended: whoever sent it, the run itself did nothing wrong."""
-    name = signal.Signals(-rank.exitcode).name
-    if rank.exitcode != -signal.SIGKILL or not memory.happened:
-        return RankKilled(
-            f"{rank.name} was killed by {name} and said nothing: start the same command again with run.resume=auto"
+    name, hint = signal.Signals(-rank.exitcode).name, ""
+    if rank.exitcode == -signal.SIGKILL:
+        hint = (
+            "; if it happens again and the kernel's log names a lack of memory, lower actor.max_tokens_per_microbatch, "
+            "reward.workers or rollout.max_total_tokens"
         )
     return RankKilled(
-        f"{rank.name} was killed by {name}: the system killed a process of this job for want of memory: start the same "
-        "command again with run.resume=auto; if it happens again, ask for more memory, or lower "
-        "actor.max_tokens_per_microbatch, reward.workers or rollout.max_total_tokens"
+        f"{rank.name} was killed by {name} and said nothing: start the same command again with run.resume=auto{hint}"
     )
 
 
