@@ -22,13 +22,13 @@ from vapo_megatron.training.score import score
 
 STEP = [
     *("collect", "spread", "offload", "score", "estimate_advantages", "update_critic", "update_policy"),
-    *("replace_reference", "end_lying_engines", "sync_weights", "advance", "evaluate", "export", "record_step"),
+    *("replace_reference", "sync_weights", "advance", "evaluate", "export", "record_step"),
     "safe_point",
 ]
 PRETRAINING = ["pretrain_value", "export_critic", "sync_weights", "end_pretraining"]
 PHASES = (
     *("collect", "spread", "score", "estimate_advantages", "update_critic", "update_policy", "replace_reference"),
-    *("end_lying_engines", "sync_weights", "evaluate", "export", "record_step", "pretrain_value", "export_critic"),
+    *("sync_weights", "evaluate", "export", "record_step", "pretrain_value", "export_critic"),
     *("export_final", "show_end"),
 )
 
@@ -43,7 +43,7 @@ class Run:
         self.critic, self.actor, self.memory, self.critic_is_new = "critic", "actor", "memory", "is new"
         self.engines = SimpleNamespace(offload=lambda: self.note("offload"))
         self.step, self.seed, self.is_new, self.needs_value_pretraining = 0, "seed", new, new
-        self.written_by, self.returns = ["url"], "returns of past steps"
+        self.returns = "returns of past steps"
 
     def note(self, name: str, *given: Any, **named: Any) -> str:
         self.calls.append(name)
@@ -93,7 +93,6 @@ def test_phases_come_in_the_order_of_the_method(
         assert run.given["estimate_advantages"] == (
             *("spread", config.algorithm, "recorder", "is new", "returns of past steps"),
         )
-    assert run.given["end_lying_engines"][1:] == ("spread", ["url"])
 
 
 def logprobs_at(folder: Path, temperature: float) -> Any:

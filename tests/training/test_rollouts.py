@@ -173,23 +173,6 @@ def test_each_token_has_the_age_of_the_weights_that_drew_it() -> None:
     assert row == pytest.approx({f"rollout/age_{age}_share": count / 7 for age, count in ((0, 3), (1, 1), (2, 3))})
 
 
-def test_engines_answer_for_what_they_wrote_under_these_weights_alone() -> None:
-    engines = AheadEngines()
-
-    def continued(group: GroupRequest) -> list[Sample]:
-        right, wrong = AheadEngines.written(engines, group)
-        right.engine = wrong.engine = "url"
-        wrong.weight_version_oldest -= 1
-        return [right, wrong]
-
-    rollouts = ahead()
-    rollouts.engines, engines.written = engines, continued  # type: ignore[assignment,method-assign]
-    rollouts.begin(StepRule(2, 2), 2, 0)
-    steps(rollouts)
-    rollouts.end()
-    assert rollouts.written_by == ["url", "", "url", ""]
-
-
 def test_a_synchronous_step_reports_its_speed_alone() -> None:
     rollouts = ahead()
     rollouts.begin(StepRule(2, 2), 2, 0)

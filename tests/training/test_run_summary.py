@@ -8,7 +8,7 @@ from typing import cast
 import pytest
 
 from vapo_megatron.monitoring.recorder import Recorder
-from vapo_megatron.training.summary import show_end
+from vapo_megatron.training.outputs import show_end
 
 
 @pytest.mark.parametrize(("values", "shown"), [([0.25, None, 0.5625], "0.250 -> 0.562"), ([None, 0.5625], "0.562")])

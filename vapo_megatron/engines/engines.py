@@ -4,7 +4,7 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
@@ -207,13 +207,6 @@ class Engines:
             self._placement.fail(cause, served=False)
         self._agree(mine.keys() - excess.keys(), survives=False)
         return LogprobDifference.worst([gap for url, gap in gaps.items() if url not in excess])
-
-    def end(self, causes: Mapping[str, str]) -> None:
-        """Collective: end the engines at the URLs that rank 0 names, each with its cause; they are started again."""
-        assert self._sync is not None
-        for url, cause in broadcast_value(dict(causes)).items():
-            if url in self._sync.served:
-                self._placement.fail(cause, served=False)
 
     @property
     def limits(self) -> Limits:

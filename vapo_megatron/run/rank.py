@@ -29,10 +29,10 @@ from vapo_megatron.run.ranks import end_from_thread
 from vapo_megatron.run.watchdog import Watchdog
 from vapo_megatron.training.loop import train
 from vapo_megatron.training.models import Models, load_critic, load_models
+from vapo_megatron.training.outputs import show_header
 from vapo_megatron.training.rollouts import Rollouts, make_rollouts
 from vapo_megatron.training.skipped_updates import SkippedUpdates
 from vapo_megatron.training.state import RunState
-from vapo_megatron.training.summary import show_header
 from vapo_megatron.training.sync import check_engines, sync_weights
 from vapo_megatron.training.value_pretraining import pretrain_value
 from vapo_megatron.weights.export import save_hf

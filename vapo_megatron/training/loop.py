@@ -7,12 +7,11 @@ from vapo_megatron.monitoring.recorder import Recorder
 from vapo_megatron.training.advantages import estimate_advantages
 from vapo_megatron.training.collect import collect, spread, step_rule
 from vapo_megatron.training.models import Models, replace_reference
-from vapo_megatron.training.outputs import evaluate, export, export_critic, export_final
+from vapo_megatron.training.outputs import evaluate, export, export_critic, export_final, record_step, show_end
 from vapo_megatron.training.rollouts import Rollouts
 from vapo_megatron.training.score import score
 from vapo_megatron.training.state import RunState
-from vapo_megatron.training.summary import record_step, show_end
-from vapo_megatron.training.sync import end_lying_engines, sync_weights
+from vapo_megatron.training.sync import sync_weights
 from vapo_megatron.training.updates import update_critic, update_policy
 from vapo_megatron.training.value_pretraining import pretrain_value
 
@@ -51,7 +50,6 @@ def train(config: TrainConfig, models: Models, rollouts: Rollouts, state: RunSta
             update_critic(models, batch, algorithm, state.seed, recorder)
             update_policy(models, batch, algorithm, state.seed, recorder)
         replace_reference(models, algorithm.kl, step)
-        end_lying_engines(engines, batch, rollouts.written_by)
         sync_weights(models, rollouts, recorder)
         rollouts.advance()  # asynchronous: engines go on while the trainer works
         evaluate(rollouts, config.data.eval, config.evaluation, state, recorder)

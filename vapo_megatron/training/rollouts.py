@@ -87,8 +87,6 @@ class Rollouts:
         prompts: of training, in the order in which they are drawn.
         probe: sequences of token ids on which engines and trainer are compared after a weight sync.
         stream: of what is trained on, between begin() and end().
-        written_by: on rank 0, for each sample of the step that was taken last the URL of the engine that wrote it under
-            the weights that the trainer has; empty where there is no such.
         saved: what the stream of training goes on from, in a resumed run.
         is_interruptible: whether a signal to stop ends take().
         agents: whose episodes are trained and evaluated; None: responses of the engines, or not started yet.
@@ -106,7 +104,6 @@ class Rollouts:
     evaluation_prompts: Sequence[Sequence[Prompt]] = ()
     probe: list[list[int]] = field(default_factory=list)
     stream: GroupStream | None = None
-    written_by: list[str] = field(default_factory=list)
     saved: tuple[dict[str, Any], dict[int, list[Sample]]] | None = None
     is_interruptible: bool = False
     agents: Agents | None = None
@@ -185,8 +182,6 @@ class Rollouts:
             groups = self.stream.take(advance, stop_requested if self.is_interruptible else None)
         self.prompts.cursor = ledger.first
         samples = [sample for group in groups for sample in group]
-        version = self.engines.version
-        self.written_by = [s.engine if s.weight_version_oldest == version else "" for s in samples]
         tokens = sum(sample.new_tokens for sample in samples)
         recorder.add({names.ROLLOUT_SPEED: tokens / (clock.time() - start)})
         recorder.add({names.FAILED_GRADES: failed_share(samples, self.verifier)})

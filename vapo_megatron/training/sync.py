@@ -1,17 +1,12 @@
-"""Weight sync: the engines get the actor's weights, and both must then compute the same; one that does not is ended."""
+"""Weight sync: the engines get the actor's weights, and both must then compute the same."""
 
-from collections import Counter
-from collections.abc import Sequence
 from contextlib import suppress
-from statistics import median
 
-from vapo_megatron.engines.engines import Engines, EnginesFailed
+from vapo_megatron.engines.engines import EnginesFailed
 from vapo_megatron.monitoring import names
 from vapo_megatron.monitoring.recorder import Recorder
-from vapo_megatron.training.metrics import over_tokens
 from vapo_megatron.training.models import Models
 from vapo_megatron.training.rollouts import Rollouts
-from vapo_megatron.training.shards import ShardedBatch
 
 
 def sync_weights(models: Models, rollouts: Rollouts, recorder: Recorder, again: bool = False) -> None:
@@ -80,55 +75,3 @@ def check_engines(models: Models, rollouts: Rollouts, recorder: Recorder) -> Non
         report = engines.check(models.actor, rollouts.probe, before_asking=make_room_for_engines)
     name = "rollout/train_infer_logprob_diff"
     recorder.add({name: report.largest, f"{name}_quantile": report.quantile, f"{name}_mean": report.mean})
-
-
-# Below this a rare token says too much of an engine.
-_LEAST_TOKENS = 256
-# What all engines differ by, as the trainer computes otherwise or has newer weights, is nobody's fault.
-_TIMES = 10.0
-
-
-def end_lying_engines(engines: Engines, batch: ShardedBatch, written_by: Sequence[str]) -> None:
-    """Collective: end engines whose responses are not of the weights that they were given, and start them again.
-
-    The probe of a weight sync is short, and prefilled: decoding, long contexts and full batches are not in it.
-
-    written_by: on rank 0, see Rollouts; empty on others.
-    """
-    home = batch.own
-    if home.old_logprobs is None:  # the rollout was not fit to be trained on
-        return
-    (apart,) = over_tokens(batch, (home.old_logprobs - home.rollout_logprobs).abs())
-    if not apart.means.isfinite().all():  # no client takes such log-probs from an engine: they are the trainer's
-        return
-    tokens = batch.table.new_lengths
-    sums = (apart.means * tokens).tolist()
-    liars = lying_engines(written_by, sums, tokens.tolist(), engines.limits.mean) if written_by else {}
-    engines.end(
-        {
-            url: f"{url}: its log-probs of the step's responses are {mean:.3g} from the trainer's on average, those of "
-            f"other engines {others:.3g} (limit {engines.limits.mean:g} by rollout.sync.tolerance)"
-            for url, (mean, others) in liars.items()
-        }
-    )
-
-
-def lying_engines(
-    written_by: Sequence[str], sums: Sequence[float], tokens: Sequence[int], limit: float
-) -> dict[str, tuple[float, float]]:
-    """By URL, of engines that differ from the trainer as no other does: the mean |difference|, the others' median.
-
-    sums: of the |differences| of a sample's tokens.
-    """
-    sums_of: Counter[str] = Counter()
-    tokens_of: Counter[str] = Counter()
-    for url, summed, count in zip(written_by, sums, tokens, strict=True):
-        sums_of[url] += summed  # type: ignore[assignment]
-        tokens_of[url] += count
-    means = {url: sums_of[url] / count for url, count in tokens_of.items() if url and count >= _LEAST_TOKENS}
-    liars = {}
-    for url, mean in means.items():
-        others = [of_engine for engine, of_engine in means.items() if engine != url]
-        if others and mean > max(limit, _TIMES * median(others)):
-            liars[url] = mean, median(others)
-    return liars
