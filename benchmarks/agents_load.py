@@ -2,11 +2,13 @@
 
     python -m benchmarks.agents_load [--episodes 1000] [--turns 8] [--slots 512] [--response-s 2.0] [--json FILE]
 
-The stub engines have so many slots in all; each holds a response for --response-s, which costs no processor. A tool
-takes 50 to 500 ms. Agents, endpoint and stubs share this process, as agents and endpoint do in a run. Columns:
+The stub engines have so many slots in all; each holds a response for --response-s, which costs no processor, and takes
+the next one of the engine's own queue then, as an engine in a process of its own does. A tool takes 50 to 500 ms.
+Agents, endpoint and stubs share this process, as agents and endpoint do in a run. Columns:
 
     added ms              what a request took beyond its time at the engines, on average: HTTP, the template, rank 0
-    loop ms, agents ms    CPU of a request in the endpoint's thread, and in the agents' thread (their HTTP client)
+    loop ms, agents ms    CPU time of a request in the endpoint's thread (the stub's is in it), and in the agents'
+                          thread (their HTTP client)
     idle                  share of the slots' seconds without a response; unavoidable: where rank 0 takes no time
 """
 
@@ -33,6 +35,8 @@ from vapo_megatron.engines.server import EngineAddress
 from vapo_megatron.weights.tiny import word_tokenizer
 
 WORDS, WRITTEN, GROUP = [f"w{n}" for n in range(200)], 64, 8
+IDS, LOGPROBS = np.arange(4, 4 + WRITTEN, dtype=np.int32), -np.ones(WRITTEN, np.float32)
+IDS[-1] = 2  # the end token
 TEMPLATE = "{% for m in messages %}<bos> {{ m['content'] }} <eos> {% endfor %}"
 _FASTEST_TOOL, _SLOWEST_TOOL = 0.05, 0.5
 
@@ -41,7 +45,7 @@ class Load:
     """What agents and stubs see of the load, and measure."""
 
     turns, response_s, at_engines = 8, 2.0, 0.0
-    slots: asyncio.Semaphore
+    free: list[float]  # when each slot has written what it was given
     took: list[float]
     agents_cpu = 0.0
 
@@ -55,12 +59,11 @@ class StubClient:
     async def generate(self, prompts: list[list[int]], *_: Any) -> list[Completion]:
         """Responses of as many tokens."""
         start = time.monotonic()
-        async with Load.slots:
-            await asyncio.sleep(Load.response_s)
-        Load.at_engines += time.monotonic() - start
-        ids = np.random.default_rng(len(prompts[0])).integers(4, 200, WRITTEN).astype(np.int32)
-        ids[-1] = 2
-        return [Completion(ids, -np.ones(WRITTEN, np.float32), "stop", 0, 0, versions=((0, WRITTEN),)) for _ in prompts]
+        end = max(start, heapq.heappop(Load.free)) + Load.response_s
+        heapq.heappush(Load.free, end)
+        await asyncio.sleep(end - start)
+        Load.at_engines += end - start
+        return [Completion(IDS, LOGPROBS, "stop", 0, 0, versions=((0, WRITTEN),)) for _ in prompts]
 
     async def close(self) -> None:
         """Nothing is open."""
@@ -110,7 +113,7 @@ def main() -> None:
     from benchmarks.agents_load import Load, StubClient  # of the module that the agent is imported from
 
     Load.turns, Load.response_s, Load.took = given.turns, given.response_s, []
-    Load.slots = asyncio.Semaphore(given.slots)
+    Load.free = [0.0] * given.slots
     config = RolloutConfig(
         agent="benchmarks.agents_load:run",
         episode=EpisodeConfig(max_turns=given.turns, max_tokens=65536),

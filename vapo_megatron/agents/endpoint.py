@@ -1,13 +1,15 @@
 """An OpenAI-compatible endpoint on rank 0: one secret path for each episode, and every token recorded as drawn."""
 
 import asyncio
-import json
 import secrets
 import time
 from dataclasses import dataclass, field, replace
+from http import HTTPStatus
 from typing import Any
 
+import httpx
 import numpy as np
+import orjson
 from aiohttp import web
 
 from vapo_megatron.agents.recording import Message, Recording, Segment, comparable, text_after_answer
@@ -16,6 +18,7 @@ from vapo_megatron.data.sample import Sample
 from vapo_megatron.data.tokenizer import TextTokenizer
 from vapo_megatron.engines.dispatcher import Dispatcher
 from vapo_megatron.engines.request import GroupRequest, response_seed
+from vapo_megatron.loop_thread import LoopThread
 
 _NO_TOKENS, _NO_LOGPROBS = np.zeros(0, np.int32), np.zeros(0, np.float32)
 _ADDRESS = "127.0.0.1"
@@ -72,7 +75,12 @@ class Endpoint:
                 await self._start()
         secret = secrets.token_urlsafe(24)
         self._episodes[secret] = episode
-        return f"http://{_ADDRESS}:{self._port}/{secret}/v1"
+        return f"{self.address}/{secret}/v1"
+
+    @property
+    def address(self) -> str:
+        """Where it listens, once an episode is open."""
+        return f"http://{_ADDRESS}:{self._port}"
 
     def close(self, base_url: str) -> None:
         """Answer nothing of an episode any more."""
@@ -86,7 +94,7 @@ class Endpoint:
 
     async def _start(self) -> None:
         app = web.Application(client_max_size=_LARGEST_REQUEST)
-        app.router.add_post("/{secret}/v1/chat/completions", self._answer)
+        app.router.add_post("/{secret}/v1/chat/completions", self._serve)
         # What is still asked for is of episodes that ended: nobody waits for its answer.
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)  # 0 is forever
         await runner.setup()
@@ -94,24 +102,29 @@ class Endpoint:
         await site.start()
         self._runner, self._port = runner, runner.addresses[0][1]
 
-    async def _answer(self, request: web.Request) -> web.StreamResponse:
-        episode = self._episodes.get(request.match_info["secret"])
+    async def _serve(self, request: web.Request) -> web.Response:
+        status, kind, content = await self.answer(request.path, await request.read())
+        return web.Response(status=status, body=content, content_type=kind)
+
+    async def answer(self, path: str, body: bytes) -> tuple[int, str, bytes]:
+        """Status, content type and content of the answer to a request."""
+        episode = self._episodes.get(path.removeprefix("/").removesuffix("/v1/chat/completions"))
         if episode is None:
             return _error("no such episode", "not_found", 404)
         try:
-            body = json.loads(await request.read())
-            messages, tools = _checked(body)
+            asked = orjson.loads(body)
+            messages, tools = _checked(asked)
             async with episode.lock:  # one turn at a time: the next may continue this one
                 if episode.closed:
                     raise _Refused("the episode has ended", "not_found", 404)
-                answer = await self._turn(episode, messages, tools, body)
+                answer = await self._turn(episode, messages, tools, asked)
         except _Refused as error:
             return _error(str(error), error.code, error.status)
-        except (ValueError, RecursionError) as error:
+        except ValueError as error:
             return _error(f"no valid request: {error}", "invalid_request")
-        if body.get("stream"):
-            return await _streamed(request, answer)
-        return web.json_response(answer)
+        if asked.get("stream"):
+            return HTTPStatus.OK, "text/event-stream", _as_stream(answer)
+        return HTTPStatus.OK, "application/json", orjson.dumps(answer)
 
     async def _turn(
         self, episode: Episode, messages: list[Message], tools: list[Message] | None, body: dict[str, Any]
@@ -121,15 +134,16 @@ class Endpoint:
         if recording.turns >= self._limits.max_turns:
             episode.limit = episode.limit or "turns"
             raise _Refused(f"rollout.episode.max_turns={self._limits.max_turns} are taken", "limit")
-        segment, recorded = recording.segment_of(messages, tools)
+        compared = comparable(messages)
+        segment = recording.segment_of(compared, tools or [])
         observed: list[int] = []
         try:
             if segment is None:
                 prompt = self._tokenizer.encode_messages(messages, tools)
-                segment = Segment([], json.dumps(tools or [], sort_keys=True), prompt)
+                segment = Segment([], tools or [], prompt)
                 is_new = True
             else:
-                is_new, observed = False, self._observation(segment, messages[recorded:], tools)
+                is_new, observed = False, self._observation(segment, messages[len(segment.messages) :], tools)
         except ValueError as error:
             episode.fault = "template"
             raise _Refused(f"the chat template cannot be applied: {error}", "template") from None
@@ -150,11 +164,11 @@ class Endpoint:
         message: Message = {"role": "assistant", "content": content}
         if calls:
             message["tool_calls"] = calls
-        segment.write(turn, recording.turns, comparable([message])[0], comparable(messages))
+        segment.write(turn, recording.turns, [*compared, *comparable([message])])
         if is_new:
             recording.segments.append(segment)
         reason = "length" if turn.truncated else "tool_calls" if calls else "stop"
-        return _completion(message, reason, len(context), len(turn.response_ids))
+        return _completion(f"chatcmpl-{turn.seed:x}", message, reason, len(context), len(turn.response_ids))
 
     def _observation(self, segment: Segment, new: list[Message], tools: list[Message] | None) -> list[int]:
         """Tokens of what came after the policy's last answer; its end token is there already where it drew one."""
@@ -207,6 +221,10 @@ def _checked(body: Any) -> tuple[list[Message], list[Message] | None]:
     for message in body["messages"]:
         if not isinstance(message, dict) or message.get("role") not in _ROLES:
             raise _Refused(f"expected messages with a role of {', '.join(_ROLES)}", "invalid_request")
+        content = message.get("content") or ""
+        parts = content if isinstance(content, list) else [{"text": content}]
+        if not all(isinstance(part, dict) and isinstance(part.get("text", ""), str) for part in parts):
+            raise _Refused("expected content as text or as parts with text", "invalid_request")
         for call in message.get("tool_calls") or []:
             function = call.get("function") if isinstance(call, dict) else None
             if not isinstance(function, dict) or not {"name", "arguments"} <= function.keys():
@@ -219,9 +237,9 @@ def _checked(body: Any) -> tuple[list[Message], list[Message] | None]:
     return body["messages"], tools
 
 
-def _completion(message: Message, reason: str, prompt: int, written: int) -> dict[str, Any]:
+def _completion(name: str, message: Message, reason: str, prompt: int, written: int) -> dict[str, Any]:
     return {
-        "id": f"chatcmpl-{secrets.token_hex(8)}",
+        "id": name,
         "object": "chat.completion",
         "created": int(time.time()),
         "model": "policy",
@@ -230,24 +248,33 @@ def _completion(message: Message, reason: str, prompt: int, written: int) -> dic
     }
 
 
-def _error(message: str, code: str, status: int = 400) -> web.Response:
-    return web.json_response(
-        {"error": {"message": message, "type": "invalid_request_error", "code": code}}, status=status
-    )
+def _error(message: str, code: str, status: int = 400) -> tuple[int, str, bytes]:
+    error = {"message": message, "type": "invalid_request_error", "code": code}
+    return status, "application/json", orjson.dumps({"error": error})
 
 
-async def _streamed(request: web.Request, answer: dict[str, Any]) -> web.StreamResponse:
+def _as_stream(answer: dict[str, Any]) -> bytes:
     """The whole answer as one chunk, and its end: agents that stream get what others get."""
     (choice,) = answer["choices"]
     delta = dict(choice["message"])
     if "tool_calls" in delta:
         delta["tool_calls"] = [{"index": number, **call} for number, call in enumerate(delta["tool_calls"])]
-    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
-    await response.prepare(request)
     common = {name: answer[name] for name in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
-    for part, reason in ((delta, None), ({}, choice["finish_reason"])):
-        chunk = common | {"choices": [{"index": 0, "delta": part, "finish_reason": reason}]}
-        await response.write(f"data: {json.dumps(chunk)}\n\n".encode())
-    await response.write(b"data: [DONE]\n\n")
-    await response.write_eof()
-    return response
+    chunks = [
+        orjson.dumps(common | {"choices": [{"index": 0, "delta": part, "finish_reason": reason}]})
+        for part, reason in ((delta, None), ({}, choice["finish_reason"]))
+    ]
+    return b"".join(b"data: %b\n\n" % chunk for chunk in (*chunks, b"[DONE]"))
+
+
+class DirectTransport(httpx.AsyncBaseTransport):
+    """For an httpx client of this process, on any loop: requests reach the endpoint without a socket."""
+
+    def __init__(self, endpoint: Endpoint, loop: LoopThread) -> None:
+        self._endpoint, self._loop = endpoint, loop
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        """Called by httpx. A caller that is cancelled cancels its turn."""
+        work = self._loop.start(self._endpoint.answer(request.url.path, await request.aread()))
+        status, kind, content = await asyncio.wrap_future(work)
+        return httpx.Response(status, headers={"Content-Type": kind}, content=content)

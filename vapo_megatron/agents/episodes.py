@@ -18,7 +18,7 @@ from typing import Any
 import httpx
 import numpy as np
 
-from vapo_megatron.agents.endpoint import Endpoint, Episode
+from vapo_megatron.agents.endpoint import DirectTransport, Endpoint, Episode
 from vapo_megatron.config.rollout import RolloutConfig
 from vapo_megatron.data.sample import BROKEN, Prompt, Sample
 from vapo_megatron.data.tokenizer import TextTokenizer
@@ -220,8 +220,9 @@ class Agents:
 
     async def _call(self, task: dict[str, Any], base_url: str) -> Any:
         if self._client is None:
+            direct = {self._endpoint.address: DirectTransport(self._endpoint, self._dispatcher.loop)}
             limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
-            self._client = httpx.AsyncClient(timeout=None, limits=limits, trust_env=False)
+            self._client = httpx.AsyncClient(timeout=None, limits=limits, trust_env=False, mounts=direct)
         return await self._run(task, base_url, self._client)
 
     def _sample(

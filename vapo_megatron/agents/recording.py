@@ -1,6 +1,5 @@
 """What an episode's requests add up to: the tokens of its messages, those of the policy as they were drawn."""
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,6 +9,8 @@ import numpy as np
 from vapo_megatron.data.sample import Sample
 
 Message = dict[str, Any]
+# Role, content and tool calls.
+Compared = tuple[str, str, list[tuple[Any, Any]]]
 
 
 @dataclass
@@ -25,8 +26,8 @@ class Segment:
         ends: of each turn, its number in the episode and the place of its last token in token_ids.
     """
 
-    messages: list[str]
-    tools: str
+    messages: list[Compared]
+    tools: list[Message]
     prompt_ids: list[int]
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -34,10 +35,10 @@ class Segment:
     turns: list[Sample] = field(default_factory=list)
     ends: list[tuple[int, int]] = field(default_factory=list)
 
-    def continues_in(self, messages: Sequence[str], tools: str) -> bool:
+    def continues_in(self, messages: list[Compared], tools: list[Message]) -> bool:
         """Whether a request's messages begin with all that was recorded, and add something."""
         count = len(self.messages)
-        return tools == self.tools and len(messages) > count and list(messages[:count]) == self.messages
+        return tools == self.tools and len(messages) > count and messages[:count] == self.messages
 
     def observe(self, token_ids: Sequence[int]) -> None:
         """Append tokens that the policy is given."""
@@ -45,14 +46,14 @@ class Segment:
         self.logprobs += [0.0] * len(token_ids)
         self.mask += [False] * len(token_ids)
 
-    def write(self, turn: Sample, number: int, message: str, request: Sequence[str]) -> None:
+    def write(self, turn: Sample, number: int, messages: list[Compared]) -> None:
         """Append what the policy wrote in the turn of this number, and remember the conversation as it now is."""
         self.token_ids += turn.response_ids.tolist()
         self.logprobs += turn.rollout_logprobs.tolist()
         self.mask += [True] * len(turn.response_ids)
         self.turns.append(turn)
         self.ends.append((number, len(self.token_ids) - 1))
-        self.messages = [*request, message]
+        self.messages = messages
 
 
 class Recording:
@@ -61,13 +62,9 @@ class Recording:
     def __init__(self) -> None:
         self.segments: list[Segment] = []
 
-    def segment_of(self, messages: Sequence[Message], tools: Sequence[Message] | None) -> tuple[Segment | None, int]:
-        """The segment that a request continues and the number of its messages that are recorded; None: a new one."""
-        compared, spelled = comparable(messages), json.dumps(tools or [], sort_keys=True)
-        for segment in reversed(self.segments):
-            if segment.continues_in(compared, spelled):
-                return segment, len(segment.messages)
-        return None, 0
+    def segment_of(self, messages: list[Compared], tools: list[Message]) -> Segment | None:
+        """The segment that a request continues; None: a new one."""
+        return next((s for s in reversed(self.segments) if s.continues_in(messages, tools)), None)
 
     @property
     def turns(self) -> int:
@@ -130,20 +127,17 @@ class Recording:
         }
 
 
-def comparable(messages: Sequence[Message]) -> list[str]:
+def comparable(messages: Sequence[Message]) -> list[Compared]:
     """Messages as they are compared: what a template reads, whichever of a client's spellings it came in."""
-    return [json.dumps(_read(message), sort_keys=True) for message in messages]
+    return [_read(message) for message in messages]
 
 
-def _read(message: Message) -> Message:
-    content = message.get("content")
+def _read(message: Message) -> Compared:
+    content = message.get("content") or ""
     if isinstance(content, list):
-        content = "".join(part.get("text", "") for part in content if isinstance(part, dict))
-    calls = [
-        {"name": call["function"]["name"], "arguments": call["function"]["arguments"]}
-        for call in message.get("tool_calls") or []
-    ]
-    return {"role": message.get("role"), "content": content or "", "tool_calls": calls}
+        content = "".join(part.get("text", "") for part in content)
+    functions = [call["function"] for call in message.get("tool_calls") or ()]
+    return message["role"], content, [(function["name"], function["arguments"]) for function in functions]
 
 
 # Stands for an assistant's message where a template is asked for what follows one. No tokenizer cuts it.
