@@ -18,6 +18,7 @@ from vapo_megatron.data.sample import Sample
 from vapo_megatron.data.tokenizer import TextTokenizer
 from vapo_megatron.engines.dispatcher import Dispatcher
 from vapo_megatron.engines.request import GroupRequest, response_seed
+from vapo_megatron.errors import TryAgain, VapoError
 from vapo_megatron.loop_thread import LoopThread
 
 _NO_TOKENS, _NO_LOGPROBS = np.zeros(0, np.int32), np.zeros(0, np.float32)
@@ -36,7 +37,8 @@ class Episode:
         recording: what was said so far.
         limit: the limit that ended it ("turns", "tokens"); its answer was cut short.
         fault: why it must not be trained on ("template", say).
-        engine_seconds: that turns took.
+        failure: of the engines, which is the run's.
+        turns: figures of each turn; answered: when the last one was.
     """
 
     request: GroupRequest
@@ -45,9 +47,16 @@ class Episode:
     limit: str = ""
     fault: str = ""
     engine: str = ""
-    engine_seconds: float = 0.0
+    failure: VapoError | None = None
+    turns: list[dict[str, float]] = field(default_factory=list)
+    answered: float = 0.0
     closed: bool = False
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    def end_tool(self, now: float) -> None:
+        """What the agent did since the last answer has ended: its seconds are those of that turn's tools."""
+        if self.turns:
+            self.turns[-1]["tool_seconds"] = now - self.answered
 
 
 class _Refused(Exception):
@@ -120,7 +129,10 @@ class Endpoint:
                 answer = await self._turn(episode, messages, tools, asked)
         except _Refused as error:
             return _error(str(error), error.code, error.status)
-        except ValueError as error:
+        except VapoError as error:
+            episode.failure = error
+            return _error(str(error), "engine", HTTPStatus.SERVICE_UNAVAILABLE)
+        except (ValueError, TypeError) as error:
             return _error(f"no valid request: {error}", "invalid_request")
         if asked.get("stream"):
             return HTTPStatus.OK, "text/event-stream", _as_stream(answer)
@@ -131,6 +143,7 @@ class Endpoint:
     ) -> dict[str, Any]:
         """Let the policy write one response and record it."""
         recording = episode.recording
+        episode.end_tool(time.monotonic())
         if recording.turns >= self._limits.max_turns:
             episode.limit = episode.limit or "turns"
             raise _Refused(f"rollout.episode.max_turns={self._limits.max_turns} are taken", "limit")
@@ -154,12 +167,15 @@ class Endpoint:
         room = min(int(max_tokens), episode.request.max_new_tokens, self._limits.max_tokens - total)
         if room < 1:
             episode.limit = episode.limit or "tokens"
-            raise _Refused(
-                f"the episode is {total} tokens, rollout.episode.max_tokens={self._limits.max_tokens}",
-                "context_length_exceeded",
-            )
+            limit = f"This model's maximum context length is {self._limits.max_tokens} tokens"
+            raise _Refused(f"{limit} (rollout.episode.max_tokens), the episode has {total}", "context_length_exceeded")
+        asked = time.monotonic()
         turn = await self._generate(episode, context, room)
-        content, calls = await self._parsed(turn, tools)
+        try:
+            content, calls = await self._parsed(turn, tools)
+        except TryAgain as error:  # the engine was lost after its response: others go on
+            episode.fault = "stopped"
+            raise _Refused(str(error), "stopped", HTTPStatus.SERVICE_UNAVAILABLE) from None
         segment.observe(observed)
         message: Message = {"role": "assistant", "content": content}
         if calls:
@@ -167,6 +183,9 @@ class Endpoint:
         segment.write(turn, recording.turns, [*compared, *comparable([message])])
         if is_new:
             recording.segments.append(segment)
+        episode.answered = time.monotonic()
+        figures = {"tokens_written": len(turn.response_ids), "tokens_observed": len(observed)}
+        episode.turns.append(figures | {"engine_seconds": episode.answered - asked, "tool_seconds": 0.0})
         reason = "length" if turn.truncated else "tool_calls" if calls else "stop"
         return _completion(f"chatcmpl-{turn.seed:x}", message, reason, len(context), len(turn.response_ids))
 
@@ -188,13 +207,11 @@ class Endpoint:
         turn_request = replace(
             request, prompt=prompt, samples=1, max_new_tokens=room, begun=(empty,), engine=episode.engine
         )
-        start = time.monotonic()
         (turn,) = await self._dispatcher.generate(turn_request)
-        episode.engine_seconds += time.monotonic() - start
         episode.engine = turn.engine
         if turn.goes_on or not len(turn.response_ids):
             episode.fault = "stopped"
-            raise _Refused("the engines were stopped", "stopped", 503)
+            raise _Refused("the engines were stopped", "stopped", HTTPStatus.SERVICE_UNAVAILABLE)
         return turn
 
     async def _parsed(self, turn: Sample, tools: list[Message] | None) -> tuple[str, list[Message]]:

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from http import HTTPStatus
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from vapo_megatron.engines.dispatcher import Dispatcher
 from vapo_megatron.engines.request import GenerationRequest, GroupRequest, response_seed
 from vapo_megatron.errors import BadInput, RunFailed, reason_of
 from vapo_megatron.loop_thread import LoopThread
+from vapo_megatron.monitoring import names
 
 
 def is_environment(kind: type) -> bool:
@@ -147,9 +149,13 @@ class Agents:
 
         Raises:
             RunFailed: one group after another broke.
+            VapoError: what the engines failed of.
         """
-        async with asyncio.TaskGroup() as tasks:
-            running = [tasks.create_task(self._episode(group, index)) for index in range(group.samples)]
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                running = [tasks.create_task(self._episode(group, index)) for index in range(group.samples)]
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
         samples = [task.result() for task in running]
         self._broken_in_a_row = 0 if is_whole(samples) else self._broken_in_a_row + 1
         if self._broken_in_a_row == _MOSTBROKEN_GROUPS:
@@ -200,6 +206,8 @@ class Agents:
                 _logger.warning("%s: an episode of row %s broke: %s", _KEY, group.prompt.id, reason_of(error))
         finally:
             self._endpoint.close(base_url)
+        if episode.failure is not None:
+            raise episode.failure
         cause = cause or episode.fault or ("" if episode.recording.segments else "no_turn")
         if cause:
             self.broken[cause] += 1
@@ -216,6 +224,7 @@ class Agents:
                 version,
                 grade_reason=BROKEN + cause,
             )
+        episode.end_tool(time.monotonic())
         return self._sample(group, index, episode, answer or {}, time.monotonic() - start)
 
     async def _call(self, task: dict[str, Any], base_url: str) -> Any:
@@ -228,14 +237,20 @@ class Agents:
     def _sample(
         self, group: GroupRequest, index: int, episode: Episode, answer: dict[str, Any], seconds: float
     ) -> Sample:
-        recording = episode.recording
+        recording, rewards, errors = episode.recording, answer.get("turn_rewards", ()), answer.get("tool_errors", 0.0)
+        engine_seconds = sum(turn["engine_seconds"] for turn in episode.turns)
         figures = recording.figures() | {
-            "engine_seconds": episode.engine_seconds,
-            "tool_seconds": max(seconds - episode.engine_seconds, 0.0),
-            "tool_errors": float(answer.get("tool_errors", 0)),
+            "engine_seconds": engine_seconds,
+            "tool_seconds": max(seconds - engine_seconds, 0.0),
+            "tool_errors": float(sum(errors) if isinstance(errors, Sequence) else errors),
+            "cut_by_turns": float(episode.limit == "turns"),
+            "cut_by_tokens": float(episode.limit == "tokens"),
         }
+        lists = {"reward": rewards, "tool_errors": errors if isinstance(errors, Sequence) else ()}
+        for number, turn in enumerate(episode.turns[: names.MOST_TURNS]):
+            turn |= {name: float(values[number]) for name, values in lists.items() if values}
+            figures |= {names.by_turn(name, number + 1): value for name, value in turn.items()}
         prompt = replace(group.prompt, token_ids=tuple(recording.ordered[0].prompt_ids))
-        rewards = answer.get("turn_rewards", ())
         sample = Sample(prompt, group.group, index, episode.seed, **recording.fields(rewards), episode=figures)
         if episode.limit:
             sample.finish_reason = "length"
@@ -263,9 +278,15 @@ def is_whole(group: Sequence[Sample]) -> bool:
 
 
 def episode_metrics(samples: Sequence[Sample]) -> dict[str, float]:
-    """Means over the episodes of a step."""
+    """Means over the episodes of a step; a turn's are over those that have it, and their share is `episodes`."""
     rows = [sample.episode for sample in samples if sample.episode is not None]
-    return {f"agent/{name}": sum(row[name] for row in rows) / len(rows) for name in (rows[0] if rows else ())}
+    columns: dict[str, list[float]] = {}
+    for row in rows:
+        for name, value in row.items():
+            columns.setdefault(name, []).append(value)
+    reached = {n: len(columns.get(names.by_turn("tokens_written", n), ())) for n in range(1, names.MOST_TURNS + 1)}
+    shares = {f"agent/{names.by_turn('episodes', n)}": count / len(rows) for n, count in reached.items() if count}
+    return {f"agent/{name}": sum(values) / len(values) for name, values in columns.items()} | shares
 
 
 def _checked(answer: Any, turns: int) -> dict[str, Any]:
@@ -273,13 +294,22 @@ def _checked(answer: Any, turns: int) -> dict[str, Any]:
     if answer is None:
         return {}
     row = dict(answer) if isinstance(answer, dict) else {"reward": answer}
-    for name in ("reward", "tool_errors"):
-        value = row.get(name, 0.0)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise ValueError(f"the agent returned {name}={value!r}, expected a finite number")
-    rewards = row.get("turn_rewards", ())
-    if len(rewards) not in (0, turns) or not all(math.isfinite(reward) for reward in rewards):
-        raise ValueError(f"the agent returned turn_rewards={rewards!r}, expected {turns} finite numbers, one a turn")
+    errors, by_turn = row.get("tool_errors", 0.0), f"{turns} finite numbers, one a turn"
+    for name, is_good, expected in (
+        ("reward", _is_number(row.get("reward", 0.0)), "a finite number"),
+        ("tool_errors", _is_number(errors) or _are_by_turn(errors, turns), f"a finite number, or {by_turn}"),
+        ("turn_rewards", _are_by_turn(row.get("turn_rewards", ()), turns), by_turn),
+    ):
+        if not is_good:
+            raise ValueError(f"the agent returned {name}={row[name]!r}, expected {expected}")
     if not isinstance(row.get("correct", False), bool):
         raise ValueError(f"the agent returned correct={row['correct']!r}, expected true or false")
     return row
+
+
+def _is_number(value: Any) -> bool:
+    return not isinstance(value, bool) and isinstance(value, Real) and math.isfinite(value)
+
+
+def _are_by_turn(values: Any, turns: int) -> bool:
+    return isinstance(values, Sequence) and len(values) in (0, turns) and all(map(_is_number, values))

@@ -119,6 +119,9 @@ def _read_model(settings: EvaluateConfig, model: ModelConfig) -> tuple[ModelSpec
     check_weights(directory, spec, "lm")
     prompt_tokens, new_tokens = settings.data.max_prompt_tokens, settings.sampling.max_new_tokens
     check_context(prompt_tokens, "sampling.max_new_tokens", new_tokens, settings.rollout, spec.max_position_embeddings)
+    if settings.rollout.agent is not None:
+        longest, key = settings.rollout.episode.max_tokens, "rollout.episode.max_tokens"
+        check_context(0, key, longest, settings.rollout, spec.max_position_embeddings)
     tokenizer = TextTokenizer(directory, settings.data.prompt)
     tokenizer.check_vocabulary(spec.vocab_size)
     return spec, tokenizer

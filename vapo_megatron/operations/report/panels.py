@@ -42,6 +42,11 @@ class Panel:
     counter: str = "step"
 
 
+def _by_turn(name: str) -> tuple[Curve, ...]:
+    turns = range(1, names.MOST_TURNS + 1)
+    return tuple(Curve(f"agent/{names.by_turn(name, turn)}", f"turn {turn}", smooth=True) for turn in turns)
+
+
 PANELS: tuple[Panel, ...] = (
     Panel(
         "Response length (tokens)",
@@ -97,6 +102,17 @@ PANELS: tuple[Panel, ...] = (
         (Curve(names.AGENT_TURNS, "turns", smooth=True), Curve("agent/tool_errors", "tool errors", smooth=True)),
         "Means over episodes. Turns that fall to 1: agents answer without their tools.",
         bottom=0,
+    ),
+    *(
+        Panel(f"Episodes, by turn: {title}", _by_turn(name), bottom=0)
+        for name, title in (
+            ("episodes", "share that have the turn"),
+            ("tokens_written", "tokens written"),
+            ("tokens_observed", "tokens observed before it"),
+            ("engine_seconds", "seconds at the engines"),
+            ("tool_seconds", "seconds of tools after it"),
+            ("tool_errors", "tool errors"),
+        )
     ),
     Panel("Tokens per second", (Curve(names.TOKENS_PER_SECOND, "tokens per second"),), "", bottom=0),
     Panel(

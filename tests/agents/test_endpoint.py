@@ -1,0 +1,246 @@
+"""The endpoint, with engines that answer at once: its ways in, its errors, its limits, and figures by turn."""
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from vapo_megatron.agents.episodes import Agents, episode_metrics, is_whole
+from vapo_megatron.config.data import PromptTemplate
+from vapo_megatron.config.rollout import EpisodeConfig, RolloutConfig, SamplingConfig
+from vapo_megatron.data.sample import Prompt, Sample
+from vapo_megatron.data.tokenizer import TextTokenizer
+from vapo_megatron.engines.client import Completion
+from vapo_megatron.engines.dispatcher import Dispatcher
+from vapo_megatron.engines.request import GroupRequest
+from vapo_megatron.engines.server import EngineAddress
+from vapo_megatron.errors import TryAgain
+from vapo_megatron.weights.tiny import word_tokenizer
+
+TEMPLATE = "{% for m in messages %}<bos> {{ m['content'] }} <eos> {% endfor %}"
+WRITTEN = 4
+
+
+class Engine:
+    """Writes four tokens that follow from the seed; the first call may hang, and a later one may find it gone."""
+
+    hangs, gone_at, calls, aborted = False, 0, 0, 0
+
+    def __init__(self, address: EngineAddress, timeout: float) -> None:
+        self.address = address
+
+    async def generate(self, prompts: list[list[int]], params: list[dict[str, Any]], *_: Any) -> list[Completion]:
+        Engine.calls += 1
+        if Engine.hangs and Engine.calls == 1:
+            await asyncio.sleep(60)
+        if Engine.calls == Engine.gone_at:
+            raise TryAgain("the server is gone")
+        count = min(WRITTEN, params[0]["max_new_tokens"])
+        drawn = [4 + (params[0]["sampling_seed"] >> place) % 90 for place in range(WRITTEN - 1)]
+        ids, end = np.array([*drawn, 2][:count], np.int32), "stop" if count == WRITTEN else "length"
+        return [Completion(ids, -np.ones(count, np.float32), end, 0, 0, versions=((0, count),)) for _ in prompts]
+
+    async def abort(self, ids: list[str]) -> None:
+        Engine.aborted += len(ids)
+
+    async def close(self) -> None: ...
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> TextTokenizer:
+    folder = tmp_path_factory.mktemp("words")
+    word_tokenizer([f"w{n}" for n in range(100)], 256, TEMPLATE).save_pretrained(folder)
+    return TextTokenizer(folder, PromptTemplate(chat_template=True))
+
+
+@pytest.fixture(autouse=True)
+def fresh_engine() -> Iterator[None]:
+    Engine.hangs, Engine.gone_at, Engine.calls, Engine.aborted = False, 0, 0, 0
+    yield
+
+
+def play(tokenizer: TextTokenizer, name: str, samples: int = 3, **limits: Any) -> list[Sample]:
+    settings = RolloutConfig(agent=f"{__name__}:{name}", episode=EpisodeConfig(**{"max_tokens": 200} | limits))
+    stub: Any = Engine
+    prompt = Prompt("row", "w3 w4", "w9", tuple(tokenizer.encode_prompt("w3 w4")), cursor=7)
+    with Dispatcher([EngineAddress("http://stub", "")], settings, [tokenizer.eos_id], client=stub) as dispatcher:
+        agents = Agents(dispatcher, tokenizer, settings)
+        try:
+            return dispatcher.loop.run(
+                agents.generate(GroupRequest(prompt, samples, SamplingConfig(max_new_tokens=12), 12, 11, 0))
+            )
+        finally:
+            agents.close()
+
+
+async def _talk(client: httpx.AsyncClient, task: dict[str, Any], base_url: str, turns: int = 3) -> list[httpx.Response]:
+    """Turns after each of which two words are given, until one is refused."""
+    messages, answers = list(task["messages"]), []
+    for turn in range(turns):
+        answers.append(await client.post(f"{base_url}/chat/completions", json={"messages": messages}))
+        if answers[-1].status_code != 200:
+            break
+        reply = answers[-1].json()["choices"][0]["message"]
+        messages += [reply, {"role": "tool", "content": [{"type": "text", "text": f"w{turn} w{turn}"}]}]
+        await asyncio.sleep(0.02)
+    return answers
+
+
+async def by_its_client(task: dict[str, Any], base_url: str, http_client: Any) -> float:
+    return float(len(await _talk(http_client, task, base_url)))
+
+
+async def by_a_socket(task: dict[str, Any], base_url: str, http_client: Any) -> float:
+    async with httpx.AsyncClient(trust_env=False) as client:
+        answers = await _talk(client, task, base_url)
+        lost = await client.post(f"{base_url[:-8]}elsewhere/v1/chat/completions", json={"messages": task["messages"]})
+        assert lost.status_code == 404 and lost.json()["error"]["code"] == "not_found"
+    return float(len(answers))
+
+
+def test_a_request_from_another_process_is_answered_as_that_of_the_agents_client(tokenizer: TextTokenizer) -> None:
+    direct, by_http = play(tokenizer, "by_its_client"), play(tokenizer, "by_a_socket")
+    assert is_whole(direct) and [sample.reward for sample in direct + by_http] == [3.0] * 6
+    for ours, theirs in zip(direct, by_http, strict=True):
+        assert ours.response_ids.tolist() == theirs.response_ids.tolist() and ours.seed == theirs.seed
+        assert ours.loss_mask.sum() == 3 * WRITTEN and ours.segment_starts == () == theirs.segment_starts
+
+
+async def sends_nonsense(task: dict[str, Any], base_url: str, http_client: Any) -> float:
+    good = task["messages"]
+    calls = [{"function": {"name": "add"}}]
+    for body in (
+        *(b"{", b"[]", b"\xff", b"[" * 100_000),
+        *({"messages": []}, {"messages": [{"role": "user", "content": 5}]}, {"messages": good, "tools": "add"}),
+        *({"messages": [{"role": "user", "content": [7]}]}, {"messages": good, "max_tokens": [1]}),
+        {"messages": [{"role": "assistant", "content": None, "tool_calls": calls}]},
+    ):
+        given = {"content": body} if isinstance(body, bytes) else {"json": body}
+        answer = await http_client.post(f"{base_url}/chat/completions", **given)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_request"), body
+    return await by_its_client(task, base_url, http_client)
+
+
+def test_nonsense_is_refused_and_leaves_the_episode_as_it_was(tokenizer: TextTokenizer) -> None:
+    (sample,) = play(tokenizer, "sends_nonsense", samples=1)
+    assert sample.reward == 3.0 and sample.episode["turns"] == 3 and sample.episode["segments"] == 1
+
+
+async def listens_to_the_limit(task: dict[str, Any], base_url: str, http_client: Any) -> float:
+    """As an agent does that knows OpenAI's error: it ends where the context does."""
+    *_, last = await _talk(http_client, task, base_url, turns=9)
+    error = last.json()["error"]
+    assert last.status_code == 400 and error["code"] == "context_length_exceeded"
+    assert "maximum context length is 40 tokens" in error["message"]
+    return 0.75
+
+
+async def falls_over_the_limit(task: dict[str, Any], base_url: str, http_client: Any) -> float:
+    (*_, last) = await _talk(http_client, task, base_url, turns=9)
+    last.raise_for_status()
+    return 0.75
+
+
+@pytest.mark.parametrize("name", ["listens_to_the_limit", "falls_over_the_limit"])
+def test_an_episode_that_outgrows_the_context_is_cut_there_and_counted(tokenizer: TextTokenizer, name: str) -> None:
+    samples, uncut = play(tokenizer, name, max_tokens=40), play(tokenizer, "by_its_client")
+    row = episode_metrics(samples)
+    assert is_whole(samples) and row["agent/cut_by_tokens"] == 1 and row["agent/cut_by_turns"] == 0
+    for sample, longer in zip(samples, uncut, strict=True):
+        count = min(len(sample.response_ids), len(longer.response_ids))
+        assert sample.response_ids[:count].tolist() == longer.response_ids[:count].tolist()
+        assert (
+            sample.truncated and sample.reward is None and len(sample.prompt.token_ids) + len(sample.response_ids) <= 40
+        )
+        assert sample.loss_mask[-1], "what it was given last, and did not answer, is not in it"
+    row = episode_metrics(play(tokenizer, "by_its_client", max_turns=2))
+    assert row["agent/cut_by_turns"] == 1 and row["agent/cut_by_tokens"] == 0 and row["agent/turns"] == 2
+    assert episode_metrics(uncut)["agent/cut_by_turns"] == episode_metrics(uncut)["agent/cut_by_tokens"] == 0
+
+
+async def has_no_room(task: dict[str, Any], base_url: str, http_client: Any) -> float:
+    answers = await _talk(http_client, {"messages": [{"role": "user", "content": "w1 " * 50}]}, base_url)
+    assert answers[0].json()["error"]["code"] == "context_length_exceeded"
+    return 1.0
+
+
+def test_an_episode_whose_first_message_has_no_room_is_broken(tokenizer: TextTokenizer) -> None:
+    samples = play(tokenizer, "has_no_room", max_tokens=40)
+    assert {sample.grade_reason for sample in samples} == {"broken: no_turn"} and Engine.calls == 0
+
+
+async def is_graded_by_turn(task: dict[str, Any], base_url: str, http_client: Any) -> dict[str, Any]:
+    turns = len(await _talk(http_client, task, base_url))
+    return {"reward": 0.0, "turn_rewards": [0.5] * turns, "tool_errors": [0, 1, 2]}
+
+
+def test_figures_are_broken_down_by_turn(tokenizer: TextTokenizer) -> None:
+    samples = play(tokenizer, "is_graded_by_turn")
+    row = episode_metrics([*samples, *play(tokenizer, "stops_early", samples=1)])
+    for turn, share in ((1, 1.0), (2, 0.75), (3, 0.75)):
+        assert row[f"agent/episodes/turn_{turn}"] == share
+        assert row[f"agent/tokens_written/turn_{turn}"] == WRITTEN
+        assert row[f"agent/tokens_observed/turn_{turn}"] == (0 if turn == 1 else (~samples[0].loss_mask).sum() / 2)
+        assert row[f"agent/engine_seconds/turn_{turn}"] > 0
+    assert row["agent/tool_seconds/turn_2"] >= 0.02, "what the agent does between answer and next request"
+    assert [row[f"agent/tool_errors/turn_{turn}"] for turn in (1, 2, 3)] == [0, 1, 2]
+    assert row["agent/reward/turn_2"] == 0.5 and "agent/episodes/turn_4" not in row
+    assert row["agent/tool_errors"] == 3 * 3 / 4, "the other episode had none"
+    whole = samples[0].episode
+    for name in ("tokens_written", "tokens_observed", "engine_seconds"):
+        assert sum(whole[f"{name}/turn_{turn}"] for turn in (1, 2, 3)) == pytest.approx(whole[name])
+    long = episode_metrics(play(tokenizer, "goes_on", samples=1))
+    assert "agent/episodes/turn_8" in long and "agent/episodes/turn_9" not in long and long["agent/turns"] == 10
+
+
+async def stops_early(task: dict[str, Any], base_url: str, http_client: Any) -> float:
+    return float(len(await _talk(http_client, task, base_url, turns=1)))
+
+
+async def goes_on(task: dict[str, Any], base_url: str, http_client: Any) -> float:
+    return float(len(await _talk(http_client, task, base_url, turns=10)))
+
+
+@pytest.mark.parametrize("errors", [[1], [1, 2, float("nan")], "two", True])
+def test_errors_by_turn_are_one_for_each(tokenizer: TextTokenizer, errors: Any) -> None:
+    global miscounted
+    miscounted = errors
+    (sample,) = play(tokenizer, "miscounts", samples=1)
+    assert sample.grade_reason == "broken: error"
+
+
+miscounted: Any = None
+
+
+async def miscounts(task: dict[str, Any], base_url: str, http_client: Any) -> dict[str, Any]:
+    await _talk(http_client, task, base_url)
+    return {"reward": 1.0, "tool_errors": miscounted}
+
+
+async def loses_patience(task: dict[str, Any], base_url: str, http_client: Any) -> float:
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.2):
+            await _talk(http_client, task, base_url, turns=1)
+    return await by_its_client(task, base_url, http_client)
+
+
+def test_a_request_that_is_given_up_leaves_no_turn(tokenizer: TextTokenizer) -> None:
+    Engine.hangs = True
+    (sample,) = play(tokenizer, "loses_patience", samples=1)
+    (patient,) = play(tokenizer, "by_its_client", samples=1)
+    assert Engine.aborted == 1 and sample.episode["segments"] == 1
+    assert sample.response_ids.tolist() == patient.response_ids.tolist(), "its seeds go by turns, not by requests"
+
+
+async def swallows(task: dict[str, Any], base_url: str, http_client: Any) -> float:
+    answers = await _talk(http_client, task, base_url)
+    return float(answers[-1].status_code)
+
+
+def test_a_failure_of_the_last_engine_is_the_runs_and_no_broken_episode(tokenizer: TextTokenizer) -> None:
+    Engine.gone_at = 4
+    with pytest.raises(TryAgain, match="the server is gone"):
+        play(tokenizer, "swallows")
