@@ -86,6 +86,9 @@ def test_check_says_what_can_be_read_and_answers_nothing(
     assert code == 0 and "sums: 4 problems\n" in said and f"model.path={model}: qwen3, " in said
     code, said = check("model.path=later")  # a run that writes it is still to come
     assert code == 0 and "sums: 4 problems\n" in said and "model.path=later: nothing is there yet" in said
+    agent = ("rollout.agent=module:run", "rollout.episode.max_tokens=100000")
+    code, said = check(*agent)
+    assert code == 2 and "rollout.episode.max_tokens=100000" in said and "the model's context" in said
     external = ("model=null", "server.url=http://127.0.0.1:9", "server.model=m", "server.api_key_variable=NOT_SET")
     code, said = check(*external)
     assert code == 2 and "NOT_SET" in said
