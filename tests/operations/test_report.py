@@ -184,3 +184,10 @@ def test_samples_are_of_steps_from_the_first_to_the_last_and_bounded(tmp_path: P
     steps = sorted({sample["step"] for sample in samples})
     assert len(steps) == 12 and (steps[0], steps[-1]) == (1, 100)
     assert sum(len(sample["response"]) for sample in samples) < 3 << 20
+
+
+def test_turns_have_a_curve_each_as_far_as_episodes_went() -> None:
+    rows = [{"step": 1, **{f"agent/tool_seconds/turn_{turn}": 0.5 for turn in (1, 2, 3)}}]
+    (panel,) = panels_of(rows)
+    assert panel.title == "Episodes, by turn: seconds of tools after it"
+    assert [curve.label for curve in panel.curves] == ["turn 1", "turn 2", "turn 3"]
