@@ -20,6 +20,7 @@ import httpx
 import numpy as np
 
 from vapo_megatron.agents.endpoint import DirectTransport, Endpoint, Episode
+from vapo_megatron.agents.recording import MOST_TURNS, by_turn
 from vapo_megatron.config.rollout import RolloutConfig
 from vapo_megatron.data.sample import BROKEN, Prompt, Sample
 from vapo_megatron.data.tokenizer import TextTokenizer
@@ -27,7 +28,6 @@ from vapo_megatron.engines.dispatcher import Dispatcher
 from vapo_megatron.engines.request import GenerationRequest, GroupRequest, response_seed
 from vapo_megatron.errors import BadInput, RunFailed, reason_of
 from vapo_megatron.loop_thread import LoopThread
-from vapo_megatron.monitoring import names
 
 
 def is_environment(kind: type) -> bool:
@@ -247,9 +247,9 @@ class Agents:
             "cut_by_tokens": float(episode.limit == "tokens"),
         }
         lists = {"reward": rewards, "tool_errors": errors if isinstance(errors, Sequence) else ()}
-        for number, turn in enumerate(episode.turns[: names.MOST_TURNS]):
+        for number, turn in enumerate(episode.turns[:MOST_TURNS]):
             turn |= {name: float(values[number]) for name, values in lists.items() if values}
-            figures |= {names.by_turn(name, number + 1): value for name, value in turn.items()}
+            figures |= {by_turn(name, number + 1): value for name, value in turn.items()}
         prompt = replace(group.prompt, token_ids=tuple(recording.ordered[0].prompt_ids))
         sample = Sample(prompt, group.group, index, episode.seed, **recording.fields(rewards), episode=figures)
         if episode.limit:
@@ -284,8 +284,8 @@ def episode_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     for row in rows:
         for name, value in row.items():
             columns.setdefault(name, []).append(value)
-    reached = {n: len(columns.get(names.by_turn("tokens_written", n), ())) for n in range(1, names.MOST_TURNS + 1)}
-    shares = {f"agent/{names.by_turn('episodes', n)}": count / len(rows) for n, count in reached.items() if count}
+    reached = {n: len(columns.get(by_turn("tokens_written", n), ())) for n in range(1, MOST_TURNS + 1)}
+    shares = {f"agent/{by_turn('episodes', n)}": count / len(rows) for n, count in reached.items() if count}
     return {f"agent/{name}": sum(values) / len(values) for name, values in columns.items()} | shares
 
 

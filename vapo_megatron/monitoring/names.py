@@ -51,7 +51,6 @@ TRACKER_FAILURES = "tracking/failures"
 
 AGENT_BROKEN = "agent/broken"  # share of episodes that broke, of whatever cause
 AGENT_TURNS = "agent/turns"  # responses of the policy in an episode
-MOST_TURNS = 8  # turns of an episode that have figures of their own
 ENGINE_FAILURES = "rollout/engine_failures"  # engines that were ended and started again since the last weight sync
 
 TOKENS_PER_SECOND = "throughput/tokens_per_second"
@@ -69,11 +68,6 @@ SKIPPED_UPDATES = "skipped_updates/total"
 UNFINISHED = "skipped_updates/unfinished"
 EVALUATION = "evaluation/"  # evaluation/accuracy, evaluation/aime24_avg@32, ...
 PRETRAINING = "value_pretraining/"  # value_pretraining/value_loss, .../explained_variance, .../value_bias_25
-
-
-def by_turn(name: str, number: int) -> str:
-    """A figure of the turns of this number, from 1."""
-    return f"{name}/turn_{number}"
 
 
 def interval_of(name: str) -> tuple[str, str]:
