@@ -20,7 +20,6 @@ import httpx
 import numpy as np
 
 from vapo_megatron.agents.endpoint import DirectTransport, Endpoint, Episode
-from vapo_megatron.agents.recording import MOST_TURNS, by_turn
 from vapo_megatron.config.rollout import RolloutConfig
 from vapo_megatron.data.sample import BROKEN, Prompt, Sample
 from vapo_megatron.data.tokenizer import TextTokenizer
@@ -92,6 +91,7 @@ _NO_TOKENS, _NO_LOGPROBS = np.zeros(0, np.int32), np.zeros(0, np.float32)
 # Why an episode is not trained on: too slow, the agent raised, the chat template failed, engines were stopped, no turn.
 CAUSES = ("timeout", "error", "template", "stopped", "no_turn")
 _KEY = "rollout.agent"
+_MOST_TURNS = 8  # turns of an episode that have figures of their own
 # Groups that break one after another, with none that is whole between them: the agent itself is wrong then.
 _MOSTBROKEN_GROUPS = 16
 
@@ -247,9 +247,9 @@ class Agents:
             "cut_by_tokens": float(episode.limit == "tokens"),
         }
         lists = {"reward": rewards, "tool_errors": errors if isinstance(errors, Sequence) else ()}
-        for number, turn in enumerate(episode.turns[:MOST_TURNS]):
+        for number, turn in enumerate(episode.turns[:_MOST_TURNS]):
             turn |= {name: float(values[number]) for name, values in lists.items() if values}
-            figures |= {by_turn(name, number + 1): value for name, value in turn.items()}
+            figures |= {f"{name}/turn_{number + 1}": value for name, value in turn.items()}
         prompt = replace(group.prompt, token_ids=tuple(recording.ordered[0].prompt_ids))
         sample = Sample(prompt, group.group, index, episode.seed, **recording.fields(rewards), episode=figures)
         if episode.limit:
@@ -284,8 +284,8 @@ def episode_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     for row in rows:
         for name, value in row.items():
             columns.setdefault(name, []).append(value)
-    reached = {n: len(columns.get(by_turn("tokens_written", n), ())) for n in range(1, MOST_TURNS + 1)}
-    shares = {f"agent/{by_turn('episodes', n)}": count / len(rows) for n, count in reached.items() if count}
+    reached = {n: len(columns.get(f"tokens_written/turn_{n}", ())) for n in range(1, _MOST_TURNS + 1)}
+    shares = {f"agent/episodes/turn_{n}": count / len(rows) for n, count in reached.items() if count}
     return {f"agent/{name}": sum(values) / len(values) for name, values in columns.items()} | shares
 
 

@@ -8,16 +8,9 @@ import numpy as np
 
 from vapo_megatron.data.sample import Sample
 
-MOST_TURNS = 8  # turns of an episode that have figures of their own
-
 Message = dict[str, Any]
 # Role, content and tool calls.
 Compared = tuple[str, str, list[tuple[Any, Any]]]
-
-
-def by_turn(name: str, number: int) -> str:
-    """The figure of the turns of this number, from 1."""
-    return f"{name}/turn_{number}"
 
 
 @dataclass

@@ -4,7 +4,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from vapo_megatron.agents.recording import MOST_TURNS, by_turn
 from vapo_megatron.monitoring import names
 
 Rows = Sequence[Mapping[str, Any]]
@@ -44,8 +43,7 @@ class Panel:
 
 
 def _by_turn(name: str) -> tuple[Curve, ...]:
-    turns = range(1, MOST_TURNS + 1)
-    return tuple(Curve(f"agent/{by_turn(name, turn)}", f"turn {turn}", smooth=True) for turn in turns)
+    return tuple(Curve(f"agent/{name}/turn_{turn}", f"turn {turn}", smooth=True) for turn in range(1, 9))
 
 
 PANELS: tuple[Panel, ...] = (
