@@ -106,7 +106,7 @@ def _role(process: psutil.Process, starter: int) -> str:
     if "vapo_megatron.rewards.worker" in command:
         return "verifier"
     name = Path(f"/proc/{process.pid}/comm").read_text().strip() if process.ppid() == starter else ""
-    return "home" if name == "engine-home" else "rank" if re.fullmatch(r"rank\d+", name) else "other"
+    return "rank" if re.fullmatch(r"rank\d+", name) else "other"
 
 
 def rows_of(run_dir: Path) -> int:
@@ -122,8 +122,6 @@ SIGNALS: dict[str, tuple[str, list[int]]] = {
     "rank: kill -9": ("rank", [signal.SIGKILL]),
     "rank: stopped": ("rank", [signal.SIGSTOP]),
     "rank: stopped for a while": ("rank", [signal.SIGSTOP, signal.SIGCONT]),
-    "home of engines: kill -9": ("home", [signal.SIGKILL]),
-    "home of engines: stopped for a while": ("home", [signal.SIGSTOP, signal.SIGCONT]),
     "engine: kill -9": ("engine", [signal.SIGKILL]),
     "engine: stopped": ("engine", [signal.SIGSTOP]),
     "engine: stopped for a while": ("engine", [signal.SIGSTOP, signal.SIGCONT]),
@@ -163,8 +161,6 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     "rank stopped": ("rank: stopped", "rank: stopped for a while"),
     "engine killed": tuple(f"{role}: kill -9" for role in _ENGINE),
     "engine stopped": (*(f"{role}: stopped" for role in _ENGINE), "engine: stopped for a while"),
-    "home killed": ("home of engines: kill -9",),
-    "home stopped": ("home of engines: stopped for a while",),
     "verifier killed": ("verifier: kill -9",),
     "verifier stopped": ("verifier: stopped for a while",),
     "asked to stop": ("run: SIGTERM", "run: SIGUSR1"),
@@ -178,7 +174,7 @@ def cells(waits: bool) -> set[tuple[str, str]]:
     A stopped engine that has not served yet is waited for, as for a slow start, and a copy comes after a step."""
     missing = {"wait for engines"} if not waits else set()
     phases = PHASES.keys() - missing
-    started = {"engine killed", "engine stopped", "home stopped", "verifier killed", "verifier stopped", "copy damaged"}
+    started = {"engine killed", "engine stopped", "verifier killed", "verifier stopped", "copy damaged"}
     return {(phase, family) for phase in phases for family in FAMILIES if phase != "start" or family not in started}
 
 

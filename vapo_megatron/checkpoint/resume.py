@@ -42,13 +42,11 @@ _STEP_FILE = re.compile(r"step_(\d+)[_.].*")
 @dataclass(frozen=True)
 class Start:
     """Where a run begins, and what outlives its ranks: the saved state (None for a new run); whether nothing is left to
-    do; where copies in host memory are kept; the socket of the process that keeps the engines (None where ranks do);
-    and the saved state as a copy of which each node holds a part."""
+    do; where copies in host memory are kept; and the saved state as a copy of which each node holds a part."""
 
     checkpoint: Path | None = None
     finished: bool = False
     memory: Path | None = None
-    home: Path | None = None
     copy: NodeCopy | None = None
 
     @property

@@ -62,19 +62,17 @@ class Engines:
         log_dir: Path,
         stop_token_ids: Sequence[int],
         fp8: BlockFp8 | None = None,
-        home: Path | None = None,
     ) -> None:
         """Collective: decide who owns what; start() follows.
 
-        fp8 is how weights are quantised for the engines, where rollout.quantization asks for it; home: of engines that
-        outlive their ranks (rollout.engine_home).
+        fp8 is how weights are quantised for the engines, where rollout.quantization asks for it.
 
         Raises:
             BadInput: rollout.sync.transport is not possible on this machine.
         """
         self._config, self._dtype, self._fp8, self._stop_token_ids = config, dtype, fp8, stop_token_ids
         self._vocabulary = read_spec(model_dir).vocab_size
-        self._placement = Placement(EngineSettings(config, model_dir, dtype, log_dir, fp8), current_platform(), home)
+        self._placement = Placement(EngineSettings(config, model_dir, dtype, log_dir, fp8), current_platform())
         self._sync: WeightSync | None = None
         self._slots: DeviceSlots | SharedSlots | None = None
         self._dispatcher: Dispatcher | None = None
@@ -92,11 +90,6 @@ class Engines:
     def share_device(self) -> bool:
         """Whether engines live in the trainer's memory, and so have to take turns with it."""
         return self._placement.shares_memory
-
-    @property
-    def taken_over(self) -> bool:
-        """Collective: whether an engine was there before this rank, with whatever weights."""
-        return any(gather_values(self._placement.taken_over))
 
     @property
     def dispatcher(self) -> Dispatcher:

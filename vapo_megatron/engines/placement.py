@@ -22,7 +22,6 @@ from vapo_megatron.collectives import gather_values, on_rank_zero
 from vapo_megatron.config.atomic import atomic_write
 from vapo_megatron.config.rollout import Dtype, RolloutConfig
 from vapo_megatron.engines.client import REQUEST_SECONDS, EngineClient, MemoryTag, ask
-from vapo_megatron.engines.engine_home import HomedKeeper
 from vapo_megatron.engines.inside.broadcast_group import address_towards
 from vapo_megatron.engines.keeper import EngineKeeper, ExternalServer, Kept, is_named
 from vapo_megatron.engines.remote_engines import take_back, take_over_engines, what_must_agree
@@ -62,16 +61,16 @@ class Placement:
         is_external: whether they run on devices of their own; then the run ends where all are given up, else at one.
     """
 
-    def __init__(self, settings: EngineSettings, platform: Platform, home: Path | None = None) -> None:
-        """Collective. home: of engines that outlive ranks.
+    def __init__(self, settings: EngineSettings, platform: Platform) -> None:
+        """Collective.
 
         Raises:
             BadInput: rollout.sync.transport, or asynchronous rollouts, are not possible on this machine.
         """
-        self._settings, self._config, self._platform, self._home = settings, settings.config, platform, home
+        self._settings, self._config, self._platform = settings, settings.config, platform
         self.is_external = bool(self._config.external_urls)
         self.shares_memory = platform.is_cuda and not self.is_external
-        self.keepers: list[EngineKeeper | HomedKeeper] = []
+        self.keepers: list[EngineKeeper] = []
         self._addresses, self._group = list[EngineAddress](), None
         self._engines_on_gpus = platform.is_cuda
         if not platform.is_cuda and self._config.sync.transport == "ipc":
@@ -94,24 +93,18 @@ class Placement:
         if rank % tp == 0:
             self.keepers = [self._keeper(rank // tp, range(first, first + tp), host)]
 
-    def _keeper(self, index: int, devices: range | None, host: str) -> EngineKeeper | HomedKeeper:
-        arguments = (self._settings, index, devices, host)
-        if self._home is None:
-            return EngineKeeper(make_server(*arguments), self._config)
-        # How much of the trainer's GPU one holds that shares it is not known after a kill: those are started anew.
-        return HomedKeeper(
-            self._home, index, self._config, make_server, arguments, may_take_over=not self.shares_memory
+    def _keeper(self, index: int, devices: range | None, host: str) -> EngineKeeper:
+        made, log_file = self._settings, self._settings.log_dir / f"engine_{index}.log"
+        offloads = devices is not None
+        server = EngineServer(
+            made.model_dir, made.config, made.dtype, log_file, devices, host=host, fp8=made.fp8, offloads=offloads
         )
+        return EngineKeeper(server, made.config)
 
     @property
-    def keeper(self) -> EngineKeeper | HomedKeeper | None:
+    def keeper(self) -> EngineKeeper | None:
         """Of the server that this rank owns; None where it owns none."""
         return None if self.is_external or not self.keepers else self.keepers[0]
-
-    @property
-    def taken_over(self) -> bool:
-        """Whether this rank's engine was there before it."""
-        return isinstance(self.keeper, HomedKeeper) and self.keeper.taken_over
 
     def wait_for_addresses(self) -> list[EngineAddress]:
         """Collective: every engine's address, once all of them answer; external ones take requests again after the
@@ -175,9 +168,8 @@ class Placement:
         """
         failed = self.keepers
         if len(failed) > 1:
-            external = [keeper for keeper in self.keepers if isinstance(keeper, EngineKeeper)]
-            named = [keeper for keeper in external if is_named(keeper.address.url, cause)]
-            failed = [*(named or [keeper for keeper in external if keeper.is_unhealthy()] or external)]
+            named = [keeper for keeper in self.keepers if is_named(keeper.address.url, cause)]
+            failed = named or [keeper for keeper in self.keepers if keeper.is_unhealthy()] or self.keepers
         for keeper in failed:
             keeper.fail(cause, served)
 
@@ -208,27 +200,12 @@ class Placement:
     def tell(self, when_lost: Callable[[str], None]) -> None:
         """Call when_lost with the URL of an engine that fails where no broken connection tells of it."""
         for keeper in self.keepers:
-            if isinstance(keeper, EngineKeeper):
-                keeper.when_lost = when_lost
+            keeper.when_lost = when_lost
 
     def close(self) -> None:
         """End this rank's server, and what watches others."""
         for keeper in self.keepers:
             keeper.stop()
-
-
-def make_server(made: EngineSettings, index: int, devices: range | None, host: str) -> EngineServer:
-    """The server with this number; devices: of the GPUs it uses, None without."""
-    return EngineServer(
-        made.model_dir,
-        made.config,
-        made.dtype,
-        made.log_dir / f"engine_{index}.log",
-        devices,
-        host=host,
-        fp8=made.fp8,
-        offloads=devices is not None,
-    )
 
 
 def _reachable_host() -> str:

@@ -40,9 +40,7 @@ from vapo_megatron.weights.spec import read_spec
 
 
 def train_rank(config: TrainConfig, run_dir: Path, start: Start) -> None:
-    """Collective: the whole training of one rank. What it owns (verifiers, engines without a home) ends with it,
-    however it ends.
-    """
+    """Collective: the whole training of one rank. What it owns (verifiers, engines) ends with it, however it ends."""
     is_main_rank, model_dir, platform = dist.get_rank() == 0, Path(config.model.path), current_platform()
     tokenizer, spec = TextTokenizer(model_dir, config.data.prompt), read_spec(model_dir)
     gauges = {name: MemoryGauge(*calls) for name, calls in platform.memory_gauges().items()}
@@ -58,7 +56,6 @@ def train_rank(config: TrainConfig, run_dir: Path, start: Start) -> None:
                 run_dir / "logs",
                 tokenizer.eos_token_ids,
                 fp8=engine_fp8(config.rollout, config.actor.precision, spec),
-                home=start.home,
             )
         )
         verifier = stack.enter_context(VerifierPool(config.reward)) if is_main_rank else None
@@ -155,7 +152,7 @@ def agree(config: TrainConfig, models: Models, rollouts: Rollouts, recorder: Rec
         # What loading took and found belongs to no step.
         recorder.discard_pending()
         recorder.console.note(f"goes on from {resumed.checkpoint}")
-    elif config.rollout.load_format == "dummy" or config.rollout.external_urls or rollouts.engines.taken_over:
+    elif config.rollout.load_format == "dummy" or config.rollout.external_urls:
         sync_weights(models, rollouts, recorder)
     else:
         if rollouts.engines.write_old_groups:

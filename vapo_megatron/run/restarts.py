@@ -18,10 +18,7 @@ from vapo_megatron.checkpoint.host_memory import copies_left, host_memory, make_
 from vapo_megatron.checkpoint.lease import Lease
 from vapo_megatron.checkpoint.manifest import Damaged, check_structure, read_manifest
 from vapo_megatron.checkpoint.resume import Start
-from vapo_megatron.config.train import TrainConfig
-from vapo_megatron.engines.engine_home import HomeLost, keep_engines
 from vapo_megatron.errors import BadInput, VapoError
-from vapo_megatron.run.children import Companion
 from vapo_megatron.run.ranks import RankKilled, start_ranks
 from vapo_megatron.run.start import Settings, is_finished, prepare_start
 from vapo_megatron.run.watchdog import Hang
@@ -33,28 +30,19 @@ _logger = logging.getLogger(__name__)
 def run_ranks(settings: Settings, count: int, body: Callable[[Start], None], start: Start, lease: Lease) -> None:
     """Start the ranks, and again where one was killed or hangs: `cluster.restarts` times from one state.
 
-    What outlives them lives in here: copies of the run's state in host memory, and engines.
+    Copies of the run's state in host memory outlive them.
 
     Raises:
         VapoError: see start_ranks.
     """
     left, timeout = settings.cluster.restarts, settings.cluster.collective_timeout_s
     with ExitStack() as stack:
-        home = None
         run_dir = Path(settings.run.directory)
         memory = stack.enter_context(host_memory(run_dir, start.is_copy))
         if start.is_copy and (memory is None or not list_checkpoints(memory)):
             start = prepare_start(settings, lambda: None, lease.take)
         if left and memory is not None:
             start = replace(start, memory=memory)
-            if (
-                isinstance(settings, TrainConfig)
-                and "actor" in settings.model_sizes
-                and not settings.rollout.external_urls
-            ):
-                start = replace(start, home=memory / "engines")
-                home = stack.enter_context(Companion(partial(keep_engines, memory / "engines"), "engine-home"))
-        home_hangs = False
         while not start.finished:
             if memory is not None and not memory.is_dir():
                 with suppress(OSError):
@@ -64,13 +52,9 @@ def run_ranks(settings: Settings, count: int, body: Callable[[Start], None], sta
                     "does that when its user logs out)",
                     memory,
                 )
-                home_hangs = True  # its socket is gone as well
-            if home is not None:
-                home.ensure(home_hangs)
             try:
                 return start_ranks(count, partial(body, start), timeout, memory)
-            except (RankKilled, Hang, HomeLost, Damaged) as error:
-                home_hangs = isinstance(error, HomeLost)
+            except (RankKilled, Hang, Damaged) as error:
                 again = _start_after(error, settings, start, lease)
                 left = settings.cluster.restarts if again.checkpoint != start.checkpoint else left
                 if left == 0 or stop_requested():
