@@ -9,8 +9,10 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+import numpy as np
 import pytest
 from aiohttp import web
+from safetensors.numpy import save
 
 from vapo_megatron.config.rollout import RolloutConfig, SamplingConfig
 from vapo_megatron.data.sample import Prompt
@@ -153,9 +155,10 @@ def message_of(ids: list[int], count: int = 1, **meta: Any) -> bytes:
         (message_of([1], finish_reason=None), "TypeError"),
         (message_of([1], weight_versions=[{"version": "new"}]), "ValueError"),
         (message_of([1])[:-1], "ValueError"),
-        (columns._LENGTH.pack(2) + b"{}" + b"....", "were announced"),
-        (columns._LENGTH.pack(2) + b"[7", "ValueError|JSONDecodeError"),
-        (columns._LENGTH.pack(4) + b"[{}]", "KeyError: 'tokens'"),
+        (message_of([1]) + b"....", "not fully covered"),
+        (save({}), "KeyError: 'meta'"),
+        (save({"meta": np.frombuffer(b"[7", np.uint8)}), "JSONDecodeError"),
+        (save({"meta": np.frombuffer(b"[{}]", np.uint8)}), "KeyError: '0/token_ids'"),
         (message_of([10**6]), "tokens 1000000 to 1000000, the model has 32"),
         (message_of([-1]), "tokens -1 to -1"),
         (message_of([1, 1]), "a response of 2 tokens came, at most 1 were asked for"),

@@ -6,6 +6,7 @@ from dataclasses import fields
 from typing import Any
 
 import numpy as np
+from safetensors import deserialize
 
 from vapo_megatron.engines.client import EngineClient, LoadAnswer
 from vapo_megatron.engines.inside import columns, heartbeat
@@ -17,7 +18,7 @@ from vapo_megatron.weights.bucket import Place
 from vapo_megatron.weights.routed_experts import ExpertChoices
 
 SAID: dict[int, dict[str, Any]] = {
-    7: {
+    8: {
         "bucket": ["first", "last", "places", "purpose", "size"],
         "place": ["name", "dtype", "shape", "start"],
         "loaded": ["problems", "seconds", "checksums"],
@@ -25,7 +26,12 @@ SAID: dict[int, dict[str, Any]] = {
         "health": ["lost", "requests", "silent_s", "paused", "batches"],
         "asked": ["expert_choices", "input_ids", "return_logprob", "return_routed_experts", "rid", "sampling_params"],
         "choices": ["layers", "experts", "per_token"],
-        "answer": "[{'experts': [2, '|u1'], 'logprobs': 1, 'meta': {'a': 1}, 'tokens': 1}] 070000000000003f0203",
+        "answer": {
+            "0/experts": "U8 0203",
+            "0/logprobs": "F32 0000003f",
+            "0/token_ids": "I32 07000000",
+            "meta": [{"a": 1}],
+        },
     }
 }
 
@@ -41,9 +47,8 @@ def said() -> dict[str, Any]:
     choices = ExpertChoices(*(1 for _ in fields(ExpertChoices)))
     asyncio.run(Client(EngineAddress("", ""), 1.0).generate([], [], choices, ids=[]))
     one = columns.Columns({"a": 1}, np.array([7], "<i4"), np.array([0.5], "<f4"), np.array([2, 3], np.uint8))
-    message = columns.join([one])
-    end = 4 + int.from_bytes(message[:4], "little")
-    entries = [dict(sorted(entry.items())) for entry in json.loads(message[4:end])]
+    arrays = {name: (array["dtype"], array["data"]) for name, array in deserialize(columns.join([one]))}
+    meta = json.loads(arrays.pop("meta")[1])
     return {
         "bucket": sorted(announce(None, "load", first=True, last=True)),
         "place": list(Place._fields),
@@ -55,7 +60,7 @@ def said() -> dict[str, Any]:
         "health": list(asyncio.run(heartbeat.Heartbeat(tuple).health())),
         "asked": sorted(asked),
         "choices": [f.name for f in fields(ExpertChoices)],
-        "answer": f"{entries} {message[end:].hex()}",
+        "answer": {name: f"{dtype} {data.hex()}" for name, (dtype, data) in arrays.items()} | {"meta": meta},
     }
 
 

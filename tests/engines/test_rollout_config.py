@@ -63,10 +63,18 @@ def test_a_key_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> No
     assert config.api_key() == "k"
 
 
-@pytest.mark.parametrize("name", ["nnodes", "node_rank", "dist_init_addr", "dp_size", "pp_size"])
+@pytest.mark.parametrize(
+    "name", ["nnodes", "node_rank", "dist_init_addr", "dp_size", "pp_size", "tensor_parallel_size"]
+)
 def test_sizes_that_no_weight_sync_knows_are_refused(name: str) -> None:
     with pytest.raises(ValueError, match=rf"server_args\.{name} is set by the trainer"):
         RolloutConfig(server_args={name: 2})
+
+
+def test_a_size_that_the_trainer_reads_has_one_name() -> None:
+    assert RolloutConfig(tp=2, server_args={"ep_size": 2}).experts_on == 2
+    with pytest.raises(ValueError, match=r"server_args\.ep: write ep_size"):
+        RolloutConfig(tp=2, server_args={"ep": 2})
 
 
 @pytest.mark.parametrize(("tp", "fits"), [(1, True), (4, True), (3, False), (16, False)])

@@ -269,6 +269,8 @@ class RolloutConfig(Section):
         for name in value:
             if not name.replace("_", "").isalnum():
                 raise ValueError(f"server_args.{name}: write it as in chunked_prefill_size, without dashes")
+            if name in _OTHER_NAMES:
+                raise ValueError(f"server_args.{name}: write {_OTHER_NAMES[name]}")
             if name in _SET_BY_US or name in cls.model_fields:
                 raise ValueError(
                     f"server_args.{name} is set by the trainer: {_SET_BY_US.get(name, f'use rollout.{name}')}"
@@ -284,6 +286,12 @@ def _is_address(address: str) -> bool:
         return False
 
 
+# SGLang's second names of arguments that the trainer reads.
+_OTHER_NAMES = {
+    "ep": "ep_size",
+    "expert_parallel_size": "ep_size",
+    "attention_data_parallel_size": "attn_dp_size",
+}
 _SET_BY_US = {
     "api_key": "the trainer makes one, or use rollout.api_key_variable",
     "admin_api_key": "the trainer makes a key, or use rollout.api_key_variable",
@@ -293,12 +301,16 @@ _SET_BY_US = {
     "node_rank": "an engine is on one node",
     "dist_init_addr": "an engine is on one node",
     "dp_size": "SGLang takes no weight sync then: start more engines, or use attn_dp_size",
+    "data_parallel_size": "SGLang takes no weight sync then: start more engines, or use attn_dp_size",
     "pp_size": "engines are cut by rollout.tp alone",
+    "pipeline_parallel_size": "engines are cut by rollout.tp alone",
     "model_path": "use model.path",
+    "model": "use model.path",
     "device": "it follows the machine",
     "skip_tokenizer_init": "requests carry token ids",
     "weight_version": "it counts the weight syncs",
     "tp_size": "use rollout.tp",
+    "tensor_parallel_size": "use rollout.tp",
     "dtype": "use model.dtype",
     "json_model_override_args": "it carries rollout.quantization",
     "enable_memory_saver": "it is on where engines and trainer share GPUs",

@@ -5,7 +5,6 @@ import base64
 import errno
 import json
 import math
-import struct
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
@@ -275,8 +274,7 @@ class EngineClient:
         if reason not in ("stop", "length") and not (unfinished and reason == "abort"):
             message = answer.meta["finish_reason"].get("message", "")
             raise TryAgain(f"{self.address}: a response was not finished ({reason}: {message})")
-        # Copies: the message, with the experts in it, can go once these are in the batch.
-        token_ids, logprobs = answer.token_ids.copy(), answer.logprobs.copy()
+        token_ids, logprobs = answer.token_ids, answer.logprobs
         if len(logprobs) != len(token_ids) or not np.isfinite(logprobs).all():
             raise EngineWrong(
                 f"{self.address}: {len(token_ids)} response tokens came with {len(logprobs)} log-probs, "
@@ -318,7 +316,7 @@ class EngineClient:
         """Raises EngineWrong where an answer cannot be read in here: the server is sick, and the run is not."""
         try:
             yield
-        except (ValueError, TypeError, LookupError, AttributeError, struct.error) as error:
+        except (ValueError, TypeError, LookupError, AttributeError) as error:
             raise EngineWrong(f"{self.address}: its answer to {path} cannot be read ({reason_of(error)})") from None
 
     async def _call(self, path: str, body: dict[str, Any] | list[str]) -> Any:
@@ -328,7 +326,7 @@ class EngineClient:
         return answer
 
     async def _request(self, path: str, body: dict[str, Any] | list[str] | None) -> tuple[int, Any]:
-        """Status and answer of a POST, or of a GET where there is no body: bytes of columns, else decoded JSON."""
+        """Status and answer of a POST, or of a GET where there is no body: bytes of a message of columns, else JSON."""
         if self._session is None:
             # A new connection each time: a kept one may be closed by the server while a request is on its way.
             connector = aiohttp.TCPConnector(limit=0, force_close=True)

@@ -1,10 +1,9 @@
-"""Ports for servers, also with those that SGLang takes beside them."""
+"""Free ports for servers, together with those that SGLang takes beside them."""
 
 import random
 import socket
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
-from pathlib import Path
 
 from vapo_megatron.errors import TryAgain
 
@@ -12,21 +11,20 @@ from vapo_megatron.errors import TryAgain
 # (srt/server_args.py: PortArgs, srt/managers/data_parallel_controller.py: _broadcast_worker_ports).
 BESIDE_SERVER = (13, *range(233, 240))
 
-# The kernel hands no process a port below its own range by chance: one that is free there stays so until it is taken.
-_LOWEST, _HIGHEST, _KERNELS_OWN = 20480, 65536, Path("/proc/sys/net/ipv4/ip_local_port_range")
+# Below Linux' usual range of ports that processes get by chance (32768 and above): one that is free stays so.
+_FIRST, _END = 20480, 32256
 # What lies beside two multiples of this is never the same: servers that start at once differ in all ports or in none.
 _STRIDE = 512
 
 
-def free_port(beside: Sequence[int] = (), candidates: Iterable[int] | None = None) -> int:
-    """A port that is free now, as are those at these distances above it.
-
-    candidates: to be tried in turn; None: some below the range that the kernel hands out.
+def free_port(beside: Sequence[int] = (), candidates: Sequence[int] = ()) -> int:
+    """A port that is free now, as are those at these distances above it. candidates: to be tried in turn, if any.
 
     Raises:
         TryAgain: there is none.
     """
-    for port in _some(_STRIDE if beside else 1) if candidates is None else candidates:
+    ports = range(_FIRST, _END, _STRIDE if beside else 1)
+    for port in candidates or random.SystemRandom().sample(ports, len(ports)):
         with ExitStack() as taken:
             if all(_take(port + distance, taken) for distance in (0, *beside)):
                 return port
@@ -41,12 +39,3 @@ def _take(port: int, taken: ExitStack) -> bool:
     except OSError:
         return False
     return True
-
-
-def _some(stride: int) -> list[int]:
-    try:
-        end = int(_KERNELS_OWN.read_text().split()[0])
-    except (OSError, ValueError):
-        end = _HIGHEST
-    ports = range(_LOWEST, (end if end > _LOWEST + 8 * _STRIDE else _HIGHEST) - _STRIDE, stride)
-    return random.SystemRandom().sample(ports, len(ports))

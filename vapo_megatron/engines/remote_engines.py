@@ -31,7 +31,7 @@ from vapo_megatron.weights.spec import ModelSpec, read_spec
 
 _logger = logging.getLogger(__name__)
 
-PROTOCOL = 7
+PROTOCOL = 8
 """To be raised with every change of what engines and trainers say to each other: bucket_message.announce, the answers
 of strict_loading, broadcast_group, heartbeat, server_main and columns."""
 

@@ -68,5 +68,5 @@ def test_a_message_that_is_not_whole_is_refused(cut: int) -> None:
     message = pack([answer([5, 6, 7], [-1.0, -2.0, -3.0])])
     with pytest.raises(ValueError):
         unpack(message[:cut])
-    with pytest.raises(ValueError, match="were announced"):
+    with pytest.raises(ValueError, match="not fully covered"):
         unpack(message + b"\0")

@@ -1,38 +1,35 @@
-"""Responses as a server hands them to its trainer: columns of numbers. In JSON they take rank 0 forty times as long.
+"""Responses as a server sends them to the trainer: arrays instead of JSON, which takes rank 0 forty times as long.
 
-A message is a length (uint32), so many bytes of JSON, which has an entry for each response, and then the columns of one
-response after the other: token ids, log-probs, and the experts of each token, if they were asked for. All of it is
-little-endian.
+A message is a safetensors file: "meta" (JSON, one entry a response), and for response i the arrays "i/token_ids",
+"i/logprobs" and, if they were asked for, "i/experts".
 """
 
 import base64
 import json
-import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from safetensors import SafetensorError
+from safetensors.numpy import load, save
 
 from vapo_megatron.weights.routed_experts import ExpertChoices
 
 PATH = "vapo_generate"
-"""Where a server takes what SGLang takes under /generate, for a list of prompts, and answers with columns."""
+"""Takes what SGLang takes under /generate for a list of prompts; the answer is a message."""
 ABORT_PATH = "vapo_abort"
-"""Where it takes a list of the names of responses that are to end."""
+"""Takes a list of the names of responses that are to end."""
 MEDIA_TYPE = "application/octet-stream"
-
-_LENGTH = struct.Struct("<I")
 
 
 @dataclass(frozen=True, slots=True)
 class Columns:
     """One response.
 
-    meta: SGLang's finish_reason and weight_versions, and `wrong_experts`: what is wrong with the experts, if any.
-    experts: what ExpertChoices.decode found; None without.
-    The arrays share the message's memory.
+    meta: SGLang's finish_reason and weight_versions, and `wrong_experts`: what is wrong with the experts, if anything.
+    experts: what ExpertChoices.decode returned; None without.
     """
 
     meta: dict[str, Any]
@@ -44,15 +41,15 @@ class Columns:
 def pack(
     answers: Sequence[dict[str, Any]], choices: ExpertChoices | None = None, prompts: Sequence[Sequence[int]] = ()
 ) -> bytes:
-    """A message of SGLang's answers to a list of prompts. A log-prob that is none becomes NaN.
+    """The message of SGLang's answers to a list of prompts. A missing log-prob becomes NaN.
 
-    choices: of the model whose experts were asked for; prompts are needed then. Where they cannot be, meta says why.
+    choices: of the model whose experts were asked for; prompts are needed then. If they are invalid, meta says why.
     """
     rows = []
     for place, answer in enumerate(answers):
         meta = answer["meta_info"]
-        ids = np.array(answer["output_ids"], dtype="<i4")
-        logprobs = np.array([entry[0] for entry in meta.get("output_token_logprobs", ())], dtype="<f4")
+        ids = np.array(answer["output_ids"], dtype=np.int32)
+        logprobs = np.array([entry[0] for entry in meta.get("output_token_logprobs", ())], dtype=np.float32)
         meta_kept = {name: meta[name] for name in ("finish_reason", "weight_versions")}
         experts = None
         if choices is not None:
@@ -66,18 +63,14 @@ def pack(
 
 def join(responses: Sequence[Columns]) -> bytes:
     """The message of some responses."""
-    entries = [
-        {
-            "tokens": len(row.token_ids),
-            "logprobs": len(row.logprobs),
-            "experts": None if row.experts is None else [len(row.experts), row.experts.dtype.str],
-            "meta": row.meta,
-        }
-        for row in responses
-    ]
-    arrays = [array for row in responses for array in (row.token_ids, row.logprobs, row.experts) if array is not None]
-    head = json.dumps(entries, separators=(",", ":")).encode()
-    return b"".join((_LENGTH.pack(len(head)), head, *(array.tobytes() for array in arrays)))
+    meta = json.dumps([row.meta for row in responses]).encode()
+    arrays: dict[str, NDArray[Any]] = {"meta": np.frombuffer(meta, np.uint8)}
+    for i, row in enumerate(responses):
+        arrays |= {f"{i}/token_ids": row.token_ids, f"{i}/logprobs": row.logprobs}
+        if row.experts is not None:
+            arrays[f"{i}/experts"] = row.experts
+    message: bytes = save(arrays)
+    return message
 
 
 def unpack(message: bytes) -> list[Columns]:
@@ -86,24 +79,14 @@ def unpack(message: bytes) -> list[Columns]:
     Raises:
         ValueError: it is not one, or not whole.
     """
-    if not isinstance(message, bytes) or len(message) < _LENGTH.size:
-        raise ValueError(f"no message: {str(message)[:80]!r}")
-    start = _LENGTH.size + _LENGTH.unpack_from(message)[0]
-    rows = []
-
-    def column(count: int, dtype: str) -> NDArray[Any]:
-        nonlocal start
-        values = np.frombuffer(message, dtype, count, start)
-        start += values.nbytes
-        return values
-
-    for entry in json.loads(message[_LENGTH.size : start]):
-        ids, logprobs = column(entry["tokens"], "<i4"), column(entry["logprobs"], "<f4")
-        experts = None if entry["experts"] is None else column(*entry["experts"])
-        rows.append(Columns(entry["meta"], ids, logprobs, experts))
-    if start != len(message):
-        raise ValueError(f"{len(message)} bytes came, {start} were announced")
-    return rows
+    try:
+        arrays = load(message)
+    except (SafetensorError, TypeError) as error:
+        raise ValueError(f"no message ({error}): {str(message)[:80]!r}") from None
+    return [
+        Columns(meta, arrays[f"{i}/token_ids"], arrays[f"{i}/logprobs"], arrays.get(f"{i}/experts"))
+        for i, meta in enumerate(json.loads(arrays["meta"].tobytes()))
+    ]
 
 
 def _numbers(encoded: str | None) -> NDArray[np.int32] | None:

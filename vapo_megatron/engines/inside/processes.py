@@ -3,6 +3,7 @@
 They are pickled by name: a spawned child imports this module, and with it the CPU shim, before it uses SGLang.
 """
 
+import gc
 import os
 import signal
 import tempfile
@@ -136,6 +137,8 @@ def run_scheduler(*args: Any, **kwargs: Any) -> None:
     if _on_cpu:
         install_cpu_fp8()
         cpu_shim.share_experts()
+    gc.freeze()  # else each full collection walks through all modules: a fifth of the time of a small model's tokens
+    print(f"{gc.get_freeze_count()} objects are frozen", flush=True)
     run_scheduler_process(*args, **kwargs)
 
 

@@ -13,7 +13,6 @@ With `check` no server starts: it ends with 0 where SGLang takes the arguments, 
 the last line of standard error.
 """
 
-import argparse
 import asyncio
 import functools
 import gc
@@ -22,18 +21,12 @@ import os
 import signal
 import socket
 import sys
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Sequence
 from multiprocessing import set_start_method
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vapo_megatron.engines.inside.heartbeat import END_PATH, HEALTH_PATH, Heartbeat
 from vapo_megatron.engines.inside.owner_guard import is_guarded
-
-if TYPE_CHECKING:
-    from sglang.srt.server_args import ServerArgs
 
 KEY_VARIABLE = "VAPO_ENGINE_KEY"
 IDENTITY_PATH = "vapo_engine"
@@ -72,9 +65,10 @@ def main(argv: list[str]) -> None:
     heartbeat = Heartbeat(lambda: manager().rid_to_state, lambda: manager().is_pause)
     app.add_api_route(f"/{HEALTH_PATH}", heartbeat.health)
     app.add_api_route(f"/{END_PATH}", heartbeat.end, methods=["POST"])
+    # SGLang asks its own server to freeze, without our key.
+    http_server._freeze_gc_after_server_warmup = lambda _: gc.freeze()
     if key:
         add_api_key_middleware(app, api_key=key, admin_api_key=None)
-        http_server._freeze_gc_after_server_warmup = functools.partial(_freeze_gc, key)
     if on_cpu:
         engine._set_envs_and_config = _then_fork(engine._set_envs_and_config)
     launch_server(
@@ -119,25 +113,6 @@ def _answer_in_columns(app: Any, manager: Callable[[], Any]) -> None:
     app.add_api_route(f"/{columns.ABORT_PATH}", abort, methods=["POST"])
 
 
-def _freeze_gc(key: str, server_args: "ServerArgs") -> None:
-    """Take what an idle server holds out of the collections of cycles, for it and its schedulers, as SGLang means to.
-
-    SGLang's own request has no key, and comes before the port is listened to. Without it each full collection walks
-    through all modules: a fifth of the time that a small model's tokens take."""
-    request = urllib.request.Request(
-        f"{server_args.url()}/freeze_gc", method="POST", headers={"Authorization": f"Bearer {key}"}
-    )
-    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    for remaining in reversed(range(300)):
-        try:
-            with direct.open(request, timeout=10):
-                return print(f"{gc.get_freeze_count()} objects are frozen", flush=True)
-        except urllib.error.URLError:
-            if not remaining:
-                raise
-            time.sleep(0.1)
-
-
 def _then_fork(set_envs_and_config: Callable[[object], None]) -> Callable[[object], None]:
     """SGLang spawns its children for the sake of CUDA; without CUDA a fork saves a second import of everything."""
 
@@ -153,30 +128,9 @@ def check_arguments(argv: Sequence[str]) -> None:
     from vapo_megatron.engines.inside import cpu_shim
 
     cpu_shim.install()
-    from sglang.srt.server_args import ServerArgs, prepare_server_args
+    from sglang.srt.server_args import prepare_server_args
 
-    parser = argparse.ArgumentParser()
-    ServerArgs.add_cli_args(parser)
-    if (problem := other_name(parser, argv)) is not None:
-        sys.exit(problem)
     prepare_server_args(list(argv))
-
-
-def other_name(parser: argparse.ArgumentParser, given: Sequence[str]) -> str | None:
-    """What is to be written instead of the first argument that is another name of one, or the beginning of a name.
-
-    argparse takes both, and under neither would it be seen that the trainer sets an argument itself.
-    """
-    first: dict[str, str] = {}
-    for action in parser._actions:
-        switch = isinstance(action, argparse.BooleanOptionalAction)
-        first |= {flag: flag if switch else action.option_strings[0] for flag in action.option_strings}
-    for flag in given:
-        meant = {first[flag]} if flag in first else {name for full, name in first.items() if full.startswith(flag)}
-        if flag.startswith("--") and meant and flag not in meant:
-            name, *others = (option.removeprefix("--").replace("-", "_") for option in (flag, *sorted(meant)))
-            return f"{name}: write {' or '.join(others)}"
-    return None
 
 
 if __name__ == "__main__":
