@@ -4,7 +4,7 @@ import asyncio
 import resource
 import threading
 from collections.abc import Coroutine
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -37,10 +37,6 @@ class LoopThread:
     def start(self, work: Coroutine[Any, Any, T]) -> "Future[T]":
         """Begin to run something. The future may be cancelled, and the coroutine is then."""
         return asyncio.run_coroutine_threadsafe(work, self._loop)
-
-    def wait(self, future: "Future[T]", seconds: float) -> bool:
-        """Whether a future that start() gave is done, at the latest after so many seconds."""
-        return bool(wait([future], seconds).done)
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """What a coroutine returns or raises; it is cancelled where this thread is interrupted."""

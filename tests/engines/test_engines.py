@@ -17,7 +17,7 @@ from vapo_megatron.config.model import ActorConfig, LayoutConfig, ModelConfig
 from vapo_megatron.config.rollout import RolloutConfig, SamplingConfig
 from vapo_megatron.data.sample import Prompt
 from vapo_megatron.engines.engines import Engines
-from vapo_megatron.engines.placement import TARGETS_FILE, EngineSettings, Placement
+from vapo_megatron.engines.placement import TARGETS_FILE, Placement
 from vapo_megatron.engines.request import GenerationRequest
 from vapo_megatron.engines.server import DIRECT
 from vapo_megatron.engines.weight_sync.logprob_difference import Limits, LogprobDifference, probe_batch
@@ -112,7 +112,7 @@ def placed(model_dir: Path, tp: int) -> list[int] | None:
     """GPUs of this rank's server on nodes of two."""
     device = torch.device("cuda", dist.get_rank() % 2)
     platform: Any = SimpleNamespace(is_cuda=True, device=device, device_count=lambda: 2)
-    found = Placement(EngineSettings(RolloutConfig(tp=tp), model_dir, "bfloat16", Path("logs")), platform)
+    found = Placement(RolloutConfig(tp=tp), model_dir, "bfloat16", Path("logs"), platform)
     keeper: Any = found.keeper
     return None if keeper is None else list(keeper._server._devices)
 

@@ -397,11 +397,8 @@ def _decoded(content: bytes) -> Any:
 
 def _load_answer(answer: Any) -> LoadAnswer | None:
     """What strict_loading answers, if that is what the answer is. The server may add words of its own behind it."""
-    message = answer.get("message") if isinstance(answer, dict) else None
-    if not isinstance(message, str) or not message.startswith("{"):
-        return None
     try:
-        parsed, _ = json.JSONDecoder().raw_decode(message)
+        parsed, _ = json.JSONDecoder().raw_decode(answer["message"])
         return LoadAnswer(list(parsed["problems"]), float(parsed["seconds"]), list(parsed["checksums"]))
     except (ValueError, KeyError, TypeError):
         return None

@@ -8,6 +8,7 @@ import queue
 import uuid
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Collection, Sequence
+from concurrent import futures
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -141,7 +142,7 @@ class Dispatcher:
     def wait(self, work: "Future[T]") -> T:
         """What a future on `loop` comes to; it is cancelled where this thread is interrupted."""
         try:
-            while not self.loop.wait(work, _LOOK_SECONDS):
+            while not futures.wait([work], _LOOK_SECONDS).done:
                 self._call_for_help()
             return work.result()
         except BaseException:

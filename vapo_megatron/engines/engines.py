@@ -16,7 +16,7 @@ from vapo_megatron.config.rollout import Dtype, RolloutConfig
 from vapo_megatron.engines.client import EngineClient, MemoryTag, PauseMode
 from vapo_megatron.engines.dispatcher import Dispatcher
 from vapo_megatron.engines.keeper import Kept
-from vapo_megatron.engines.placement import EngineSettings, Placement
+from vapo_megatron.engines.placement import Placement
 from vapo_megatron.engines.weight_sync.logprob_difference import (
     Limits,
     LogprobDifference,
@@ -72,7 +72,7 @@ class Engines:
         """
         self._config, self._dtype, self._fp8, self._stop_token_ids = config, dtype, fp8, stop_token_ids
         self._vocabulary = read_spec(model_dir).vocab_size
-        self._placement = Placement(EngineSettings(config, model_dir, dtype, log_dir, fp8), current_platform())
+        self._placement = Placement(config, model_dir, dtype, log_dir, current_platform(), fp8)
         self._sync: WeightSync | None = None
         self._slots: DeviceSlots | SharedSlots | None = None
         self._dispatcher: Dispatcher | None = None

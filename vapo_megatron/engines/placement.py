@@ -10,7 +10,6 @@ import math
 import os
 import socket
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,17 +40,6 @@ from vapo_megatron.weights.spec import read_spec
 TARGETS_FILE = "prometheus.json"
 
 
-@dataclass(frozen=True)
-class EngineSettings:
-    """What every engine of a run is started with. fp8: how its weights are quantised; None where they are not."""
-
-    config: RolloutConfig
-    model_dir: Path
-    dtype: Dtype
-    log_dir: Path
-    fp8: BlockFp8 | None = None
-
-
 class Placement:
     """The engines of a run as one rank sees them.
 
@@ -61,13 +49,22 @@ class Placement:
         is_external: whether they run on devices of their own; then the run ends where all are given up, else at one.
     """
 
-    def __init__(self, settings: EngineSettings, platform: Platform) -> None:
-        """Collective.
+    def __init__(
+        self,
+        config: RolloutConfig,
+        model_dir: Path,
+        dtype: Dtype,
+        log_dir: Path,
+        platform: Platform,
+        fp8: BlockFp8 | None = None,
+    ) -> None:
+        """Collective. fp8: how weights are quantised for the engines; None: not at all.
 
         Raises:
             BadInput: rollout.sync.transport, or asynchronous rollouts, are not possible on this machine.
         """
-        self._settings, self._config, self._platform = settings, settings.config, platform
+        self._config, self._model_dir, self._dtype, self._fp8 = config, model_dir, dtype, fp8
+        self._log_dir, self._platform = log_dir, platform
         self.is_external = bool(self._config.external_urls)
         self.shares_memory = platform.is_cuda and not self.is_external
         self.keepers: list[EngineKeeper] = []
@@ -94,12 +91,17 @@ class Placement:
             self.keepers = [self._keeper(rank // tp, range(first, first + tp), host)]
 
     def _keeper(self, index: int, devices: range | None, host: str) -> EngineKeeper:
-        made, log_file = self._settings, self._settings.log_dir / f"engine_{index}.log"
-        offloads = devices is not None
         server = EngineServer(
-            made.model_dir, made.config, made.dtype, log_file, devices, host=host, fp8=made.fp8, offloads=offloads
+            self._model_dir,
+            self._config,
+            self._dtype,
+            self._log_dir / f"engine_{index}.log",
+            devices,
+            host=host,
+            fp8=self._fp8,
+            offloads=devices is not None,
         )
-        return EngineKeeper(server, made.config)
+        return EngineKeeper(server, self._config)
 
     @property
     def keeper(self) -> EngineKeeper | None:
@@ -122,12 +124,12 @@ class Placement:
                 self._addresses = [self.keeper.address]
             addresses = [address for of_rank in gather_values(self._addresses) for address in of_rank]
         if dist.get_rank() == 0 and self._config.server_args.get("enable_metrics"):
-            write_targets(self._settings.log_dir / TARGETS_FILE, addresses)
+            write_targets(self._log_dir / TARGETS_FILE, addresses)
         return addresses
 
     def _take_over(self) -> list[EngineAddress]:
-        made, config = self._settings, self._config
-        agreed = what_must_agree(config, read_spec(made.model_dir), made.dtype, made.fp8)
+        config = self._config
+        agreed = what_must_agree(config, read_spec(self._model_dir), self._dtype, self._fp8)
         addresses, self._engines_on_gpus = on_rank_zero(lambda: take_over_engines(config, agreed))
         if dist.get_rank() == 0:
             self._addresses = list(addresses)

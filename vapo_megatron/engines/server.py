@@ -18,6 +18,7 @@ import urllib.request
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+
 from pydantic import JsonValue
 
 from vapo_megatron.config.rollout import RolloutConfig

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any, Literal
 
 import torch
@@ -10,10 +11,6 @@ from vapo_megatron.weights.bucket import Bucket, Place, view
 
 Purpose = Literal["load", "compare"]
 """load: replace the weights. compare: say which differ and change nothing."""
-
-# Files of weights that this process has mapped, by device and inode. Mapping anew costs a page fault every 4 KiB.
-_mapped: dict[tuple[int, int], torch.Tensor] = {}
-_MOST_MAPPED = 4
 
 
 def announce(bucket: Bucket | None, purpose: Purpose, *, first: bool, last: bool) -> dict[str, Any]:
@@ -37,17 +34,12 @@ def unpack(description: Mapping[str, Any], buffer: torch.Tensor | None = None) -
     if not places:
         return []
     if buffer is None:
-        buffer = _map(description["path"], description["size"])
+        status = os.stat(description["path"])
+        buffer = _map(description["path"], status.st_dev, status.st_ino, status.st_size)
     return [(place.name, view(buffer, place)) for place in places]
 
 
-def _map(path: str, size: int) -> torch.Tensor:
-    status = os.stat(path)
-    key = (status.st_dev, status.st_ino)  # a path is that of another file once its sender has closed the first
-    mapping = _mapped.pop(key, None)
-    if mapping is None or mapping.numel() < size:
-        mapping = torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
-    _mapped[key] = mapping  # again the youngest
-    while len(_mapped) > _MOST_MAPPED:
-        del _mapped[next(iter(_mapped))]
-    return mapping
+@lru_cache(maxsize=4)  # mapping anew costs a page fault every 4 KiB
+def _map(path: str, device: int, inode: int, size: int) -> torch.Tensor:
+    """The bytes of a file. Its path is that of another file once its sender has closed the first."""
+    return torch.from_file(path, shared=True, size=size, dtype=torch.uint8)

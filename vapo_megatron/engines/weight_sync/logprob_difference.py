@@ -77,12 +77,10 @@ def compare_logprobs(
     ours: Sequence[Sequence[float]], theirs: Sequence[Sequence[float]], quantile: float
 ) -> LogprobDifference:
     """Of the log-probs that two give to the tokens of the same sequences. quantile: in (0, 1], not interpolated."""
-    pairs = [
-        (torch.tensor(mine, dtype=torch.float64), torch.tensor(its, dtype=torch.float64))
-        for mine, its in zip(ours, theirs, strict=True)
-    ]
-    apart = torch.cat([(mine - its).abs() for mine, its in pairs])
-    apart = apart.nan_to_num(nan=float("inf"), posinf=float("inf"))
+    pairs = [pair for rows in zip(ours, theirs, strict=True) for pair in zip(*rows, strict=True)]
+    apart = (
+        torch.tensor([a - b for a, b in pairs], dtype=torch.float64).abs().nan_to_num(nan=torch.inf, posinf=torch.inf)
+    )
     return LogprobDifference(
         float(apart.max()), float(apart.quantile(quantile, interpolation="higher")), float(apart.mean())
     )
