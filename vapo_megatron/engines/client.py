@@ -1,4 +1,4 @@
-"""What a trainer asks of one SGLang server, over HTTP."""
+"""Requests of a trainer to one SGLang server, over HTTP."""
 
 import asyncio
 import base64
@@ -32,21 +32,21 @@ T = TypeVar("T")
 _OWNER_END = ":"
 _IDLE_POLL_SECONDS = 0.05
 REQUEST_SECONDS = 600.0
-"""For an answer, where it is not that of a rollout: a bucket of weights, say."""
+"""Deadline of an answer that is not a rollout: a bucket of weights, say."""
 
 MemoryTag = Literal["weights", "kv_cache", "cuda_graph"]
-# What becomes of responses that run: they end, are computed anew later, or go on later with what the cache holds.
+# What becomes of running responses: they end, are computed anew later, or go on later with the cache as it is.
 PauseMode = Literal["abort", "retract", "in_place"]
 
 
 class EngineWrong(RunFailed):
-    """A server answers what cannot be: another one, or the same started again, may do better."""
+    """A server's answer cannot be right: another server, or this one started again, may do better."""
 
 
 @dataclass(slots=True)
 class Completion:
-    """One response. logprobs, routed_experts: see EngineClient.generate; the versions are those of its first and last
-    token, and in versions each with its number of tokens."""
+    """One response. logprobs, routed_experts: see EngineClient.generate. weight_version_oldest and weight_version are
+    those of its first and last token; versions has each version with its number of tokens."""
 
     token_ids: NDArray[np.int32]
     logprobs: NDArray[np.float32]
@@ -59,10 +59,10 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class LoadAnswer:
-    """What a server says of weights that it was handed.
+    """A server's answer to a bucket of weights.
 
-    problems: a line for each thing that is wrong. seconds: that it took to load or compare them. checksums: of the
-    tensors as they came (weights.bucket.checksum), a list for each of its ranks.
+    problems: one line each. seconds: taken to load or compare the bucket. checksums: of the tensors as they arrived
+    (weights.bucket.checksum), a list for each of its ranks.
     """
 
     problems: list[str]
@@ -73,8 +73,8 @@ class LoadAnswer:
 class EngineClient:
     """Sends requests to one server from one event loop.
 
-    Every method raises TryAgain where the server is gone or silent for longer than the deadline (seconds), RunFailed
-    where it refuses (EngineWrong where it is at fault); the one line names its address and its log.
+    Every method raises TryAgain if the server is gone or silent for longer than the deadline (seconds), RunFailed if it
+    refuses (EngineWrong if it is at fault); the message names its address and its log.
     """
 
     def __init__(self, address: EngineAddress, deadline: float = REQUEST_SECONDS) -> None:
@@ -85,7 +85,7 @@ class EngineClient:
 
     async def close(self) -> None:
         """Close its connections; the next call opens new ones."""
-        session, self._session = self._session, None  # at once: it is of no use to a call that comes meanwhile
+        session, self._session = self._session, None  # at once, so that no later call uses it
         if session is not None:
             await session.close()
 
@@ -99,15 +99,15 @@ class EngineClient:
     ) -> list[Completion]:
         """One response to each prompt of token ids, in one request that returns when all are done.
 
-        ids: names of the responses, for abort(). unfinished: what there is of a response that was aborted is wanted;
-        else it is an error.
+        ids: names of the responses, for abort(). unfinished: return aborted responses as far as they got; else an
+        aborted response is an error.
 
         sampling_params are SGLang's, one dict a prompt. logprobs has one natural logarithm per response token: under
         the softmax of logits / temperature over the whole vocabulary, whatever top_p and top_k cut away from sampling
         (at temperature 0, of the plain logits). Source: sglang/srt/layers/sampler.py, Sampler.forward.
 
-        routed_experts, of a server that has rollout.router_replay, asks for the experts that each token but the last
-        went through: uint8 or int16 [prompt + response - 1, layers * experts per token], layer by layer.
+        routed_experts (needs rollout.router_replay) asks for the experts of each token but the last: uint8 or int16
+        [prompt + response - 1, layers * experts per token], layer by layer.
         """
         body: dict[str, Any] = {
             "input_ids": [list(prompt) for prompt in prompts],
@@ -134,13 +134,13 @@ class EngineClient:
         return completions
 
     async def abort(self, ids: Sequence[str]) -> None:
-        """Stop responses that generate() was given names of; those that are done stay as they are."""
+        """Stop responses by the names that generate() was given; finished ones stay as they are."""
         await self._call(columns.ABORT_PATH, list(ids))
 
     async def parse_tool_calls(
         self, text: str, tools: Sequence[dict[str, Any]], parser: str
     ) -> tuple[str, list[dict[str, Any]]]:
-        """A response's text without its tool calls, and those with name and parameters, by a parser of SGLang's."""
+        """A response's text without its tool calls, and the calls (name, parameters), by one of SGLang's parsers."""
         body = {"text": text, "tools": list(tools), "tool_call_parser": parser}
         answer = await self._call("parse_function_call", body)
         with self._readable("parse_function_call"):
@@ -165,7 +165,7 @@ class EngineClient:
         return logprobs
 
     async def identity(self) -> dict[str, Any] | None:
-        """What an engine on devices of its own tells of itself (remote_engines); None where the server is no such.
+        """The identity of an engine on devices of its own (remote_engines); None from any other server.
 
         Raises:
             BadInput: it does not take our key.
@@ -179,12 +179,12 @@ class EngineClient:
         return answer if status == 200 and isinstance(answer, dict) else None
 
     async def take_over(self) -> None:
-        """Leave nothing of what an earlier trainer may have begun: no requests, no session. It then takes none."""
+        """End requests and a session that an earlier trainer may have begun. The server stays paused."""
         await self.pause()
         await self._request("end_weight_update", {})  # refused where no session is open
 
     async def pause(self, mode: PauseMode = "abort") -> None:
-        """Run nothing and begin nothing until resume(); requests wait."""
+        """Generate nothing until resume(); requests wait."""
         await self._call("pause_generation", {"mode": mode})
         self._keeps_cache = mode == "in_place"
 
@@ -193,22 +193,20 @@ class EngineClient:
         await self._call("continue_generation", {})
 
     async def begin_weight_update(self) -> None:
-        """Open the session in which send_bucket() is allowed; one that was broken off, as another server failed in it,
-        ends."""
+        """Open the session in which send_bucket() is allowed, in place of one that was broken off."""
         await self._request("end_weight_update", {})  # refused where no session is open
         await self._call("begin_weight_update", {})
 
     async def end_weight_update(self) -> None:
-        """Close it."""
+        """Close the session."""
         await self._call("end_weight_update", {})
 
     async def send_bucket(self, payloads: Sequence[bytes], *, version: int | None = None) -> LoadAnswer:
         """Send one bucket: a pickled bucket_message.announce() for each tensor-parallel rank, with the "path" or
         the "buffer" (CUDA IPC) of its bytes.
 
-        A version ends the weight sync: it marks what is generated from now on, and what the cache holds of the old
-        weights is dropped, unless responses need it (pause in_place). All ways to send weights (this,
-        receive_broadcast, read_directory) answer alike.
+        A version ends the weight sync: it marks what is generated from now on, and the cache of the old weights is
+        dropped unless responses need it (pause in_place). receive_broadcast() answers alike.
         """
         body = {
             "serialized_named_tensors": [base64.b64encode(payload).decode() for payload in payloads],
@@ -217,7 +215,7 @@ class EngineClient:
         return await self._load("update_weights_from_tensor", body, version)
 
     async def join_broadcast_group(self, host: str, port: int, first: int, size: int, backend: Backend) -> None:
-        """Let the server's ranks be ranks first, first + 1 ... of a broadcast_group that rank 0 opened there."""
+        """Have the server join a broadcast_group that rank 0 opened at host:port: its ranks are first, first + 1 ..."""
         body = {
             "master_address": host,
             "master_port": port,
@@ -229,7 +227,7 @@ class EngineClient:
         await self._call("init_weights_update_group", body)
 
     async def receive_broadcast(self, message: dict[str, Any], *, version: int | None = None) -> LoadAnswer:
-        """Announce one bucket, whose bytes follow in the group that was joined, unless there are none."""
+        """Announce one bucket, whose bytes (if any) follow in the broadcast group."""
         body = {
             "names": [],
             "dtypes": [],
@@ -243,25 +241,22 @@ class EngineClient:
         """Give GPU memory back to the trainer; frees nothing without a GPU. The cache is dropped in any case.
 
         Raises:
-            TryAgain: the server is still at work when the deadline passes.
+            TryAgain: the server is still busy at the deadline.
         """
         await self._wait_until_idle()
         await self._call("release_memory_occupation", {"tags": list(tags)})
 
     async def resume_memory(self, tags: Sequence[MemoryTag]) -> None:
-        """Take GPU memory again; weights come back undefined and are to be sent before anything is generated."""
+        """Take GPU memory again. Weights come back undefined: send them before anything is generated."""
         await self._call("resume_memory_occupation", {"tags": list(tags)})
 
     async def _wait_until_idle(self) -> None:
-        """Return once the server has nothing to do: the answers are here before the step that follows them has ended,
-        and a server that is told to release memory during that step ends itself. It drops its cache when idle alone."""
+        """Return once the server is idle, when alone it drops its cache: answers arrive before the scheduler's step has
+        ended, and a server that is told to release memory within that step ends itself."""
         end = time.monotonic() + self._deadline
-        while True:
-            status, answer = await self._request("flush_cache", {})
-            if status == 200:
-                return
-            if status != HTTPStatus.BAD_REQUEST:
-                raise self._refused("flush_cache", status, answer)
+        while (reply := await self._request("flush_cache", {}))[0] != HTTPStatus.OK:
+            if reply[0] != HTTPStatus.BAD_REQUEST:
+                raise self._refused("flush_cache", *reply)
             if time.monotonic() > end:
                 raise TryAgain(
                     f"{self.address}: the server was not idle within {self._deadline:g} s and keeps its memory: "
@@ -288,14 +283,14 @@ class EngineClient:
         return Completion(token_ids, logprobs, reason, oldest, newest, versions=versions)
 
     def _version(self, text: str) -> int:
-        """The number in a version, which begins with the mark of whoever handed the weights over."""
+        """The number in a version, which begins with the mark of the trainer that sent the weights."""
         if text == str(NO_WEIGHTS):
             raise TryAgain(f"{self.address}: the server was started again and has no weights of ours yet")
         owner, _, number = text.rpartition(_OWNER_END)
         if owner != self.address.owner:
             raise RunFailed(
                 f"{self.address}: it runs weights that another trainer has synced: an engine serves one run at a "
-                "time, give each run engines of its own as rollout.external_urls"
+                "time, give each run its own engines in rollout.external_urls"
             )
         return int(number)
 
@@ -313,7 +308,7 @@ class EngineClient:
 
     @contextmanager
     def _readable(self, path: str) -> Iterator[None]:
-        """Raises EngineWrong where an answer cannot be read in here: the server is sick, and the run is not."""
+        """Raises EngineWrong if an answer cannot be read in here: the server is broken, not the run."""
         try:
             yield
         except (ValueError, TypeError, LookupError, AttributeError) as error:
@@ -365,7 +360,7 @@ class EngineClient:
         error = answer.get("error", answer) if isinstance(answer, dict) else answer
         message = error.get("message", error) if isinstance(error, dict) else error
         first_line = (str(message).splitlines() or ["no reason given"])[0]
-        # A broadcast that breaks off: its sender, or another of its receivers, is gone.
+        # A broadcast broke off: its sender or another receiver is gone.
         kind: type[VapoError] = TryAgain if first_line.startswith("Failed to receive weights") else RunFailed
         if status >= HTTPStatus.INTERNAL_SERVER_ERROR:
             kind = EngineWrong
@@ -375,7 +370,7 @@ class EngineClient:
 def ask(
     address: EngineAddress, call: Callable[[EngineClient], Coroutine[Any, Any, T]], deadline: float = REQUEST_SECONDS
 ) -> T:
-    """What one call to a server returns or raises, for those without an event loop."""
+    """One call to a server, for callers without an event loop."""
 
     async def run() -> T:
         client = EngineClient(address, deadline)
@@ -388,7 +383,7 @@ def ask(
 
 
 def _decoded(content: bytes) -> Any:
-    """JSON where it is JSON; some answers are empty, errors may be plain text."""
+    """JSON if it is JSON; some answers are empty, errors may be plain text."""
     try:
         return orjson.loads(content)
     except ValueError:
@@ -396,7 +391,7 @@ def _decoded(content: bytes) -> Any:
 
 
 def _load_answer(answer: Any) -> LoadAnswer | None:
-    """What strict_loading answers, if that is what the answer is. The server may add words of its own behind it."""
+    """The answer of strict_loading, if it is one; the server may append words of its own."""
     try:
         parsed, _ = json.JSONDecoder().raw_decode(answer["message"])
         return LoadAnswer(list(parsed["problems"]), float(parsed["seconds"]), list(parsed["checksums"]))
