@@ -1,4 +1,4 @@
-"""Moving what one rank knows, or each, to every rank."""
+"""Values of one rank, or of each, on every rank."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 def on_rank_zero(function: Callable[[], T]) -> T:
-    """Collective: what rank 0's call returns, on every rank; so does the error that it ends with.
+    """Collective: the result of rank 0's call, or its error, on every rank.
 
     Raises:
         VapoError: rank 0's, marked as shared.
@@ -30,10 +30,10 @@ def on_rank_zero(function: Callable[[], T]) -> T:
     return result_of_rank_zero
 
 
-def gather_values(own: T, group: Any = None) -> list[T]:
+def gather_values(value: T, group: Any = None) -> list[T]:
     """Collective: the picklable values of all ranks of a group, or of the world, in their order, on each."""
     values: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(values, own, group=group)
+    dist.all_gather_object(values, value, group=group)
     return values
 
 

@@ -184,21 +184,21 @@ class RolloutConfig(Section):
         replay = ("router_replay=true", self.router_replay)
         always = ("deterministic=true", self.deterministic is True)
         whole, old_experts = "an episode is trained whole", "the experts of old weights are not those of the policy"
-        own = "a step trains what the weights before it have written, and all of it"
-        for (key, is_on), (other, other_is_on), why in (
+        fresh = "a step trains what the weights before it have written, and all of it"
+        for (key, is_on), (second_key, second_is_on), why in (
             (agent, partial, whole),
             (agent, windows, whole),
             (agent, replay, whole),
             (replay, staleness, old_experts),
-            (windows, staleness, own),
-            (windows, partial, own),
-            (windows, replay, own),
+            (windows, staleness, fresh),
+            (windows, partial, fresh),
+            (windows, replay, fresh),
             (partial, staleness, "responses go on there too"),
             (partial, always, "which responses are finished depends on time"),
             (partial, replay, old_experts),
         ):
-            if is_on and other_is_on:
-                raise ValueError(f"{key} with {other}: {why}, set one of them back")
+            if is_on and second_is_on:
+                raise ValueError(f"{key} with {second_key}: {why}, set one of them back")
         return self
 
     @model_validator(mode="after")

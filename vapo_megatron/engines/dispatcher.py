@@ -1,4 +1,4 @@
-"""Spreads groups over all servers and brings the responses back."""
+"""Spreads groups of prompts over all servers and collects the responses."""
 
 import asyncio
 import heapq
@@ -23,7 +23,7 @@ from vapo_megatron.engines.server import EngineAddress
 from vapo_megatron.errors import RunFailed, TryAgain
 from vapo_megatron.loop_thread import LoopThread, allow_connections
 
-# Groups waiting in a server keep its batch full while finished ones are on their way back.
+# Groups that wait in a server keep its batch full while finished ones travel back.
 _QUEUED_PER_RUNNING = 2
 _ABORT_SECONDS = 30.0
 _STOP_POLL_SECONDS = 0.2
@@ -36,7 +36,7 @@ _logger = logging.getLogger(__name__)
 
 @dataclass
 class _Outstanding:
-    """A server and what it has been given that is not back yet."""
+    """A server and its unfinished work."""
 
     client: EngineClient
     requests: int = 0
@@ -60,7 +60,7 @@ class _Outstanding:
 
 @dataclass(order=True)
 class _Waiting:
-    """A group that no server has room for. Those that were asked for first go first."""
+    """A group that waits for a server with room; earlier groups go first."""
 
     number: int
     group: GroupRequest = field(compare=False)
@@ -68,22 +68,22 @@ class _Waiting:
 
 
 class Dispatcher:
-    """Rank 0's way to all servers. One event loop, in a thread of its own, talks to every server at once.
+    """Rank 0's client of all servers. One event loop, in its own thread, talks to all of them at once.
 
-    collect() and wait() block their caller; generate() is for coroutines on `loop`. A server that fails gets nothing
-    more until use(), and what it has not finished goes to the others: their samples are the same, as seeds say.
+    collect() and wait() block their caller; generate() is for coroutines on `loop`. A server that fails gets no work
+    until use(), and its unfinished groups go to the others, which write the same samples from the same seeds.
 
     Attributes:
-        when_stranded: called by the thread that waits, where no server is left, again and again.
+        when_stranded: called again and again by the thread that waits while no server is left.
 
     Args:
         engines: all servers of the job.
         config: the rollout section.
-        stop_token_ids: tokens that end a response; they belong to it.
-        are_replaced: whether somebody starts a server again that ends: one that answers what cannot be is ended then,
-            and groups wait for it where it is the last; else what the last one failed of is raised.
-        vocabulary: tokens that the model has; None: not known.
-        client: who asks a server.
+        stop_token_ids: tokens that end a response and belong to it.
+        are_replaced: whether servers that end are started again. Then a server with impossible answers is ended, and
+            groups wait even if it was the last; otherwise the error of the last server is raised.
+        vocabulary: size of the model's vocabulary; None: unknown.
+        client: makes the client of a server.
     """
 
     def __init__(
@@ -117,12 +117,12 @@ class Dispatcher:
         Args:
             request: what to generate.
             on_done: called with the number of responses that have just finished.
-            on_group: called with the responses to a prompt as soon as they are there.
-            generate: answers the request for a prompt in place of generate(): an agent.
+            on_group: called with the responses to a prompt as soon as they are complete.
+            generate: used in place of generate() for each prompt: an agent.
 
         Raises:
-            RunFailed: a server refused a request, or has weights of another run; or the last one answers with weights
-                of another version or with experts that cannot be (EngineWrong).
+            RunFailed: a server refused a request or has weights of another run; or the last server's answers have
+                another weight version or impossible experts (EngineWrong).
             TryAgain: the last server is gone, or rollout.collect_timeout_s passed.
         """
         finished: queue.SimpleQueue[list[Sample] | None] = queue.SimpleQueue()
@@ -140,7 +140,7 @@ class Dispatcher:
         return work.result()
 
     def wait(self, work: "Future[T]") -> T:
-        """What a future on `loop` comes to; it is cancelled where this thread is interrupted."""
+        """The result of a future on `loop`, which is cancelled if this thread is interrupted."""
         try:
             while not futures.wait([work], _LOOK_SECONDS).done:
                 self._call_for_help()
@@ -160,12 +160,12 @@ class Dispatcher:
             self.when_stranded()
 
     async def generate(self, group: GroupRequest) -> list[Sample]:
-        """The responses to one prompt, from the server with the fewest tokens outstanding. Cancelling aborts them.
+        """The responses to one prompt, from the server with the fewest outstanding tokens. Cancelling aborts them.
 
-        stop() ends them early; those that are not finished then have the finish_reason abort.
+        stop() ends them early: unfinished responses then have the finish_reason abort.
 
         Raises:
-            RunFailed: a server refused the request, or has weights of another run.
+            RunFailed: a server refused the request or has weights of another run.
             EngineWrong, TryAgain: the last server failed.
         """
         number = next(self._numbers)
@@ -191,12 +191,12 @@ class Dispatcher:
     async def parse_tool_calls(
         self, url: str, text: str, tools: Sequence[dict[str, Any]], parser: str
     ) -> tuple[str, list[dict[str, Any]]]:
-        """See EngineClient.parse_tool_calls; asks the server at an address, or another where that is gone."""
+        """EngineClient.parse_tool_calls of the server at this URL, or of another one if that is gone."""
         engines = sorted(self._engines, key=lambda e: (e.lost, e.client.address.url != url))
         return await engines[0].client.parse_tool_calls(text, tools, parser)
 
     async def stop(self) -> None:
-        """End all responses that are under way, on `loop`: generate() returns what there is of them."""
+        """On `loop`: end all running responses; generate() returns them as far as they got."""
         while self._running or self._waiting:
             while self._waiting:
                 engine = heapq.heappop(self._waiting).engine
@@ -209,23 +209,23 @@ class Dispatcher:
             await asyncio.sleep(_STOP_POLL_SECONDS)  # a request may have been on its way to the server
 
     def lose(self, url: str) -> None:
-        """Give the server at an address nothing more; groups that it has not finished go to the others, first of all.
+        """Give the server at this URL no more work; its unfinished groups go to the others, before all later groups.
 
         Blocks; not for coroutines on `loop`.
         """
         self.loop.run(self._lose(url))
 
     def use(self, urls: Collection[str]) -> None:
-        """Give work to the servers at these addresses alone: they have the weights. Not for coroutines on `loop`."""
+        """Give work only to the servers at these URLs: they have the weights. Not for coroutines on `loop`."""
         self.loop.run(self._use(urls))
 
     def busy_seconds(self) -> float:
-        """Seconds in which a server had something to do, summed over servers, so far."""
+        """Seconds in which servers had work so far, summed over servers."""
         now = self.loop.time()
         return sum(e.busy_seconds + (now - e.busy_since if e.requests else 0.0) for e in self._engines)
 
     def overdue(self, finished: int, wanted: int) -> TryAgain:
-        """The error of a collection that has taken longer than rollout.collect_timeout_s."""
+        """The error of a collection that takes longer than rollout.collect_timeout_s."""
         return TryAgain(
             f"{finished} of {wanted} responses came within rollout.collect_timeout_s="
             f"{self._config.collect_timeout_s:g} s: raise it, or look into the servers' logs, the first of them "
@@ -233,7 +233,7 @@ class Dispatcher:
         )
 
     def close(self) -> None:
-        """End what is under way and close all connections. The servers live on."""
+        """End running requests and close all connections. The servers live on."""
         self.loop.cancel_all()
         self.loop.run(self._close_clients())
         self.loop.close()
@@ -260,7 +260,7 @@ class Dispatcher:
         self._give_out()
 
     def _give_up(self, engine: _Outstanding, error: TryAgain | EngineWrong) -> None:
-        """A server has failed; raises the error where nobody could do its work, now or later."""
+        """Take work from a server that failed; raises the error if no server can do it, now or later."""
         if not self._are_replaced and all(remaining.lost for remaining in self._engines if remaining is not engine):
             raise error
         if not engine.lost:
@@ -298,7 +298,7 @@ class Dispatcher:
     async def _ask(
         self, engine: _Outstanding, number: int, group: GroupRequest, left: Sequence[Sample]
     ) -> list[Completion]:
-        """What a server adds to the samples that are left of a group."""
+        """A server's continuations of a group's unfinished samples."""
         prompts = [[*group.prompt.token_ids, *sample.response_ids.tolist()] for sample in left]
         params = [self._sampling_params(group, sample) for sample in left]
         ids = [uuid.uuid4().hex for _ in left]
@@ -312,7 +312,7 @@ class Dispatcher:
             del self._running[number]
 
     async def _engine_for(self, number: int, group: GroupRequest) -> _Outstanding | None:
-        """Wait for a server with room; the group is counted as given to it. None: stop() was called."""
+        """Wait for a server with room and count the group as its work. None: stop() was called."""
         waiting = _Waiting(number, group, asyncio.get_running_loop().create_future())
         heapq.heappush(self._waiting, waiting)
         self._give_out()
@@ -326,7 +326,7 @@ class Dispatcher:
             raise
 
     def _give_out(self) -> None:
-        """Give waiting groups, in the order in which they were asked for, to servers with room."""
+        """Give waiting groups, in order, to servers with room."""
         while self._waiting:
             first = self._waiting[0]
             if not first.engine.cancelled():
@@ -345,7 +345,7 @@ class Dispatcher:
     def _check(
         self, address: EngineAddress, left: Sequence[Sample], completions: Sequence[Completion], group: GroupRequest
     ) -> None:
-        """Raises EngineWrong where no engine with the group's weights could have written this."""
+        """Raises EngineWrong if no engine with the group's weights could have written this."""
         expected, vocabulary = group.weight_version, self._vocabulary
         for sample, completion in zip(left, completions, strict=True):
             oldest, newest = completion.weight_version_oldest, completion.weight_version
@@ -373,13 +373,13 @@ class Dispatcher:
 
 
 async def _abort(client: EngineClient, ids: Sequence[str]) -> None:
-    with suppress(TryAgain, RunFailed, TimeoutError):  # of a server that is ending itself
+    with suppress(TryAgain, RunFailed, TimeoutError):  # the server may be ending
         async with asyncio.timeout(_ABORT_SECONDS):
             await client.abort(ids)
 
 
 def _first(errors: BaseExceptionGroup) -> BaseException:
-    """One of the errors of several tasks: the one to tell of."""
+    """The first error of several tasks."""
     error: BaseException = errors
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]

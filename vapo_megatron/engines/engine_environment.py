@@ -1,4 +1,4 @@
-"""What a server is started with: its environment (this process's, less what is its own) and its arguments."""
+"""What a server is started with: its environment, derived from this process's, and its arguments."""
 
 import json
 import os
@@ -24,10 +24,10 @@ def _visible(devices: Sequence[int], visible: str | None) -> str:
 
 
 def _link_runtime(folder: Path) -> Path | None:
-    """The folder, with a link to the CUDA runtime that this process's torch uses; None where it uses none.
+    """The folder, with a link to the CUDA runtime that this process's torch uses; None if it uses none.
 
-    The memory saver's library is loaded before Python in the server's children, and wants the runtime from the places
-    that the system knows. Where CUDA came with pip, torch alone knows its place (sgl-project/sglang issue 36533).
+    The memory saver's library is loaded before Python in the server's children, and looks for the runtime in the
+    system's places. If CUDA came with pip, only torch knows where it is (sgl-project/sglang issue 36533).
     """
     for line in Path("/proc/self/maps").read_text(encoding="utf-8", errors="surrogateescape").splitlines():
         path = Path(line.split(maxsplit=5)[-1])
@@ -39,7 +39,7 @@ def _link_runtime(folder: Path) -> Path | None:
     return None
 
 
-# What a trainer rank's environment says of its own process group and allocator; a server has its own.
+# Variables of a trainer rank's process group and allocator, which are not a server's.
 _NOT_INHERITED = {
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "MASTER_ADDR", "MASTER_PORT"),
     *("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "CUDA_DEVICE_MAX_CONNECTIONS"),
@@ -47,7 +47,7 @@ _NOT_INHERITED = {
 
 
 def engine_environment(
-    own: Mapping[str, str],
+    inherited: Mapping[str, str],
     scratch: Path,
     devices: Sequence[int] | None,
     *,
@@ -59,17 +59,17 @@ def engine_environment(
     """Variables of a server by name.
 
     Args:
-        own: this process's environment.
-        scratch: a directory of the server's.
+        inherited: this process's environment.
+        scratch: the server's directory of temporary files.
         devices: indices of its GPUs, as this process counts them; None without GPUs.
         float32: whether it computes in float32.
-        offloads: whether it gives its memory away for a while.
+        offloads: whether it lends its memory to a trainer.
         elsewhere: whether its GPUs are not those of the ranks that feed it.
-        tp: its tensor-parallel ranks.
+        tp: its number of tensor-parallel ranks.
     """
     environment = {
         name: value
-        for name, value in own.items()
+        for name, value in inherited.items()
         if name not in _NOT_INHERITED and not name.startswith("TORCHELASTIC_")
     }
     # The package may run from a checkout that is not installed.
@@ -81,7 +81,7 @@ def engine_environment(
     environment["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = f"file://{scratch}/rendezvous"
     if devices is None:
         environment["SGLANG_USE_CPU_ENGINE"] = "1"
-        # Where the machine has GPUs as well, SGLang would take half of its code for them.
+        # On a machine that has GPUs as well, SGLang would take half of its code paths for them.
         environment["CUDA_VISIBLE_DEVICES"] = ""
         # More threads than free cores make a small model dozens of times slower.
         environment["OMP_NUM_THREADS"] = "1"
@@ -90,24 +90,24 @@ def engine_environment(
         if tp > 1:
             environment["SGLANG_CPU_OMP_THREADS_BIND"] = _cpu_binding(tp)
         return environment
-    environment["CUDA_VISIBLE_DEVICES"] = _visible(devices, own.get("CUDA_VISIBLE_DEVICES"))
+    environment["CUDA_VISIBLE_DEVICES"] = _visible(devices, inherited.get("CUDA_VISIBLE_DEVICES"))
     if float32:
         # Triton multiplies float32 in TF32 unless told otherwise: log-probs would be off by 1e-3.
         environment["TRITON_F32_DEFAULT"] = "ieee"
     if offloads and (runtime := _link_runtime(scratch / "cuda")) is not None:
-        environment["LD_LIBRARY_PATH"] = ":".join(filter(None, (str(runtime), own.get("LD_LIBRARY_PATH", ""))))
+        environment["LD_LIBRARY_PATH"] = ":".join(filter(None, (str(runtime), inherited.get("LD_LIBRARY_PATH", ""))))
     if elsewhere:
-        # SGLang switches it off where it is not said. The trainer's NCCL decides by itself (-2), and two ends of one
+        # SGLang switches it off if it is not set. The trainer's NCCL decides by itself (-2), and both ends of a
         # connection within a machine must agree on how memory is shared.
-        environment["NCCL_CUMEM_ENABLE"] = own.get("NCCL_CUMEM_ENABLE", "-2")
+        environment["NCCL_CUMEM_ENABLE"] = inherited.get("NCCL_CUMEM_ENABLE", "-2")
     else:
-        # Ranks that share its GPUs do not hold equally much; its caches are sized by the GPU with least room.
+        # The ranks that share its GPUs hold different amounts; its caches are sized by the GPU with the least room.
         environment["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] = "0"
     return environment
 
 
 def _cpu_binding(tp: int) -> str:
-    """One core for each tensor-parallel rank, round the cores this process may use."""
+    """One core for each tensor-parallel rank, taken in turn from the cores that this process may use."""
     cores = sorted(os.sched_getaffinity(0))
     return "|".join(str(cores[rank % len(cores)]) for rank in range(tp))
 
@@ -124,10 +124,10 @@ def engine_arguments(
 
     Args:
         config: the rollout section; its server_args come last.
-        dtype: in which the server computes.
-        fp8: how its weights are quantised; None where they are not.
+        dtype: dtype that the server computes in.
+        fp8: how its weights are quantised; None: not at all.
         on_gpus: whether it has GPUs.
-        offloads: whether it gives their memory to a trainer for a while.
+        offloads: whether it lends their memory to a trainer.
         place: model_path, host, port and weight_version.
     """
     args: dict[str, object] = place | {
@@ -147,11 +147,11 @@ def engine_arguments(
         "grammar_backend": "none",
         "skip_server_warmup": True,
         "log_level_http": "warning",
-        # SGLang ends a server with requests that begins no batch for so long (else 300 s): because it compiles the
-        # kernels of its first one, or is paused in place while weights come.
+        # SGLang ends a server with requests that begins no batch for so long (300 s by default). It may be compiling
+        # the kernels of its first batch, or be paused in place during a weight sync.
         "watchdog_timeout": max(config.start_timeout_s, _LEAST_WATCHDOG_SECONDS),
-        # An idle server otherwise spins on a core that the trainer needs. Where parts of one attend to requests of
-        # their own, those that have none must not sleep: the others wait for them at every layer.
+        # An idle server otherwise spins on a core that the trainer needs. With attn_dp_size, parts without requests
+        # must not sleep: the others wait for them at every layer.
         "sleep_on_idle": config.attention_parts == 1,
     }
     if not on_gpus:
@@ -163,7 +163,7 @@ def engine_arguments(
     else:
         args |= {
             "device": "cuda",
-            # The fastest ones, SGLang's choice, take 16-bit numbers alone.
+            # SGLang's default, the fastest, takes only 16-bit numbers.
             "attention_backend": "triton" if dtype == "float32" else None,
             "max_total_tokens": config.max_total_tokens,
             "enable_memory_saver": offloads,

@@ -1,4 +1,4 @@
-"""The engines of a run: asked for responses by rank 0, fed with weights by all."""
+"""The engines of a run: rank 0 asks them for responses, all ranks send them weights."""
 
 import itertools
 import logging
@@ -48,10 +48,10 @@ class Engines:
     """All SGLang servers of a run, as one rank sees them. Use as a context manager.
 
     Attributes:
-        version: of the last weight sync; samples carry it.
-        count: of engines.
+        version: number of the last weight sync; samples carry it.
+        count: number of engines.
         failure: why the run cannot go on with its engines; None as long as it can.
-        sync_seconds: of the last weight sync, by part.
+        sync_seconds: seconds of the last weight sync, by part.
     """
 
     def __init__(
@@ -63,9 +63,9 @@ class Engines:
         stop_token_ids: Sequence[int],
         fp8: BlockFp8 | None = None,
     ) -> None:
-        """Collective: decide who owns what; start() follows.
+        """Collective: decide which rank owns which engine; start() follows.
 
-        fp8 is how weights are quantised for the engines, where rollout.quantization asks for it.
+        fp8: how weights are quantised for the engines (rollout.quantization); None: not at all.
 
         Raises:
             BadInput: rollout.sync.transport is not possible on this machine.
@@ -88,12 +88,12 @@ class Engines:
 
     @property
     def share_device(self) -> bool:
-        """Whether engines live in the trainer's memory, and so have to take turns with it."""
+        """Whether engines share the trainer's device memory, so that the two take turns."""
         return self._placement.shares_memory
 
     @property
     def dispatcher(self) -> Dispatcher:
-        """On rank 0: the way to all engines that answer."""
+        """On rank 0: the client of all engines."""
         assert self._dispatcher is not None, "wait_until_ready() comes first"
         return self._dispatcher
 
@@ -104,25 +104,25 @@ class Engines:
 
     @property
     def sync_mode(self) -> Literal["wait", "retract", "in_place"]:
-        """What becomes of responses under way when weights come (rollout.asynchronous.weight_sync)."""
+        """What happens to running responses at a weight sync (rollout.asynchronous.weight_sync)."""
         return self._config.sync_mode(self._dtype, current_platform().is_cuda)
 
     @property
     def write_old_groups(self) -> bool:
-        """Whether groups that are under way when weights come are written by the old weights to their end."""
+        """Whether groups that are running at a weight sync are finished under the old weights."""
         return self._config.asynchronous.max_staleness > 0 and self.sync_mode == "wait"
 
     def start(self) -> None:
-        """Begin to start this rank's server; wait_until_ready follows once there is nothing better to do."""
+        """Begin to start this rank's server; wait_until_ready() follows once other work is done."""
         if self._placement.keeper is not None:
             self._placement.keeper.start()
 
     def wait_until_ready(self) -> None:
-        """Collective: every server answers when this returns.
+        """Collective: return once every server answers.
 
         Raises:
-            RunFailed: one did not start; its log's cause is named.
-            BadInput, TryAgain: an external engine is not there, or not one of ours (take_over_engines).
+            RunFailed: a server did not start; the message quotes the cause from its log.
+            BadInput, TryAgain: an external engine does not answer, or does not fit this run (take_over_engines).
         """
         addresses = self._placement.wait_for_addresses()
         self.count = len(addresses)
@@ -136,16 +136,16 @@ class Engines:
         self._sync = WeightSync(self._placement.transport(), pause)
 
     def update_weights(self, actor: Trainable, again: bool = False) -> None:
-        """Collective: the engines get the actor's weights, re-sharded, under the next version.
+        """Collective: send the actor's weights to the engines, re-sharded, under the next version.
 
-        Those that are being started again are left out, unless there is no other. `failure` is set where none comes.
+        Engines that are starting again are left out, unless no other serves. `failure` is set if none comes back.
 
         Args:
-            actor: whose weights they get.
-            again: under the same version: the weights are those that engines had which are gone now.
+            actor: the model whose weights are sent.
+            again: keep the version: engines that were replaced get the weights that the lost ones had.
 
         Raises:
-            RunFailed: a name or shape that an engine does not take, or a parameter that was not sent.
+            RunFailed: an engine does not know a name or shape, or a parameter was not sent.
         """
         assert self._sync is not None
         self.version += not again
@@ -167,14 +167,14 @@ class Engines:
     def check(
         self, actor: Trainable, sequences: Sequence[Sequence[int]], before_asking: Callable[[], None] = lambda: None
     ) -> LogprobDifference:
-        """Collective: the difference of the log-probs that actor and engines give to some sequences, the worst of all.
+        """Collective: the largest difference between the log-probs of the actor and of any engine on some sequences.
 
-        An engine that is alone with its log-probs is ended and started again, as is one that does not answer.
+        An engine that alone differs too much is ended and started again, as is one that does not answer.
 
-        before_asking: called when the actor has done its part and before the engines do theirs.
+        before_asking: called after the actor's part and before the engines'.
 
         Raises:
-            RunFailed: it is above a tolerance on all of them; the tensors that differ are named.
+            RunFailed: all engines differ by more than a tolerance; the message names the tensors that differ.
         """
         assert self._sync is not None
         limits, batch = self.limits, probe_batch(sequences)
@@ -203,19 +203,18 @@ class Engines:
 
     @property
     def limits(self) -> Limits:
-        """How far log-probs may differ, at the precision of the coarser of both sides."""
+        """How far log-probs may differ, by the coarser precision of trainer and engine."""
         if self._fp8 is not None:
             return limits_of(self._config.sync, "fp8")
         return limits_of(self._config.sync, self._dtype)
 
     def _refuse_or_warn(self, actor: Trainable, excess: str, difference: LogprobDifference) -> None:
-        """Collective: what follows from log-probs that differ too much on all engines (excess: in words).
+        """Collective: fail or warn because log-probs differ too much on all engines (excess: by how much, in words).
 
-        The kernels of trainer and engine may differ by more than the estimates for bfloat16 and FP8 foresee, with every
-        tensor equal: that is a warning.
+        It is a warning if every tensor is equal and the limit is an estimate: kernels may round differently by more.
 
         Raises:
-            RunFailed: tensors differ, or the limit is no estimate.
+            RunFailed: tensors differ, or the limit is not an estimate.
         """
         assert self._sync is not None
         lines = gather_values(self._sync.differing_tensors(self._buckets(actor, PartTimes())))
@@ -233,7 +232,7 @@ class Engines:
             )
 
     def _buckets(self, actor: Trainable, times: PartTimes) -> Iterator[NamedTensors]:
-        """Collective, as they are gone through: the actor's weights as the engines of this rank take them."""
+        """Collective while it is iterated: the actor's weights in the form that this rank's engines take."""
         assert self._sync is not None
         self._slots = self._slots or make_slots(current_platform().device)
         limit = self._config.sync.bucket_mib << 20
@@ -242,10 +241,10 @@ class Engines:
 
     @contextmanager
     def attended(self) -> Iterator[None]:
-        """Collective: rank 0 asks the engines in here. The others wait, and help where engines need weights anew.
+        """Collective: rank 0 uses the engines in here. The others wait, and help to send weights again if needed.
 
         Raises:
-            EnginesFailed: on all ranks, where none is left.
+            EnginesFailed: on all ranks, if no engine is left.
         """
         if dist.get_rank() == 0:
             self.dispatcher.when_stranded = self._bring_back if self._sync_again is not None else None
@@ -258,7 +257,7 @@ class Engines:
             yield
 
     def when_stranded(self, sync_again: Callable[[], None]) -> None:
-        """Say how engines that have taken the place of others get the weights of `version`; collective."""
+        """Set the collective call that sends the weights of `version` to engines that replaced others."""
         self._sync_again = sync_again
 
     def _bring_back(self) -> None:
@@ -276,30 +275,30 @@ class Engines:
         return len(self._fed)
 
     def take_failures(self) -> list[str]:
-        """What engines failed of since the last call, a line each; the same on all ranks, told of at weight syncs."""
+        """Causes of the engine failures since the last call, the same on all ranks; noted at weight syncs."""
         taken, self._failures = self._failures, []
         self._count += len(taken)
         return taken
 
     def take_count(self) -> int:
-        """How many failures were told of since the last call."""
+        """How many failures take_failures() returned since the last call."""
         count, self._count = self._count, 0
         return count
 
     def offload(self) -> None:
-        """Collective: the engines give their GPU memory to the trainer."""
+        """Collective: the engines give back their GPU memory."""
         self._give("kv_cache", "weights")
 
     @contextmanager
     def kv_cache_offloaded(self) -> Iterator[None]:
-        """Collective: engines give the memory of their KV caches, with what is in them, for a while."""
+        """Collective: the engines give up their KV caches and their memory in here."""
         gives = self.offload_kv_cache()
         yield
         if gives:
             self.onload("kv_cache")
 
     def offload_kv_cache(self) -> bool:
-        """Collective: engines with a KV cache give it up until onload("kv_cache"). Returns whether they do."""
+        """Collective: the engines give up their KV caches until onload("kv_cache"). Returns whether they had any."""
         return not self._offloaded and self._give("kv_cache")
 
     def _give(self, *tags: MemoryTag) -> bool:
@@ -334,13 +333,13 @@ class Engines:
         self.close()
 
     def _serving(self) -> dict[str, int]:
-        """URLs of the engines that this rank feeds and that answer, and how often each was started again."""
+        """URLs of the engines that this rank feeds and that serve, with the number of failures of each."""
         return {kept.url: kept.failures for kept in self._placement.engines() if kept.state == "serving"}
 
     def _agree(self, fed: Collection[str], survives: bool) -> set[str]:
-        """Collective: which engines have the weights of `version`; fed: of this rank's. Failures are noted.
+        """Collective: which engines have the weights of `version`, and which failed. fed: those of this rank.
 
-        survives: whether those that have had the weights before served from one weight sync to the next.
+        survives: whether engines that had the weights before have served from one weight sync to the next.
         """
         mine = self._placement.engines()
         ranks = gather_values([(kept, kept.url in fed) for kept in mine])
@@ -354,12 +353,12 @@ class Engines:
             self._dispatcher.use(self._fed)
         return set(self._fed)
 
-    def _note(self, found: Sequence[Kept]) -> None:
-        for kept in found:
+    def _note(self, engines: Sequence[Kept]) -> None:
+        for kept in engines:
             self._failures += [kept.cause] * (kept.failures - self._seen.get(kept.url, 0))
             self._seen[kept.url] = kept.failures
-        given_up = [kept for kept in found if kept.state == "given up"]
-        if given_up and (not self._placement.is_external or len(given_up) == len(found)):
+        given_up = [kept for kept in engines if kept.state == "given up"]
+        if given_up and (not self._placement.is_external or len(given_up) == len(engines)):
             self.failure = EnginesFailed(
                 f"an engine failed {given_up[0].in_a_row} times in a row, the last time {given_up[0].cause} "
                 "(rollout.health.max_failures): see its log; start the same command again with run.resume=auto",
@@ -367,7 +366,7 @@ class Engines:
             )
 
     def _wait_for_one(self) -> bool:
-        """Collective: return once an engine answers; False where `failure` says that none will, or is waited for."""
+        """Collective: wait until an engine serves; False if none will, as `failure` says."""
         while self.failure is None:
             ranks = gather_values((self._placement.engines(), stop_requested()))
             engines = [engine for rank, _ in ranks for engine in rank]

@@ -1,9 +1,8 @@
-"""Watches one server: ends it when it is dead, stopped, silent or found to be wrong, and has it started again.
+"""Watches one server: ends it when it is dead, stopped, silent or wrong, and has it started again.
 
-The server is this run's own (EngineServer), or one that somebody else owns (ExternalServer): that one is left out
-until its owner has started it again. The address stays the same. Whoever has a request in a server that is ended hears
-of it at once, by a broken connection; a server that was started again has no weights of ours (NO_WEIGHTS) until the
-next weight sync.
+The server belongs to this run (EngineServer) or to somebody else (ExternalServer), who then starts it again; until then
+it gets no work. The address stays the same. Requests in a server that is ended fail at once, by a broken connection. A
+server that was started again has no weights of this run (NO_WEIGHTS) until the next weight sync.
 """
 
 import contextlib
@@ -33,20 +32,20 @@ State = Literal["starting", "serving", "waiting", "given up"]
 _POLL_SECONDS = 0.1
 LOOK_SECONDS = 0.5
 """Between two looks at a server and its processes."""
-# Without a batch, while there are requests.
+# The longest time without a batch while there are requests.
 _PROGRESS_SECONDS = 120.0
-# Kernels are compiled when they are met, which takes minutes where no cache has them; SGLang tells of that nowhere.
+# Kernels are compiled on first use, which takes minutes without a cache; SGLang does not report it.
 _FIRST_BATCHES = 100
 NO_ANSWER = (OSError, ValueError, http.client.HTTPException)
-"""What is raised where a server does not answer, or not to the end."""
+"""Raised when a server does not answer, or not completely."""
 
 
 @dataclass(frozen=True)
 class Kept:
-    """How a server is, small enough to be sent to other ranks.
+    """State of a server, to be sent to other ranks.
 
-    url: of the server; failures: so far; in_a_row: the last of them, between which it neither outlived two weight syncs
-    nor served for rollout.start_timeout_s without a lie; cause: of the last one.
+    failures: so far. in_a_row: the latest of them, between which the server neither survived from one sync to the
+    next nor served correctly for rollout.start_timeout_s. cause: of the latest failure.
     """
 
     url: str
@@ -57,9 +56,9 @@ class Kept:
 
 
 class ExternalServer:
-    """An engine that somebody else started, and starts again.
+    """An engine that somebody else starts, and starts again.
 
-    take_back: called with its address where it answers again; raises a VapoError where it is another one now.
+    take_back: called with its address once it answers again; raises a VapoError if it does not fit this run any more.
     """
 
     def __init__(self, address: EngineAddress, take_back: Callable[[EngineAddress], None]) -> None:
@@ -67,16 +66,16 @@ class ExternalServer:
 
     def _leave_to_owner(self) -> None: ...
 
-    # Its process is not ours to see; its owner starts it, and it lives on.
+    # Its owner sees its process, starts it and ends it.
     start = wait_until_ready = ended = lost = start_again = stop = _leave_to_owner
 
     def end(self, cause: str) -> Path:
-        """Tell it to end, if it still can."""
+        """Ask it to end."""
         end_server(self.address, cause)
         return Path(self.address.log_file)
 
     def is_ready(self) -> bool:
-        """Whether it is back and taken over; one that is another one now is not taken."""
+        """Whether it is back and taken over; an engine that does not fit this run any more is not."""
         health = ask_health(self.address, LOOK_SECONDS)
         if health is None or health["lost"]:
             return False
@@ -91,15 +90,15 @@ class ExternalServer:
 
 
 class EngineKeeper:
-    """A thread beside whoever owns or feeds a server. Its methods may be called from any other.
+    """A thread of the process that owns or feeds a server. Its methods may be called from any thread.
 
     Args:
-        server: to be kept. Not started yet.
+        server: the server to keep, not started yet.
         config: the rollout section.
-        start_timeout_s: until a server that takes the place of another one must serve.
+        start_timeout_s: seconds until a server that was started again must serve.
 
     Attributes:
-        when_lost: called with its URL where it fails, from any thread.
+        when_lost: called with the server's URL when it fails, from any thread.
     """
 
     def __init__(
@@ -119,21 +118,21 @@ class EngineKeeper:
 
     @property
     def address(self) -> EngineAddress:
-        """Of the server, valid once started; that of one which takes its place is the same."""
+        """The server's address, valid once started; it stays the same when the server is started again."""
         return self._server.address
 
     def start(self) -> None:
-        """Begin to start the server for the first time; wait_until_ready() follows. Nothing where it has begun."""
+        """Begin to start the server, once; wait_until_ready() follows."""
         with self._lock:
             if not self._begun:
                 self._server.start()
                 self._begun = True
 
     def wait_until_ready(self) -> None:
-        """Return when the server answers, or is given up; from the first time on it is kept.
+        """Return when the server answers or is given up; from then on it is kept.
 
         Raises:
-            RunFailed: see EngineServer.wait_until_ready. A server that never started is not started again.
+            RunFailed: see EngineServer.wait_until_ready. A server whose first start fails is not started again.
         """
         with self._first:
             if not self._thread.is_alive():
@@ -145,31 +144,31 @@ class EngineKeeper:
             pass
 
     def look(self) -> Kept:
-        """How the server is."""
+        """State of the server."""
         with self._lock:
             return Kept(self.address.url, self._state, self._failures, self._in_a_row, self._cause)
 
     def is_unhealthy(self) -> bool:
-        """Whether it says so itself now, or says nothing."""
+        """Whether the server reports a problem or does not answer."""
         health = ask_health(self.address, LOOK_SECONDS)
         return health is None or what_is_wrong(health, self._config) is not None
 
     def fail(self, cause: str, served: bool = True) -> None:
-        """The server was found to be wrong: it is ended, and started again.
+        """End a server that is wrong, and start it again.
 
-        served: whether it did what it should until now; one that lies did not, however long it ran.
+        served: whether it worked correctly until now; one with wrong answers did not, however long it ran.
         """
         with self._lock:
             if self._state == "serving":
                 self._replace(cause, served)
 
     def survived(self) -> None:
-        """The server has served from one weight sync to the next: earlier failures count no more."""
+        """The server has served from one weight sync to the next: forget earlier failures."""
         with self._lock:
             self._in_a_row = 0
 
     def let_start(self, allowed: bool) -> None:
-        """Whether a server may be started now; one that is being started and may not is ended, to be started later."""
+        """Allow or forbid starts; a server that is starting and may not is ended, to be started later."""
         with self._lock:
             self._may_start = allowed
             if not allowed and self._state == "starting":
@@ -187,7 +186,7 @@ class EngineKeeper:
         try:
             while not self._stop.wait(LOOK_SECONDS):
                 self._look()
-        except Exception as error:  # else whoever waits for the server would wait for ever
+        except Exception as error:  # else callers would wait for the server for ever
             _logger.exception("engine %s is not kept any more", self.address.url)
             with self._lock:
                 self._failures += 1
@@ -212,7 +211,7 @@ class EngineKeeper:
             self.fail(cause)
 
     def _wrong(self) -> str | None:
-        """What is wrong with a server that serves. Not under the lock: it may take seconds."""
+        """What is wrong with a serving server; None if nothing. Not under the lock: it may take seconds."""
         if (ended := self._server.ended()) is not None:
             return f"its HTTP server ended ({ended})"
         if (lost := self._server.lost()) is not None:
@@ -268,7 +267,7 @@ class EngineKeeper:
 
 
 def what_is_wrong(health: dict[str, Any], config: RolloutConfig) -> str | None:
-    """What a server tells of itself (engine.heartbeat), in words; None where all is well."""
+    """The problem in a server's own report (inside/heartbeat.py), in words; None if all is well."""
     if health["lost"]:
         return str(health["lost"][0])
     limit, which = _PROGRESS_SECONDS, ""
@@ -283,12 +282,12 @@ def what_is_wrong(health: dict[str, Any], config: RolloutConfig) -> str | None:
 
 
 def is_named(url: str, cause: str) -> bool:
-    """Whether a cause names the server at this URL, and not one whose port begins with the same digits."""
+    """Whether a cause names the server at this URL, not one whose port begins with the same digits."""
     return re.search(rf"{re.escape(url)}(?!\d)", cause) is not None
 
 
 def ask_health(address: EngineAddress, timeout: float) -> dict[str, Any] | None:
-    """What a server tells of itself; None where it does not answer within so many seconds."""
+    """A server's report about itself; None if it does not answer in time (seconds)."""
     try:
         with DIRECT.open(_request(address, HEALTH_PATH), timeout=max(timeout, 1.0)) as answer:
             health = json.load(answer)
@@ -298,7 +297,7 @@ def ask_health(address: EngineAddress, timeout: float) -> dict[str, Any] | None:
 
 
 def end_server(address: EngineAddress, cause: str) -> None:
-    """End a server that was found to be wrong, if it can still be told to; its owner starts it again."""
+    """Ask a server that is wrong to end; its owner starts it again."""
     request = _request(address, f"{END_PATH}?{urllib.parse.urlencode({'cause': cause})}")
     request.method = "POST"
     with contextlib.suppress(*NO_ANSWER):  # it ended before it could answer

@@ -1,8 +1,8 @@
-"""How far log-probs of engine and trainer are apart, and how far they may be.
+"""How far log-probs of engine and trainer are apart, and how far apart they may be.
 
-In float32 both compute the same to 1e-4, and the largest difference is judged. In bfloat16 and FP8 a rare token with a
-small probability may be far off with right weights: a quantile and the mean are judged there, which wrong weights move
-by much more.
+In float32 both agree to 1e-4, and the largest difference is judged. In bfloat16 and FP8 a rare token of small
+probability may be far off with correct weights, so a quantile and the mean are judged: wrong weights move these much
+more.
 """
 
 from collections.abc import Sequence
@@ -26,29 +26,29 @@ _TOLERANCES = {"float32": 1e-4, "bfloat16": 0.5, "fp8": 1.0}
 # The limit of the mean, in units of the tolerance.
 _MEAN_SHARES = {"float32": 1.0, "bfloat16": 0.2, "fp8": 0.3}
 
-# Of a probe.
+# Size of a probe.
 _SEQUENCES, _LENGTH = 4, 32
 
 
 class LogprobDifference(NamedTuple):
-    """|engine - trainer| over the tokens of a probe, in nats: the largest, a quantile, the mean. Infinite where one of
-    them is not a number."""
+    """|engine - trainer| over the tokens of a probe, in nats: the largest, a quantile, the mean. NaN counts as
+    infinite."""
 
     largest: float
     quantile: float
     mean: float
 
     @staticmethod
-    def worst(found: Sequence["LogprobDifference"]) -> "LogprobDifference":
-        """The largest of each; zeros of none."""
-        return LogprobDifference(*map(max, zip((0.0, 0.0, 0.0), *found, strict=True)))
+    def worst(differences: Sequence["LogprobDifference"]) -> "LogprobDifference":
+        """The largest value of each field; zeros without any."""
+        return LogprobDifference(*map(max, zip((0.0, 0.0, 0.0), *differences, strict=True)))
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What is allowed at a quantile (share) and on average.
+    """Limits at a quantile (share) and on average.
 
-    are_estimates: correct kernels may exceed them; nobody set them in a config.
+    are_estimates: they are defaults that correct kernels may exceed, not set in the config.
     """
 
     share: float
@@ -56,18 +56,19 @@ class Limits:
     mean: float
     are_estimates: bool = False
 
-    def excess(self, found: LogprobDifference) -> str | None:
-        """What is above its limit, in words; None where nothing is."""
-        if not found.quantile <= self.quantile:
-            place = "at most" if self.share == 1 else f"at the {self.share:g} quantile (at most {found.largest:.3g})"
-            return f"by {found.quantile:.3g} {place}, rollout.sync.tolerance allows {self.quantile:g}"
-        if not found.mean <= self.mean:
-            return f"by {found.mean:.3g} on average, rollout.sync.tolerance allows {self.mean:g}"
+    def excess(self, difference: LogprobDifference) -> str | None:
+        """Which limit is exceeded, in words; None if none is."""
+        largest, quantile, mean = difference
+        if not quantile <= self.quantile:
+            place = "at most" if self.share == 1 else f"at the {self.share:g} quantile (at most {largest:.3g})"
+            return f"by {quantile:.3g} {place}, rollout.sync.tolerance allows {self.quantile:g}"
+        if not mean <= self.mean:
+            return f"by {mean:.3g} on average, rollout.sync.tolerance allows {self.mean:g}"
         return None
 
 
 def limits_of(config: SyncConfig, precision: Precision) -> Limits:
-    """Where the coarser of trainer and engine computes in this precision."""
+    """Limits where the coarser of trainer and engine computes in this precision."""
     tolerance = config.tolerance or _TOLERANCES[precision]
     are_estimates = precision != "float32" and config.tolerance is None
     return Limits(_QUANTILES[precision], tolerance, _MEAN_SHARES[precision] * tolerance, are_estimates)
@@ -76,7 +77,7 @@ def limits_of(config: SyncConfig, precision: Precision) -> Limits:
 def compare_logprobs(
     ours: Sequence[Sequence[float]], theirs: Sequence[Sequence[float]], quantile: float
 ) -> LogprobDifference:
-    """Of the log-probs that two give to the tokens of the same sequences. quantile: in (0, 1], not interpolated."""
+    """Compares two sets of log-probs of the same sequences. quantile: in (0, 1], not interpolated."""
     pairs = [pair for rows in zip(ours, theirs, strict=True) for pair in zip(*rows, strict=True)]
     apart = (
         torch.tensor([a - b for a, b in pairs], dtype=torch.float64).abs().nan_to_num(nan=torch.inf, posinf=torch.inf)
@@ -87,7 +88,7 @@ def compare_logprobs(
 
 
 def probe_batch(sequences: Sequence[Sequence[int]]) -> ExperienceBatch:
-    """Sequences as samples whose prompt is the first token, so that every other token gets a log-prob."""
+    """Sequences as samples whose prompt is the first token: every later token gets a log-prob."""
     samples = []
     for i, ids in enumerate(sequences):
         response, logprobs = np.array(ids[1:], dtype=np.int32), np.zeros(len(ids) - 1, dtype=np.float32)
@@ -96,21 +97,21 @@ def probe_batch(sequences: Sequence[Sequence[int]]) -> ExperienceBatch:
 
 
 def split_logprobs(batch: ExperienceBatch, logprobs: Tensor) -> list[list[float]]:
-    """A tensor over response tokens [T], sample by sample."""
+    """Splits a tensor over response tokens [T] by sample."""
     return [part.tolist() for part in logprobs.split(batch.response_lengths.tolist())]
 
 
 def prompt_sequences(prompts: PromptSource) -> list[list[int]]:
-    """Sequences to compare on before there are responses: the first prompts, one after the other.
+    """Sequences of a probe before there are responses: the first prompts, concatenated.
 
-    Real text, because on random token ids two correct bfloat16 models may differ by more than the tolerance.
+    They are real text: on random token ids two correct bfloat16 models may differ by more than the tolerance.
     """
     tokens = chain.from_iterable(prompts.at(cursor).token_ids for cursor in cycle(range(len(prompts))))
     return [list(islice(tokens, _LENGTH)) for _ in range(_SEQUENCES)]
 
 
 def sequences_of(batch: ExperienceBatch) -> list[list[int]]:
-    """The beginnings of the first samples of a rollout: what the policy really sees."""
+    """Sequences of a probe from a rollout: the beginnings of its first samples."""
     starts = batch.cu_seqlens[: min(_SEQUENCES, batch.samples)].tolist()
     ends = batch.cu_seqlens[1 : 1 + len(starts)].tolist()
     return [batch.tokens[a : min(b, a + _LENGTH)].tolist() for a, b in zip(starts, ends, strict=True)]
