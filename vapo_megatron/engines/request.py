@@ -1,4 +1,4 @@
-"""What engines are asked for: responses to prompts, which may be written in several parts."""
+"""Requests to engines: responses to prompts, which may be written in several parts."""
 
 import hashlib
 import struct
@@ -18,20 +18,19 @@ class GroupRequest:
     """Responses to draw to one prompt.
 
     Attributes:
-        prompt: token ids with their cursor, from which the seeds of responses follow.
-        samples: responses, which form a group.
+        prompt: token ids, and the cursor from which the seeds of responses follow.
+        samples: number of responses, which form a group.
         sampling: temperature, top_p, top_k.
-        max_new_tokens: the most tokens of a response.
-        seed: of the run. With rollout.deterministic a response depends on (seed, prompt.cursor, index) and the
-            weights alone.
-        weight_version: of the weights that the engines have; a response made by others is an error.
-        goes_on: a response may be stopped or get other weights while it is under way.
-        begun: what there is of the responses, in their order; those that are not finished (finish_reason abort) go on.
-        window: the most tokens that are written of a response now; one that ends there goes on later. None: all.
-        routed_experts: of the model, where samples are to hold the experts that their tokens went through; needs
-            rollout.router_replay.
-        group: number of the group, which its samples get.
-        engine: URL of the server that is to write them where it has room: it has the prompt in its cache.
+        max_new_tokens: largest number of tokens of a response.
+        seed: seed of the run. With rollout.deterministic a response depends only on (seed, prompt.cursor, index) and
+            the weights.
+        weight_version: version of the engines' weights; a response from other weights is an error.
+        goes_on: a response may be stopped or get other weights while it is written.
+        begun: the responses so far, in order; unfinished ones (finish_reason abort) go on.
+        window: largest number of tokens to write of a response now; one that ends there goes on later. None: all.
+        routed_experts: the model's, if samples are to hold the experts of their tokens; needs rollout.router_replay.
+        group: number of the group, copied to its samples.
+        engine: URL of the server that has the prompt in its cache, preferred if it has room.
     """
 
     prompt: Prompt
@@ -49,11 +48,11 @@ class GroupRequest:
 
     @property
     def max_tokens(self) -> int:
-        """The most tokens that the group may come to: response lengths are not known beforehand."""
+        """Largest number of tokens of the group: response lengths are not known beforehand."""
         return self.samples * (len(self.prompt.token_ids) + self.max_new_tokens)
 
     def room(self, written: int) -> int:
-        """The most tokens to write now of a response of which there are some."""
+        """Largest number of tokens to write now of a response that has `written` tokens already."""
         left = self.max_new_tokens - written
         return left if self.window is None else min(left, self.window)
 
@@ -62,8 +61,8 @@ class GroupRequest:
 class GenerationRequest:
     """Responses to draw to several prompts, samples_per_prompt to each; samples come in the order of prompts.
 
-    max_new_tokens: of each prompt, in place of sampling's; for prompts that hold a part of a response already. The
-    others are as in GroupRequest.
+    max_new_tokens: one limit for each prompt in place of sampling's, for prompts that already hold a part of a
+    response. Other fields: see GroupRequest.
     """
 
     prompts: Sequence[Prompt]
@@ -76,15 +75,15 @@ class GenerationRequest:
 
     @property
     def num_samples(self) -> int:
-        """Responses in all."""
+        """Number of responses."""
         return len(self.prompts) * self.samples_per_prompt
 
     def limit(self, group: int) -> int:
-        """The most tokens of a response to a prompt, by its place in prompts."""
+        """Largest number of tokens of a response to the prompt at this place in prompts."""
         return self.sampling.max_new_tokens if self.max_new_tokens is None else self.max_new_tokens[group]
 
     def groups(self) -> Iterator[GroupRequest]:
-        """The request for each prompt."""
+        """One request for each prompt."""
         for group, prompt in enumerate(self.prompts):
             yield GroupRequest(
                 prompt,
@@ -105,7 +104,7 @@ def response_seed(seed: int, cursor: int, index: int) -> int:
 
 
 def empty_response(group: GroupRequest, index: int) -> Sample:
-    """A response of which there is nothing yet."""
+    """A response without tokens."""
     seed = response_seed(group.seed, group.prompt.cursor, index)
     version, start = group.weight_version, None if group.window is None else 0
     tokens, logprobs = np.zeros(0, np.int32), np.zeros(0, np.float32)
@@ -114,7 +113,7 @@ def empty_response(group: GroupRequest, index: int) -> Sample:
 
 
 def continued_response(sample: Sample, completion: Completion, group: GroupRequest, url: str) -> Sample:
-    """A response with what was added to it by the server there."""
+    """A response with a continuation written by the server at this URL."""
     window_ends = completion.finish_reason == "length" and len(completion.token_ids) == group.window
     goes_on = window_ends and group.room(len(sample.response_ids) + len(completion.token_ids)) > 0
     begun = len(sample.response_ids) > 0

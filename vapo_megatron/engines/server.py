@@ -35,24 +35,24 @@ _logger = logging.getLogger(__name__)
 _PREFIX = "vapo-engine-"
 _LONGEST_SOCKET = 107  # bytes in a path that is the name of a socket
 _POLL_SECONDS = 0.1
-# Of a log: it grows for days, and is read for each request that an engine fails to answer.
+# Bytes read from the end of a log: it grows for days, and is read for each request that an engine fails to answer.
 _LOG_END = 1 << 17
-# Lines of a log that do not say why a server ended: requests, and what SGLang reports with the time before it.
+# Lines of a log that do not say why a server ended: requests, and SGLang's reports, which begin with the time.
 _ROUTINE = re.compile(r'\[20\d\d-| *$|.* HTTP/1\.1" ')
 # Processes of a server that was killed hold its port until the kernel has ended them.
 _PORT_SECONDS = 2.0
 DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 """Servers are never behind a proxy, whatever http_proxy says."""
 NO_WEIGHTS = -1
-"""The version of what a server has that was started in place of another one: whatever it answers is not wanted."""
+"""The weight version of a server that was started again: its answers are refused until the next weight sync."""
 
 
 @dataclass(frozen=True)
 class EngineAddress:
-    """Where a server answers and where it writes its log; small enough to be sent to other ranks.
+    """URL and log of a server, to be sent to other ranks.
 
-    key: that requests carry; empty: none is wanted. owner: of the weights that the server has from us, a mark in
-    their versions; a server that others could hand weights to as well needs one.
+    key: carried by requests; empty: none is needed. owner: a mark in the versions of the weights that this trainer
+    sends; needed by a server that other trainers could send weights to as well.
     """
 
     url: str
@@ -64,12 +64,12 @@ class EngineAddress:
         return f"{self.url} (log {self.log_file})"
 
     def cause(self) -> str:
-        """What the log says of why the server failed, in words."""
+        """Why the server failed, from its log, in words."""
         return cause_in_log(Path(self.log_file))
 
 
 def cause_in_log(log_file: Path) -> str:
-    """The last exception that a log tells of, else its last line that is not routine, quoted in a clause."""
+    """The last exception in a log, else its last line that is not routine, quoted in a clause."""
     try:
         with log_file.open("rb") as log:
             log.seek(max(0, log.seek(0, os.SEEK_END) - _LOG_END))
@@ -85,22 +85,21 @@ def cause_in_log(log_file: Path) -> str:
 class EngineServer:
     """One SGLang server, from start to end.
 
-    The subprocess leads a process group of its own. A guard beside it ends that group with this process (owner_guard).
+    The subprocess leads a process group. A guard beside it ends that group with this process (owner_guard).
 
     Args:
         model_path: Hugging Face directory.
         config: the rollout section.
-        dtype: torch dtype the engine computes in.
-        log_file: gets the server's output.
-        devices: indices of the GPUs it uses, as this process counts them; None without GPUs.
-        weight_version: what the samples from the weights in model_path are marked with.
-        host: address of this machine on which the server listens; another than the default where ranks of other
-            machines are to reach it.
-        fp8: how its weights, which are handed to it, are quantised; None where they are not.
-        port: on which it listens; 0: a free one.
-        key: that requests must carry; None makes one, which the address has; empty: none is wanted.
-        identity: what it tells of itself to a trainer that did not start it; see remote_engines.
-        offloads: whether it shares its GPUs with a trainer, to which it gives its memory for a while.
+        dtype: torch dtype that the engine computes in.
+        log_file: receives the server's output.
+        devices: indices of its GPUs, as this process counts them; None without GPUs.
+        weight_version: version of the weights in model_path.
+        host: address of this machine to listen on; not the default if ranks of other machines use the server.
+        fp8: how the weights that are sent to it are quantised; None: not at all.
+        port: to listen on; 0: a free one.
+        key: required of requests; None makes one, which is in the address; empty: none is needed.
+        identity: reported to trainers that did not start the server; see remote_engines.
+        offloads: whether it shares its GPUs with a trainer and lends it their memory.
     """
 
     def __init__(
@@ -147,7 +146,7 @@ class EngineServer:
         """Start the subprocess and return at once; wait_until_ready() follows.
 
         Raises:
-            BadInput: its host is not this machine's, or its port is in use.
+            BadInput: the host is not this machine's, or the port is in use.
         """
         self._log_file.parent.mkdir(parents=True, exist_ok=True)
         self._scratch = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=_short_temporary()))
@@ -165,7 +164,7 @@ class EngineServer:
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,
-                    env=environment | {KEY_VARIABLE: self._key},  # not an argument: those are for every user to see
+                    env=environment | {KEY_VARIABLE: self._key},  # not an argument: every user can see those
                     pass_fds=[listener.fileno()],
                     start_new_session=True,
                 )
@@ -175,10 +174,10 @@ class EngineServer:
             raise
 
     def check_arguments(self) -> None:
-        """Have SGLang read the arguments in a process that starts no server, where rollout.server_args adds to ours.
+        """Have SGLang read the arguments of rollout.server_args, if any, in a process that starts no server.
 
         Raises:
-            BadInput: it refuses them.
+            BadInput: SGLang refuses them.
         """
         parser = self._config.episode.tool_parser
         if not self._config.server_args and parser is None:
@@ -200,12 +199,12 @@ class EngineServer:
             raise BadInput(f"rollout.server_args: SGLang does not take {written} ({reason}): see `sglang serve --help`")
 
     def ended(self) -> str | None:
-        """Why the server that was started is no more; None while it is."""
+        """Why the server ended; None while it runs."""
         code = None if self._process is None else self._process.poll()
         return None if code is None else f"{_describe(code)}; {self.address.cause()}"
 
     def lost(self) -> str | None:
-        """A process of the server that is dead or stopped, in words; None where there is none. Asks nobody."""
+        """A dead or stopped process of the server, in words; None if there is none. Sends no request."""
         process, scratch = self._process, self._scratch
         if process is None or scratch is None:
             return None
@@ -214,7 +213,7 @@ class EngineServer:
         return next(iter(lost_processes(str(scratch))), None)
 
     def is_ready(self) -> bool:
-        """Whether it answers."""
+        """Whether the server answers."""
         try:
             with DIRECT.open(f"{self.address.url}/health", timeout=10) as answer:
                 return bool(answer.status == 200)
@@ -222,10 +221,10 @@ class EngineServer:
             return False
 
     def start_again(self) -> None:
-        """Start a server in place of one that was ended, at the same address. It has no weights of the trainer's.
+        """Start the server again after end(), at the same address. It has none of the trainer's weights.
 
         Raises:
-            BadInput: its port is in use.
+            BadInput: the port is in use.
         """
         self._weight_version = NO_WEIGHTS
         end = time.monotonic() + _PORT_SECONDS
@@ -241,7 +240,7 @@ class EngineServer:
         """Return when the server answers.
 
         Raises:
-            RunFailed: it ended, or did not answer within config.start_timeout_s; the cause is taken from its log.
+            RunFailed: it ended or did not answer within config.start_timeout_s; the message quotes its log.
         """
         if self._process is None:
             self.start()
@@ -261,7 +260,7 @@ class EngineServer:
             time.sleep(_POLL_SECONDS)
 
     def end(self, cause: str) -> Path:
-        """End one that was found to be wrong, before another one takes its place. Returns where its log is kept."""
+        """End a server that is wrong, before it is started again. Returns the path under which its log is kept."""
         self.stop()
         number = 1
         while (aside := self._log_file.with_suffix(f".ended{number}{self._log_file.suffix}")).exists():
@@ -299,14 +298,14 @@ class EngineServer:
         self.stop()
 
     def _bound(self) -> socket.socket:
-        """The port, to be inherited, so that nobody else gets it. Not listening yet: early calls are refused."""
+        """The bound port, to be inherited so that nobody else takes it. Not listening yet: early calls are refused."""
         listener = None
-        if not self._port:  # one that nobody gets by chance between two servers on it
+        if not self._port:  # a port that the kernel gives to nobody while the server is started again
             self._port = free_port(BESIDE_SERVER if self._config.attention_parts > 1 else ())
         try:
             family, kind, protocol, _, address = socket.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)[0]
             listener = socket.socket(family, kind, protocol)
-            # A port whose last server has just ended may be taken again.
+            # The port may be taken again right after its last server has ended.
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind(address)
         except OSError as error:
@@ -344,11 +343,11 @@ class EngineServer:
 
 
 def _short_temporary() -> str | None:
-    """Where a server's sockets fit: the system bounds their names. None: where temporary files are anyway."""
+    """A directory for a server's sockets, whose names the system bounds; None: the default one is short enough."""
     temporary = tempfile.gettempdir()
     if len(os.fsencode(temporary)) + len(f"/{_PREFIX}12345678/tmp12345678") <= _LONGEST_SOCKET:
         return None
-    _logger.warning("TMPDIR=%s is too long for sockets of engines: theirs are in /tmp", temporary)
+    _logger.warning("TMPDIR=%s is too long for the sockets of engines, which go to /tmp", temporary)
     return "/tmp"
 
 

@@ -19,30 +19,30 @@ from vapo_megatron.engines.ledger import Ledger
 from vapo_megatron.engines.request import GroupRequest
 from vapo_megatron.errors import TryAgain
 
-# Groups that are decoded and graded at once; their responses share the verifier's processes.
+# Groups that are decoded and graded at once; they share the verifier's processes.
 GRADED_AT_ONCE = 16
 
-# While a step is waited for, seconds between looks at whether the run is asked to stop.
+# While a step is waited for, seconds between checks whether the run should stop.
 _LOOK_SECONDS = 0.5
 
 Group = list[Sample]
 
 
 class StopAsked(TryAgain):
-    """The run is asked to stop while groups of a step are generated: nothing was taken."""
+    """The run was asked to stop while a step was generated; nothing was taken."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """What is done with a prompt.
+    """How a stream turns prompts into graded groups.
 
     Attributes:
-        request: what to ask the engines for, as of now.
-        grade: fills in what samples are worth. Called in threads.
+        request: makes the request for a prompt, with the current weight version.
+        grade: fills in the rewards of samples. Called in threads.
         is_useful: whether a step can use a graded group.
-        responses: of a step.
-        timeout_s: until they must have come, from when they are asked for.
-        generate: what answers a request; None: the dispatcher.
+        responses: number of responses of a step.
+        timeout_s: seconds that the responses of a step may take.
+        generate: answers a request; None: the dispatcher.
     """
 
     request: Callable[[Prompt], GroupRequest]
@@ -54,13 +54,13 @@ class Work:
 
 
 class GroupStream:
-    """Draws, generates and grades groups as far as a ledger has room, and gives them out in the order drawn.
+    """Draws, generates and grades groups as far as a ledger has room, and returns them in the order drawn.
 
-    It works in the dispatcher's thread; its own methods block their callers.
+    It runs in the dispatcher's thread; its public methods block their callers.
     """
 
     def __init__(self, dispatcher: Dispatcher, prompts: PromptSource, ledger: Ledger, work: Work) -> None:
-        """ledger: of a new stream; restore() may follow."""
+        """ledger: a new one; restore() may follow."""
         self._dispatcher, self._prompts, self.ledger, self._work = dispatcher, prompts, ledger, work
         self._graders = ThreadPoolExecutor(GRADED_AT_ONCE, thread_name_prefix="grade")
         self._tasks: dict[int, asyncio.Task[None]] = {}
@@ -73,22 +73,22 @@ class GroupStream:
 
     @property
     def responses(self) -> int:
-        """Of a step."""
+        """Number of responses of a step."""
         return self._work.responses
 
     def take(
         self, on_generated: Callable[[int], None], interruption: Callable[[], str | None] | None = None
     ) -> list[Group]:
         """The groups of the next step, their samples numbered by their place in it; of a group that is trained window
-        by window those responses of which there is more than in the step before.
+        by window, the responses that have grown since the step before.
 
         Args:
-            on_generated: gets the number of responses that have just come, of whichever step.
-            interruption: why to give up waiting for them; None where there is no reason.
+            on_generated: called with the number of responses that have just arrived, of whichever step.
+            interruption: returns why to stop waiting, or None.
 
         Raises:
-            StopAsked: by `interruption`; state() has what was graded.
-            What generating or grading a group raised. TryAgain: Work.timeout_s passed.
+            StopAsked: `interruption` gave a reason; state() has the graded groups.
+            TryAgain: Work.timeout_s passed. Errors of generating and grading are raised as they are.
         """
         self._on_generated = on_generated
         try:
@@ -110,20 +110,20 @@ class GroupStream:
         self._dispatcher.wait(self._dispatcher.loop.start(graded))
 
     def advance(self) -> None:
-        """A step is trained and the engines have its weights; where steps overlap, groups are drawn for the next."""
+        """A step is trained and the engines have its weights: draw groups for the next one, if steps overlap."""
         self._dispatcher.loop.run(self._advance())
 
     def state(self) -> tuple[dict[str, Any], dict[int, Group]]:
-        """For a checkpoint: the ledger's, and by number the groups that wait for the trainer, graded or begun."""
+        """For a checkpoint: the ledger's state, and by number the groups that wait for the trainer, graded or begun."""
         return self._dispatcher.loop.run(self._state())
 
     def restore(self, state: dict[str, Any], groups: dict[int, Group]) -> None:
-        """Go on from a state. What is missing of its groups is generated again, and what was begun whole where windows
-        are wanted now, or the other way round: it may have been trained on in parts, or not where that is expected."""
+        """Go on from a state. Groups that are missing are generated again, as are groups that were begun whole if
+        windows are wanted now, or in windows if they are not: some of their tokens may have been trained on already."""
         self._dispatcher.loop.run(self._restore(state, groups))
 
     def close(self) -> None:
-        """Abort what is under way."""
+        """Abort running requests."""
         self._dispatcher.loop.run(self._close())
         self._graders.shutdown(wait=False, cancel_futures=True)
 
@@ -179,14 +179,14 @@ class GroupStream:
         self._tasks[number] = asyncio.create_task(self._run(number))
 
     async def _run(self, number: int) -> None:
-        """Generate and grade a group, and see what can be done next."""
+        """Generate and grade a group, then start what there is room for."""
         try:
             request = replace(self._work.request(self._prompts.at(number)), begun=self._begun.pop(number, ()))
             group = await (self._work.generate or self._dispatcher.generate)(request)
             if request.window is None and _goes_on(group):
                 self._begun[number] = group
                 del self._tasks[number]
-                if not self._stopping:  # its server was restarted, say
+                if not self._stopping:  # for example, its server was restarted
                     self._start(number)
                 return
             new = [sample for sample in group if not sample.is_trained]
@@ -215,7 +215,7 @@ class GroupStream:
             self._start(number)
 
     def _has_windows_alike(self, group: Group) -> bool:
-        """Whether a group was written in windows if groups are now."""
+        """Whether a group was written in windows just as groups are now."""
         window = self._work.request(group[0].prompt).window
         return all((sample.window_start is None) is (window is None) for sample in group)
 
@@ -226,7 +226,7 @@ class GroupStream:
         await self._abort([number for number in surplus if number in self._tasks])
 
     async def _stop(self) -> None:
-        """End what is under way, and keep what there is of it."""
+        """End running requests and keep what they have written."""
         tasks, self._stopping = list(self._tasks.values()), True
         await self._dispatcher.stop()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -244,14 +244,14 @@ def _goes_on(group: Group) -> bool:
 
 
 def _next_window(group: Group) -> Group:
-    """A group whose responses were given to the trainer as far as they go."""
+    """A group whose responses, as far as they go, the trainer has."""
     return [replace(sample, window_start=len(sample.response_ids)) for sample in group]
 
 
 def _ignore(responses: int) -> None: ...
 
 
-# Of a sample, what goes into JSON; its prompt is known by its number, its text follows from its tokens.
+# The fields of a sample that go into JSON. Its prompt is known by its number, its text follows from its tokens.
 _FACTS = (
     *("index", "seed", "finish_reason", "weight_version", "weight_version_oldest", "versions"),
     *("reward", "correct", "grade_reason", "extracted", "extra", "window_start", "segment_starts", "episode"),
@@ -259,7 +259,7 @@ _FACTS = (
 
 
 def pack_groups(groups: Mapping[int, Sequence[Sample]]) -> bytes:
-    """Groups by their numbers. Experts that engines chose (routed_experts) are not kept."""
+    """Groups by number, as bytes. Experts that engines chose (routed_experts) are not kept."""
     tensors: dict[str, Any] = {}
     facts: dict[str, list[dict[str, Any]]] = {}
     for number, group in groups.items():
@@ -281,10 +281,10 @@ def pack_groups(groups: Mapping[int, Sequence[Sample]]) -> bytes:
 def unpack_groups(
     packed: bytes, prompt: Callable[[int], Prompt], decode: Callable[[Sequence[int]], str]
 ) -> dict[int, list[Sample]]:
-    """The groups that pack_groups() was given. prompt: by its number; decode: from token ids to text.
+    """The inverse of pack_groups(). prompt: returns a prompt by its number; decode: from token ids to text.
 
     Raises:
-        ValueError: they are no such bytes.
+        ValueError: the bytes are not those of pack_groups().
     """
     try:
         tensors = load(packed)
