@@ -1,9 +1,9 @@
-"""Which prompt groups are drawn, in flight, graded, trained and dropped, and from that what to draw next.
+"""Which prompt groups are drawn, in flight, graded, trained and dropped, and hence what to draw next.
 
-Groups have numbers in the order in which they are drawn, and a step trains the first ones of them that are useful:
-what is trained does not depend on which response came first. Only where unfinished responses are kept for the next
-step (`StepRule.any_order`) it trains those that are finished. No input and no output here: whoever holds the ledger
-asks it for room, draws, and tells it what has come back.
+Groups are numbered in the order drawn, and a step trains the first useful ones: what is trained does not depend on
+which response came first. Only if unfinished responses are kept for the next step (`StepRule.any_order`) does a step
+train those that are finished. The ledger does no input or output: its holder asks it for room, draws, and reports what
+has come back.
 """
 
 from collections import Counter
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
-FILLED = "filled"  # trained on for want of others, without signal
+FILLED = "filled"  # without signal, trained on because there were no others
 # Why a group is not trained on.
 NO_SIGNAL = "no_signal"  # dynamic sampling: all of its responses are right, or all wrong
 SURPLUS = "surplus"  # the step had enough; its prompt is drawn again
@@ -22,18 +22,19 @@ DROPPED = (NO_SIGNAL, SURPLUS, STALE)
 
 @dataclass(frozen=True)
 class StepRule:
-    """What makes a step.
+    """How a step is made of groups.
 
     Attributes:
-        groups: that a step trains on.
-        steps: the last one.
-        oversampling: groups in flight, in units of those still wanted.
-        most_draws: groups of a step; where so many are graded, those without signal fill it up. None: no bound.
-        staleness: steps that may be collected beyond the one that is trained next: a group may be drawn only for the
+        groups: number of groups that a step trains on.
+        steps: number of the last step.
+        oversampling: groups in flight, as a multiple of those still wanted.
+        most_draws: largest number of groups drawn for a step; once they are graded, groups without signal fill it up.
+            None: no bound.
+        staleness: how many steps may be collected beyond the one that is trained next: groups are drawn only for the
             steps up to trained + 1 + staleness. 0: synchronous.
-        any_order: a step trains the oldest of the groups that are graded, and the others stay; not with staleness.
-        max_age: with any_order, steps after which a group that is not graded yet is dropped.
-        windows: steps in which a group may be trained, a window of its responses in each, until they are finished.
+        any_order: a step trains the oldest graded groups and the others stay; not with staleness.
+        max_age: with any_order, steps after which an ungraded group is dropped.
+        windows: largest number of steps that train a group, one window of its responses each.
     """
 
     groups: int
@@ -47,13 +48,13 @@ class StepRule:
 
     @property
     def oldest(self) -> int:
-        """Steps that may have been trained between drawing a group and training it."""
+        """Largest number of steps trained between drawing a group and training it."""
         return self.max_age if self.any_order else max(self.staleness, self.windows - 1)
 
 
 @dataclass
 class GroupRecord:
-    """A group that was drawn and is neither trained nor dropped. drawn_at: steps trained then. useful: once graded."""
+    """A group that is neither trained nor dropped. drawn_at: steps trained when it was drawn. useful: once graded."""
 
     number: int
     drawn_at: int
@@ -63,7 +64,7 @@ class GroupRecord:
 
 @dataclass
 class _Part:
-    """The records that one step looks through, in order. full: they are all that it needs."""
+    """The records that one step looks through, in order. full: it needs no more."""
 
     step: int
     records: list[GroupRecord] = field(default_factory=list)
@@ -76,20 +77,21 @@ class Ledger:
     """The groups of a run.
 
     Attributes:
-        next: number of the group that is drawn next.
-        trained, taken: the last step whose weights the engines have, and the last that was given to the trainer.
-        counts: drawn, trained (filled among them) and, by reason, dropped so far; with those on the way they add up.
+        next: number of the next group to draw.
+        trained, taken: the last step whose weights the engines have, and the last that the trainer has taken.
+        counts: groups drawn, trained (filled ones among them) and, by reason, dropped so far; drawn = trained + dropped
+            + on the way.
     """
 
     def __init__(self, rule: StepRule, first: int = 0, step: int = 0) -> None:
-        """first, step: where a run goes on."""
+        """first, step: the next group and the last step of a run that goes on."""
         self.rule, self.next, self.trained, self.taken = rule, first, step, step
         self.counts: Counter[str] = Counter()
         self._records: dict[int, GroupRecord] = {}  # in the order of their numbers
         self._cached_parts: list[_Part] | None = None  # of _parts(); None after a change
 
     def __contains__(self, number: int) -> bool:
-        """Whether a group is drawn and neither trained nor dropped."""
+        """Whether a group is drawn, and neither trained nor dropped."""
         return number in self._records
 
     @property
@@ -121,7 +123,7 @@ class Ledger:
         return max(0, room)
 
     def draw(self) -> int:
-        """Count one more group in; its number."""
+        """Draw one more group; returns its number."""
         number = self.next
         self._records[number] = GroupRecord(number, self.trained)
         self._cached_parts = None
@@ -130,14 +132,14 @@ class Ledger:
         return number
 
     def grade(self, number: int, useful: bool) -> None:
-        """A group has come back."""
+        """A group was graded."""
         record, self._cached_parts = self._records[number], None
         record.graded, record.useful = True, useful
 
     def surplus(self) -> list[int]:
-        """Take out the groups that no step can need any more, whatever is still to come; their numbers.
+        """Drop the groups that no step can need, whatever is still to come; returns their numbers.
 
-        Their prompts are drawn again, under the same numbers.
+        Their prompts are drawn again under the same numbers.
         """
         parts = self._parts()
         if self.rule.any_order or self.rule.windows > 1 or sum(part.full for part in parts) < self._open:
@@ -150,7 +152,7 @@ class Ledger:
         return gone
 
     def expired(self) -> list[int]:
-        """With any_order, take out the groups that are not graded and too old for the next step; their numbers."""
+        """With any_order, drop ungraded groups that are too old for the next step; returns their numbers."""
         if not self.rule.any_order:
             return []
         gone = [r.number for r in self._records.values() if not r.graded and self.taken - r.drawn_at > self.rule.oldest]
@@ -158,7 +160,7 @@ class Ledger:
         return gone
 
     def is_ready(self) -> bool:
-        """Whether the next step's groups are known: all those before its last one are graded, unless any will do."""
+        """Whether the next step's groups are known: all before its last one are graded, unless any order will do."""
         parts = self._parts()
         if not parts or not parts[0].full:
             return False
@@ -166,9 +168,9 @@ class Ledger:
         return all(record.graded for record in parts[0].records) or (self.rule.any_order and enough)
 
     def take(self, go_on: Collection[int] = ()) -> list[int]:
-        """The numbers of the next step's groups, useful ones first; what else it looked through is dropped.
+        """The numbers of the next step's groups, useful ones first; the others that it looked through are dropped.
 
-        Call it when is_ready(). go_on: groups that are not finished; those that are taken are in flight again.
+        Call it when is_ready(). go_on: unfinished groups; if taken, they are in flight again.
         """
         part, self._cached_parts = self._parts()[0], None
         graded = [record for record in part.records if record.graded]
@@ -199,9 +201,9 @@ class Ledger:
         return {"counts": dict(self.counts), "next": self.next, "drawn_at": drawn_at}
 
     def restore(self, state: dict[str, Any], useful: Mapping[int, bool]) -> list[int]:
-        """Go on from a state, with the groups from `first` on alone. useful: those that are graded, by number.
+        """Go on from a state, with only the groups from number `next` on. useful: of the graded groups, by number.
 
-        Returns the numbers of those that are not, which are to be generated (again).
+        Returns the numbers of the ungraded groups, which are to be generated (again).
         """
         first, self._cached_parts = self.next, None
         kept = {int(number): drawn_at for number, drawn_at in state["drawn_at"].items() if int(number) >= first}
@@ -221,14 +223,14 @@ class Ledger:
 
     @property
     def _open(self) -> int:
-        """Steps for which groups may be drawn now."""
+        """Number of steps for which groups may be drawn now."""
         return min(self.trained + 1 + self.rule.staleness, self.rule.steps) - self.taken
 
     def _is_stale(self, record: GroupRecord, part: _Part) -> bool:
         return part.step - 1 - record.drawn_at > self.rule.oldest
 
     def _parts(self) -> list[_Part]:
-        """What the open steps look through as far as it is known; what is not graded counts as not useful."""
+        """The records that the open steps look through; ungraded groups count as not useful."""
         if self._cached_parts is not None:
             return self._cached_parts
         parts, records = list[_Part](), list(self._records.values())

@@ -1,8 +1,8 @@
 """Where the engines of a run live: who owns their servers, how weights reach them, and whose memory they use.
 
 With GPUs, `rollout.tp` consecutive ranks share their GPUs with one engine, which the first of them starts and owns.
-Without, each of the first ranks owns one. Engines of rollout.external_urls run on devices of their own and were
-started by somebody else; rank 0 feeds all of them, by one broadcast.
+Without GPUs, each of the first ranks owns one. Engines of rollout.external_urls run on other devices and were started
+by somebody else; rank 0 feeds all of them by one broadcast.
 """
 
 import json
@@ -44,9 +44,10 @@ class Placement:
     """The engines of a run as one rank sees them.
 
     Attributes:
-        keepers: of the engines that this rank feeds: of its own server, or on rank 0 of all external ones.
-        shares_memory: whether engines use memory of the trainer's device, so that the two have to take turns.
-        is_external: whether they run on devices of their own; then the run ends where all are given up, else at one.
+        keepers: keepers of the engines that this rank feeds: its own, or on rank 0 all external ones.
+        shares_memory: whether engines and trainer share device memory and take turns.
+        is_external: whether engines run on other devices; then the run ends once all are given up, otherwise once one
+            is.
     """
 
     def __init__(
@@ -105,15 +106,15 @@ class Placement:
 
     @property
     def keeper(self) -> EngineKeeper | None:
-        """Of the server that this rank owns; None where it owns none."""
+        """Keeper of the server that this rank owns; None if it owns none."""
         return None if self.is_external or not self.keepers else self.keepers[0]
 
     def wait_for_addresses(self) -> list[EngineAddress]:
-        """Collective: every engine's address, once all of them answer; external ones take requests again after the
-        first weight sync.
+        """Collective: the addresses of all engines, once they answer; external ones take requests again after the first
+        weight sync.
 
         Raises:
-            RunFailed: a server did not start; its log's cause is named.
+            RunFailed: a server did not start; the message quotes its log.
             BadInput, TryAgain: see take_over_engines.
         """
         if self.is_external:
@@ -141,9 +142,9 @@ class Placement:
         return list(addresses)
 
     def transport(self) -> Transport:
-        """The way from this rank to the engines it feeds, once they answer; one without clients where it feeds none.
+        """This rank's transport to the engines it feeds, once they answer; without clients if it feeds none.
 
-        CUDA IPC takes part of every rank: each sends from the memory of its own GPU.
+        With CUDA IPC every rank takes part: each sends from the memory of its own GPU.
         """
         config, tp = self._config, self._config.tp
         clients = [EngineClient(address) for address in self._addresses]
@@ -159,12 +160,11 @@ class Placement:
         return SharedMemoryTransport(client, tp)
 
     def engines(self) -> list[Kept]:
-        """How the engines are that this rank feeds."""
+        """States of the engines that this rank feeds."""
         return [keeper.look() for keeper in self.keepers]
 
     def fail(self, cause: str, served: bool = True) -> None:
-        """An engine that this rank feeds was found to be wrong: the one that the cause names, else those that are
-        unhealthy, else all.
+        """End what is wrong among this rank's engines: the one that the cause names, else unhealthy ones, else all.
 
         served: see EngineKeeper.fail.
         """
@@ -176,14 +176,14 @@ class Placement:
             keeper.fail(cause, served)
 
     def let_start(self, allowed: bool) -> None:
-        """An engine that takes the place of another one takes all of its memory: only while the trainer gives it."""
+        """Allow or forbid this rank's engine to start again: it takes all of its memory, which the trainer may use."""
         if self.keeper is not None:
             self.keeper.let_start(allowed)
 
     def ask_for_memory(
         self, call: Callable[[EngineClient, Sequence[MemoryTag]], Coroutine[Any, Any, None]], tags: Sequence[MemoryTag]
     ) -> None:
-        """Collective: this rank's server gives memory back, or takes it."""
+        """Collective: this rank's server releases memory, or takes it again."""
         self._platform.empty_cache()
         keeper = self.keeper
         if keeper is not None and keeper.look().state == "serving":
@@ -200,7 +200,7 @@ class Placement:
                 keeper.survived()
 
     def tell(self, when_lost: Callable[[str], None]) -> None:
-        """Call when_lost with the URL of an engine that fails where no broken connection tells of it."""
+        """Have when_lost called with the URL of each engine that fails."""
         for keeper in self.keepers:
             keeper.when_lost = when_lost
 
@@ -218,7 +218,7 @@ def _reachable_host() -> str:
 
 
 def _engine_group(tp: int) -> Any:
-    """Collective: the group of the ranks that share their GPUs with one engine, this rank's. On the CPU's backend."""
+    """Collective: the group (gloo) of the ranks that share their GPUs with this rank's engine."""
     my_group = None
     for first in range(0, dist.get_world_size(), tp):
         ranks = list(range(first, first + tp))
@@ -229,7 +229,7 @@ def _engine_group(tp: int) -> Any:
 
 
 def write_targets(path: Path, addresses: Sequence[EngineAddress]) -> None:
-    """The engines as a file of Prometheus' file_sd_configs, for engines that report to it."""
+    """Write the engines as a file of Prometheus' file_sd_configs."""
     targets = [address.url.removeprefix("http://") for address in addresses]
     with atomic_write(path) as file:
         json.dump([{"targets": targets, "labels": {"job": "sglang"}}], file)

@@ -1,7 +1,7 @@
 """Engines that the trainer did not start: on devices of their own, from the same config, by `vapo-megatron engine`.
 
-Such an engine outlives the trainers that it serves, one after another. A trainer therefore asks first what the engine
-is, and takes it over: what an earlier trainer may have begun on it ends. serve_engine() is that command.
+Such an engine outlives the trainers that it serves one after another. A trainer therefore first checks the engine's
+identity and takes it over, which ends whatever an earlier trainer may have begun. serve_engine() is that command.
 """
 
 import dataclasses
@@ -32,8 +32,8 @@ from vapo_megatron.weights.spec import ModelSpec, read_spec
 _logger = logging.getLogger(__name__)
 
 PROTOCOL = 8
-"""To be raised with every change of what engines and trainers say to each other: bucket_message.announce, the answers
-of strict_loading, broadcast_group, heartbeat, server_main and columns."""
+"""Raise it with every change of the messages between engines and trainers: bucket_message.announce, the answers of
+strict_loading, broadcast_group, heartbeat, server_main and columns."""
 
 _ANSWER_SECONDS = 30.0
 _POLL_SECONDS = 1.0
@@ -42,10 +42,7 @@ _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 def what_must_agree(config: RolloutConfig, spec: ModelSpec, dtype: Dtype, fp8: BlockFp8 | None) -> dict[str, JsonValue]:
-    """What engine and trainer must have in common, by the key of the config that says it, in JSON's values.
-
-    dtype: model.dtype.
-    """
+    """Settings that engine and trainer must share, by key of the config, as JSON values. dtype: model.dtype."""
     model = {f"model.{name}": value for name, value in dataclasses.asdict(spec).items() if name != "dtype"}
     rollout = {
         "model.dtype": dtype,
@@ -60,7 +57,7 @@ def what_must_agree(config: RolloutConfig, spec: ModelSpec, dtype: Dtype, fp8: B
 
 
 def take_back(address: EngineAddress, answer_s: float, agreed: Mapping[str, JsonValue]) -> None:
-    """Meet an engine that was lost, and take it over again.
+    """Take over again an engine that was lost.
 
     Raises:
         BadInput, TryAgain: see take_over_engines.
@@ -70,13 +67,12 @@ def take_back(address: EngineAddress, answer_s: float, agreed: Mapping[str, Json
 
 
 def take_over_engines(config: RolloutConfig, agreed: Mapping[str, JsonValue]) -> tuple[tuple[EngineAddress, ...], bool]:
-    """Meet the engines of rollout.external_urls, which may still be starting, and leave nothing of an earlier
-    trainer's.
+    """Wait for the engines of rollout.external_urls and end whatever an earlier trainer began on them.
 
     They take requests again after the first weight sync. Returns their addresses, and whether all of them run on GPUs.
 
     Raises:
-        BadInput: one is no engine of ours, wants another key, or differs in something that must agree.
+        BadInput: one is not an engine of vapo_megatron, needs another key, or differs in something that must agree.
         TryAgain: one did not answer within rollout.start_timeout_s.
     """
     owner, key, start = secrets.token_hex(4), config.api_key() or "", time.monotonic()
@@ -93,10 +89,10 @@ def take_over_engines(config: RolloutConfig, agreed: Mapping[str, JsonValue]) ->
 
 
 def meet(url: str, key: str, deadline: float, start: float) -> dict[str, Any]:
-    """What an engine tells of itself, once it answers, within so many seconds of `start` (time.monotonic()).
+    """An engine's identity, once it answers within `deadline` seconds of `start` (time.monotonic()).
 
     Raises:
-        BadInput: it is no engine of ours, or wants another key.
+        BadInput: it is not an engine of vapo_megatron, or needs another key.
         TryAgain: it did not answer.
     """
     address = EngineAddress(url, "that of `vapo-megatron engine` there", key)
@@ -113,7 +109,9 @@ def meet(url: str, key: str, deadline: float, start: float) -> dict[str, Any]:
                 ) from None
             time.sleep(_POLL_SECONDS)
     if identity is None or "protocol" not in identity:
-        raise BadInput(f"rollout.external_urls: {url} is no engine of ours: start it by `vapo-megatron engine`")
+        raise BadInput(
+            f"rollout.external_urls: {url} is not an engine of vapo-megatron: start it by `vapo-megatron engine`"
+        )
     if identity["protocol"] != PROTOCOL:
         raise BadInput(
             f"rollout.external_urls: {url} has version {identity['protocol']} of the weight sync and this trainer "
@@ -123,7 +121,7 @@ def meet(url: str, key: str, deadline: float, start: float) -> dict[str, Any]:
 
 
 def check_identity(url: str, identity: Mapping[str, Any], agreed: Mapping[str, JsonValue]) -> None:
-    """Raises BadInput where an engine and this run differ in what must agree."""
+    """Raises BadInput if an engine and this run differ in a setting that must agree."""
     theirs = identity["agreed"]
     for key in dict.fromkeys((*agreed, *theirs)):
         if theirs.get(key) != agreed.get(key):
@@ -134,19 +132,19 @@ def check_identity(url: str, identity: Mapping[str, Any], agreed: Mapping[str, J
 
 
 def serve_engine(config: TrainConfig, host: str, port: int) -> None:
-    """Start the engine of a training config on this machine, and return once SIGTERM or SIGUSR1 asks for its end.
+    """Serve the engine of a training config on this machine until SIGTERM or SIGUSR1.
 
     It takes the first rollout.tp GPUs that this process sees. Its log is run.root/<run.name>-engines/<host>_<port>.log.
 
     Args:
-        config: that of the trainer.
+        config: the trainer's config.
         host: address of this machine to listen on.
-        port: likewise; 0: a free one.
+        port: port to listen on; 0: a free one.
 
     Raises:
-        BadInput: the config cannot work here, or it would listen on a network without a key.
+        BadInput: the config cannot work here, or the engine would listen on a network without a key.
         RunFailed: the engine did not start.
-        TryAgain: it failed and was started again too often (rollout.health.max_failures).
+        TryAgain: it failed too often (rollout.health.max_failures).
     """
     listen()
     key = config.rollout.api_key()

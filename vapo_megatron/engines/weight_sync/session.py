@@ -24,14 +24,14 @@ class EngineLost(TryAgain):
 
 
 class WeightSync:
-    """One server, or several that get the same bytes, and the trainer ranks that feed them, by one transport.
+    """Sends weights from trainer ranks to one server, or the same bytes to several, by one transport.
 
-    Every rank calls load() and differing_tensors() with the same buckets, which may come from a stream that puts them
-    into two places in turn.
+    Every rank calls load() and differing_tensors() with the same buckets, which may come from a stream that uses two
+    buffers in turn.
 
     Args:
         transport: to the servers. Its clients are closed with this object.
-        pause: what becomes of responses that run when weights come.
+        pause: what happens to running responses at a weight sync.
     """
 
     def __init__(self, transport: Transport, pause: PauseMode = "abort") -> None:
@@ -47,45 +47,44 @@ class WeightSync:
 
     @property
     def sends(self) -> bool:
-        """Whether this rank's buckets are read; else it only takes part in the collectives that make them."""
+        """Whether this rank's buckets are read; if not, it only takes part in the collectives that make them."""
         return self._transport.sends
 
     def serve(self, starts: Mapping[str, int]) -> None:
-        """Go on with those of the servers that are at these URLs; the numbers change where one was started again."""
+        """Feed the servers at these URLs from now on; a number changes when its server was started again."""
         if any(starts.get(url) != number for url, number in self._starts.items()):
-            self._transport.serve(())  # what it had opened with them is of no more use
+            self._transport.serve(())  # connections to a server that is gone are of no use
         self._starts = dict(starts)
         self._transport.serve([client for client in self._known if client.address.url in starts])
 
     def load(self, buckets: Iterable[NamedTensors], version: int, times: PartTimes | None = None) -> None:
-        """Replace the server's weights; what it generates from now on is marked with version.
+        """Replace the servers' weights; responses from now on are marked with version.
 
         buckets are (Hugging Face name, whole tensor) pairs. times gets the owner's seconds of "load" (in the server)
         and "send" (the rest of sending).
 
         Raises:
-            RunFailed: a name the server does not know, a shape that does not fit, parameters that were not sent, or
-                tensors that arrived damaged. The server then takes no requests until a later load succeeds.
-            EngineLost: a server is gone, silent or refuses to go on; all buckets were gone through nevertheless, as
-                other ranks depend on it. None is served any more, until serve().
+            RunFailed: an unknown name, a shape that does not fit, parameters that were not sent, or tensors that
+                arrived damaged. The server then takes no requests until a later load succeeds.
+            EngineLost: a server is gone, silent or refuses to go on. All buckets were iterated nevertheless, as other
+                ranks depend on it. No server is fed any more until serve().
         """
         self._stream(buckets, "load", version, times or PartTimes())
 
     def differing_tensors(self, buckets: Iterable[NamedTensors]) -> list[str]:
-        """Compare without changing anything: one line for each tensor that differs bit by bit from the server's.
+        """Compare without changing anything: one line for each tensor that is not bitwise equal to the server's.
 
-        Names the server does not know and parameters missing from buckets get lines likewise. On ranks that do not
-        own the server the list is empty.
+        Unknown names and parameters missing from buckets get lines as well. On ranks that do not own the server the
+        list is empty.
         """
         return self._stream(buckets, "compare", None, PartTimes())
 
     def logprob_differences(
         self, sequences: Sequence[Sequence[int]], trainer_logprobs: Sequence[Sequence[float]], quantile: float
     ) -> dict[str, LogprobDifference]:
-        """By URL how far the log-probs are apart that a server and the trainer give the tokens of sequences; on ranks
-        that do not own a server there is none.
+        """By URL, how far a server's log-probs of some sequences are from the trainer's; empty on ranks that own none.
 
-        trainer_logprobs are those of every token but the first, at temperature 1. quantile: see compare_logprobs.
+        trainer_logprobs: of every token but the first, at temperature 1. quantile: see compare_logprobs.
         """
         answers = self._runner.run(self._transport.each(lambda client: client.prompt_logprobs(sequences)))
         differences = [compare_logprobs(trainer_logprobs, answer, quantile) for answer in answers]
@@ -111,7 +110,7 @@ class WeightSync:
         lost: list[VapoError] = []
 
         def run(call: Callable[[], Coroutine[Any, Any, T]]) -> T | None:
-            """What a call returns; where a server fails, this rank goes on without one, for the sake of the others."""
+            """The result of a call; if a server fails, this rank goes on without it, for the sake of the others."""
             try:
                 return self._runner.run(call())
             except VapoError as error:
