@@ -1,4 +1,4 @@
-"""Rollouts: how responses are sampled, which servers sample them, how they get the trainer's weights."""
+"""Rollouts: how responses are sampled, by which servers, and how these get the trainer's weights."""
 
 from typing import Literal
 from urllib.parse import urlsplit
@@ -24,44 +24,46 @@ class SyncConfig(Section):
 
     transport: TransportName = Field(
         "auto",
-        description="ipc: CUDA handles, engine and rank on one GPU; shared_memory: the machine's; distributed: the "
-        "network; auto: ipc with GPUs, else shared_memory; distributed to rollout.external_urls",
+        description="ipc: CUDA handles, engine and rank on one GPU; shared_memory: host memory; distributed: a "
+        "broadcast over the network; auto: ipc with GPUs, else shared_memory; distributed to rollout.external_urls",
     )
-    bucket_mib: int = Field(512, ge=1, description="weights sent at once; two buffers of this size stay allocated")
+    bucket_mib: int = Field(
+        512, ge=1, description="MiB of weights sent at once; two buffers of this size stay allocated"
+    )
     tolerance: float | None = Field(
         None,
         gt=0,
-        description="allowed |difference| of a probe token's log-prob: of the largest in float32, of the 0.95 quantile "
-        "in bfloat16 and FP8, where a rare token may be far off; of the mean 1 (float32), 0.2 (bfloat16), 0.3 (FP8) "
-        "times as much. None: 1e-4 in float32, 0.5 in bfloat16, 1.0 in FP8",
+        description="limit of |difference| of log-probs on the probe: of the largest in float32, of the 0.95 quantile "
+        "in bfloat16 and FP8; the limit of the mean is 1 (float32), 0.2 (bfloat16) or 0.3 (FP8) times this. none: "
+        "1e-4 in float32, 0.5 in bfloat16, 1.0 in FP8",
     )
 
 
 class AsynchronousConfig(Section):
-    """Engines that go on generating while the trainer updates (docs/async.md)."""
+    """Engines generate while the trainer updates (docs/async.md)."""
 
     max_staleness: int = Field(
         0,
         ge=0,
-        description="steps that groups may be drawn ahead of the one that is trained next; 0: synchronous, engines "
-        "wait while the trainer works. Needs engines that do not share its devices",
+        description="how many steps groups may be drawn ahead of the step that is trained next; 0: synchronous, "
+        "engines wait while the trainer works. Needs engines that do not share the trainer's devices",
     )
     weight_sync: Literal["auto", "wait", "retract", "in_place"] = Field(
         "auto",
-        description="responses under way when weights come: wait for their end (reproducible), retract "
-        "(they go on under the new weights, what they have read and written is computed anew) or in_place (they go on "
-        "with the KV cache of the old weights); auto: wait with rollout.deterministic, else retract",
+        description="running responses at a weight sync: wait for their end (reproducible), retract (they go on under "
+        "the new weights and their tokens are read again) or in_place (they go on with the KV cache of the old "
+        "weights); auto: wait with rollout.deterministic, else retract",
     )
 
 
 class PartialResponsesConfig(Section):
-    """Responses that are not finished when a step has enough go on in the next one (docs/async.md)."""
+    """Responses that are unfinished when a step has enough go on in the next step (docs/async.md)."""
 
     oversampling: float | None = Field(
         None,
         ge=1,
-        description="groups in flight, in units of those still wanted, such as 1.5: a step trains the first that are "
-        "finished, the others go on under the next weights; none: a step waits for all of its groups",
+        description="groups in flight as a multiple of those still wanted, such as 1.5: a step trains the first that "
+        "finish, the others go on under the next weights; none: a step waits for all of its groups",
     )
 
     @property
@@ -71,30 +73,29 @@ class PartialResponsesConfig(Section):
 
 
 class HealthConfig(Section):
-    """When an engine is ended and started again beside the run, and when the run gives up."""
+    """When an engine is started again, and when the run gives up."""
 
-    answer_s: float = Field(20.0, gt=0, description="an engine that says nothing for so long is taken for dead")
+    answer_s: float = Field(20.0, gt=0, description="seconds without an answer after which an engine counts as dead")
     max_failures: int = Field(
         3,
         ge=0,
-        description="failures of one engine without a weight sync to the next between them, after which the run saves "
-        "and ends (exit 75); 0: at the first",
+        description="failures in a row of one engine, without surviving from one weight sync to the next, that the run "
+        "tolerates; after one more it saves and ends (exit 75)",
     )
 
 
 class EpisodeConfig(Section):
-    """Limits of an agent's episode. One that reaches max_turns or max_tokens counts as truncated; one that takes too
-    long is broken."""
+    """Limits of an agent's episode. Reaching max_turns or max_tokens truncates it; exceeding timeout_s breaks it."""
 
     max_turns: int = Field(16, ge=1, description="responses of the policy in an episode")
     max_tokens: int = Field(
-        8192, ge=8, description="prompts, responses and observations of an episode, of all its segments"
+        8192, ge=8, description="tokens of an episode: prompts, responses and observations of all its segments"
     )
-    timeout_s: float = Field(600.0, gt=0, description="seconds for an episode")
+    timeout_s: float = Field(600.0, gt=0, description="seconds that an episode may take")
     tool_parser: str | None = Field(
         None,
         pattern=r"^[\w.-]+$",
-        description="SGLang's parser of the model's tool calls (qwen25, llama3, mistral ...); none: an answer is text",
+        description="SGLang's parser of the model's tool calls (qwen25, llama3, mistral ...); none: answers are text",
     )
 
 
@@ -103,47 +104,55 @@ class RolloutConfig(Section):
 
     external_urls: tuple[str, ...] = Field(
         (),
-        description="engines on devices of their own, each started by `vapo-megatron engine` and given as "
-        "http://host:port; none: the run starts its engines, beside its ranks",
+        description="engines on other devices, each started by `vapo-megatron engine` and given as http://host:port; "
+        "none: the run starts its own engines",
     )
     api_key_variable: str | None = Field(
         None,
-        description="environment variable with the key that engines on devices of their own want; needed where they "
-        "listen on more than 127.0.0.1",
+        description="environment variable with the key of the engines in external_urls; needed if they listen on "
+        "another address than 127.0.0.1",
     )
-    num_engines: int = Field(1, ge=1, description="servers on a machine without GPUs; with GPUs they follow from tp")
+    num_engines: int = Field(
+        1, ge=1, description="servers on a machine without GPUs; with GPUs the number follows from tp"
+    )
     tp: int = Field(1, ge=1, description="tensor-parallel size of one server")
     quantization: Literal["none", "fp8"] = Field(
         "none",
-        description="fp8: weights in e4m3 with a scale for each block of 128 x 128, made during the weight sync; needs "
-        "load_format=dummy and GPUs with FP8",
+        description="fp8: weights in e4m3 with a scale for each block of 128 x 128, quantised during the weight sync; "
+        "needs load_format=dummy and GPUs with FP8",
     )
     load_format: Literal["auto", "dummy"] = Field(
-        "auto", description="dummy: skip reading the checkpoint, the first weight sync brings the weights"
+        "auto", description="dummy: do not read the checkpoint; the first weight sync brings the weights"
     )
-    context_length: int | None = Field(None, ge=2, description="prompt and response; none: what the model allows")
-    max_running_requests: int = Field(256, ge=1, description="responses that one server generates at once")
+    context_length: int | None = Field(
+        None, ge=2, description="tokens of prompt and response; none: what the model allows"
+    )
+    max_running_requests: int = Field(
+        256, ge=1, description="largest number of responses that one server generates at once"
+    )
     max_total_tokens: int | None = Field(
-        None, ge=2, description="tokens of its KV cache; none: what mem_fraction_static leaves, 65536 without a GPU"
+        None,
+        ge=2,
+        description="tokens of a server's KV cache; none: what mem_fraction_static leaves, 65536 without a GPU",
     )
-    mem_fraction_static: float = Field(0.7, gt=0, lt=1, description="GPU memory for weights and KV cache")
+    mem_fraction_static: float = Field(0.7, gt=0, lt=1, description="share of GPU memory for weights and KV cache")
     deterministic: bool | Literal["auto"] = Field(
         "auto",
-        description="batch-invariant kernels and sampling by the request's seed: a response depends on its seed alone, "
-        "not on its batch; auto: on for CPUs and for float32, off for GPUs, where SGLang measured 34 % less speed",
+        description="batch-invariant kernels and seeded sampling: a response depends on its seed, not on its batch; "
+        "auto: on for CPUs and for float32, off on GPUs otherwise, where SGLang measured 34 % less speed",
     )
     router_replay: bool = Field(
-        False, description="experts: the policy is scored and trained with those that the engines chose for each token"
+        False, description="score and train the policy with the experts that the engines chose for each token"
     )
     start_timeout_s: float = Field(
         900.0,
         gt=0,
-        description="seconds until a server must answer, and end one of its first batches; on GPUs both may compile "
+        description="seconds that a server may take to start, and each of its first batches; on GPUs both may compile "
         "kernels for minutes",
     )
-    collect_timeout_s: float = Field(7200.0, gt=0, description="seconds for all responses of one collection")
+    collect_timeout_s: float = Field(7200.0, gt=0, description="seconds that all responses of a step may take")
     server_args: dict[str, bool | int | float | str] = Field(
-        default_factory=dict, description="further SGLang arguments, named as in `sglang serve --help`, no dashes"
+        default_factory=dict, description="further SGLang arguments, named as in `sglang serve --help` with underscores"
     )
     sync: SyncConfig = SyncConfig()
     asynchronous: AsynchronousConfig = AsynchronousConfig()
@@ -151,16 +160,15 @@ class RolloutConfig(Section):
     windows: int = Field(
         1,
         ge=1,
-        description="a step writes a response as far as the next of so many parts of sampling.max_new_tokens; what "
-        "is not finished then trains the policy and goes on in the next step (T-PPO). Needs "
-        "algorithm.shaping.truncated=window. 1: responses are written whole",
+        description="parts of sampling.max_new_tokens, of which a step writes one; an unfinished response trains the "
+        "policy and goes on in the next step (T-PPO). Needs algorithm.shaping.truncated=window. 1: whole responses",
     )
     health: HealthConfig = HealthConfig()
     agent: str | None = Field(
         None,
         pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$",
         description="package.module:name of async f(task, base_url, http_client) -> reward, or of an environment; or "
-        "verifiers:NAME: training's responses are its episodes; none: one prompt, one response",
+        "verifiers:NAME. Training then collects its episodes; none: one prompt, one response",
     )
     episode: EpisodeConfig = EpisodeConfig()
 
@@ -228,7 +236,7 @@ class RolloutConfig(Section):
         return value
 
     def api_key(self) -> str | None:
-        """The key of engines on devices of their own; None without api_key_variable.
+        """The key of the engines in external_urls; None without api_key_variable.
 
         Raises:
             BadInput: the variable is not set.
@@ -238,18 +246,18 @@ class RolloutConfig(Section):
 
     @property
     def experts_on(self) -> int:
-        """Ranks of a server over which whole experts are shared out; each is cut over the others."""
+        """Ranks of a server over which whole experts are distributed; each expert is cut over the remaining ranks."""
         parts = self.server_args.get("ep_size", 1)
         return parts if isinstance(parts, int) and parts > 0 and self.tp % parts == 0 else 1
 
     @property
     def attention_parts(self) -> int:
-        """Parts of a server's GPUs that attend to requests of their own; attention is cut over the GPUs of each."""
+        """Parts of a server's GPUs that each attend to their own requests; attention is cut over the GPUs of a part."""
         parts = self.server_args.get("attn_dp_size", 1)
         return parts if isinstance(parts, int) and parts > 0 and self.tp % parts == 0 else 1
 
     def reading_checkpoints(self) -> "RolloutConfig":
-        """The same for engines that read a checkpoint and are sent no weights: those of an evaluation, or of probes."""
+        """The section for engines that read a checkpoint and get no weights, as in an evaluation."""
         fed = {"load_format": "auto", "external_urls": (), "router_replay": False}
         return self.model_copy(update=fed | {"quantization": "none"})
 
@@ -258,7 +266,7 @@ class RolloutConfig(Section):
         return not on_gpus or dtype == "float32" if self.deterministic == "auto" else self.deterministic
 
     def sync_mode(self, dtype: str, on_gpus: bool) -> Literal["wait", "retract", "in_place"]:
-        """What becomes of responses under way when weights come; without any, of course, nothing is waited for."""
+        """What happens to running responses at a weight sync; in a synchronous run there are none."""
         if self.asynchronous.max_staleness and self.asynchronous.weight_sync != "auto":
             return self.asynchronous.weight_sync
         return "retract" if self.asynchronous.max_staleness and not self.is_deterministic(dtype, on_gpus) else "wait"
