@@ -1,7 +1,7 @@
-"""A process group of one trainer rank and the ranks of some servers, apart from every other group of either.
+"""A process group of one trainer rank and the ranks of some servers, independent of all other groups.
 
-torch.distributed keeps one world a process; these groups are made of its parts directly. With gloo bytes go through
-host memory and TCP, with NCCL from GPU to GPU: it refuses two ranks on one GPU, so it is for engines whose GPUs the
+torch.distributed allows one world a process, so these groups are built from its parts. gloo moves bytes through host
+memory and TCP; NCCL moves them from GPU to GPU, and refuses two ranks on one GPU, so it is for engines whose GPUs the
 trainer does not use.
 """
 
@@ -21,11 +21,11 @@ class BroadcastGroup:
 
     Args:
         store: where the ranks meet; see listen() and connect().
-        rank: of this process.
-        size: ranks in all.
+        rank: this process's rank.
+        size: number of ranks.
         deadline: seconds for one operation.
-        host: the address of this machine under which the others reach it; NCCL finds its own.
-        device: of the buffers: the CPU on all ranks (gloo), or each rank's GPU (NCCL).
+        host: address under which the others reach this machine; NCCL finds one by itself.
+        device: device of the buffers: the CPU on all ranks (gloo), or each rank's GPU (NCCL).
     """
 
     def __init__(
@@ -40,19 +40,19 @@ class BroadcastGroup:
 
     @staticmethod
     def listen(host: str, size: int, deadline: float) -> dist.TCPStore:
-        """Open the meeting place on a free port of an address of this machine; returns at once."""
+        """Open a store on a free port of this machine's address; returns at once."""
         return dist.TCPStore(host, 0, size, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=deadline))
 
     @staticmethod
     def connect(host: str, port: int, size: int, deadline: float) -> dist.TCPStore:
-        """Reach the one that rank 0 opened."""
+        """Connect to the store that rank 0 opened."""
         return dist.TCPStore(host, port, size, is_master=False, timeout=timedelta(seconds=deadline))
 
     def broadcast(self, buffer: torch.Tensor) -> None:
-        """Bring rank 0's bytes (uint8 [n], contiguous, on `device`) to all others; returns when they are there.
+        """Broadcast rank 0's bytes (uint8 [n], contiguous, on `device`); returns once they have arrived.
 
         Raises:
-            RuntimeError: another rank is gone, or the deadline has passed. The group is of no more use then.
+            RuntimeError: another rank is gone, or the deadline has passed. The group is broken then.
         """
         if backend_of(self.device) == "gloo":
             self._group.broadcast(buffer, root=0).wait()
@@ -63,12 +63,12 @@ class BroadcastGroup:
 
 
 def backend_of(device: torch.device) -> Backend:
-    """What moves bytes that lie on a device."""
+    """The backend for buffers on a device."""
     return "nccl" if device.type == "cuda" else "gloo"
 
 
 def address_towards(host: str) -> str:
-    """The address of this machine that faces a host; its own name may stand for 127.0.1.1. Nothing is sent."""
+    """This machine's address on the route to a host; its own name may resolve to 127.0.1.1. Nothing is sent."""
     family, kind, protocol, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as route:
         route.connect(address)
@@ -83,9 +83,9 @@ def _gloo(store: dist.Store, rank: int, size: int, deadline: float, host: str) -
 
 
 def _nccl(store: dist.Store, rank: int, size: int, deadline: float) -> Any:
-    """Blocking: a rank that is gone is an error in this group's caller, instead of the end of its process."""
+    """Blocking: if a rank is gone, the caller gets an error instead of its process being ended."""
     before = os.environ.get(_BLOCKING)
-    os.environ[_BLOCKING] = "1"  # read when a group is made, and by no other way to be said
+    os.environ[_BLOCKING] = "1"  # read when a group is made; there is no other way to set it
     try:
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timedelta(seconds=deadline)

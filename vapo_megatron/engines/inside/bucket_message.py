@@ -1,4 +1,4 @@
-"""What the announcement of one bucket of weights says, and how it finds the tensors."""
+"""The announcement of a bucket of weights, and how a server finds the bucket's tensors."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -14,9 +14,9 @@ Purpose = Literal["load", "compare"]
 
 
 def announce(bucket: Bucket | None, purpose: Purpose, *, first: bool, last: bool) -> dict[str, Any]:
-    """A description of a bucket in plain values; None is an empty one. first and last mark the ends of a weight sync.
+    """A bucket described in plain values; None is an empty bucket. first and last mark the ends of a weight sync.
 
-    It says where each tensor begins, but not where the bytes are.
+    It says where in the bucket each tensor begins, but not where the bucket's bytes are.
     """
     places: Sequence[Place] = [] if bucket is None else bucket.places
     return {
@@ -29,7 +29,7 @@ def announce(bucket: Bucket | None, purpose: Purpose, *, first: bool, last: bool
 
 
 def unpack(description: Mapping[str, Any], buffer: torch.Tensor | None = None) -> list[tuple[str, torch.Tensor]]:
-    """The tensors of a description whose bytes are in buffer, or in the file of its "path". They are views."""
+    """The tensors of a description, as views of buffer or of the file at its "path"."""
     places = [Place(name, dtype, tuple(shape), start) for name, dtype, shape, start in description["places"]]
     if not places:
         return []

@@ -1,8 +1,7 @@
-"""What a server tells of its own processes: whether all of them are there, and get on with what they were asked.
+"""A server's report about its own processes: whether all of them are alive and make progress.
 
-Each process of a server has a file in the server's folder of temporary files; a scheduler writes the time of its last
-batch into it, and how many there were. The HTTP process reads them when it is asked (HEALTH_PATH), and ends the server
-when it is told to.
+Each process of a server has a file in the server's folder of temporary files, into which a scheduler writes the time
+and the number of its batches. The HTTP process reads them for HEALTH_PATH, and ends the server on END_PATH.
 """
 
 import functools
@@ -25,8 +24,8 @@ _STATES = {"T": "stopped", "t": "stopped by a debugger", "Z": "dead", "X": "dead
 
 
 def register(role: str) -> Callable[[int], None]:
-    """This process is one of the server's, from now on. Returns what is to be called when it gets on with its work,
-    with the number of batches that it has ended."""
+    """Register this process as one of the server's. Returns a function to call at every sign of progress, with the
+    number of finished batches."""
     path = Path(tempfile.gettempdir()) / f"{_PREFIX}{role}-{os.getpid()}"
     path.write_bytes(_BEAT.pack(time.monotonic(), 0))
     with path.open("r+b") as file:
@@ -39,20 +38,20 @@ def register(role: str) -> Callable[[int], None]:
 
 
 def processes_in(scratch: str) -> Iterator[tuple[str, int, Path]]:
-    """Role, number and file of each process of the server with this folder of temporary files, dead ones included."""
+    """Role, pid and file of each process of the server with this folder of temporary files, dead ones included."""
     for path in Path(scratch).glob(f"{_PREFIX}*"):
         _, role, pid = path.name.split("-")
         yield role, int(pid), path
 
 
 def lost_processes(scratch: str) -> list[str]:
-    """A line for each process of the server there that is dead or stopped."""
+    """A line for each dead or stopped process of the server with this folder of temporary files."""
     states = [(role, pid, stands_still(pid)) for role, pid, _ in processes_in(scratch)]
     return sorted(f"its {role} (process {pid}) is {state}" for role, pid, state in states if state is not None)
 
 
 def stands_still(pid: int) -> str | None:
-    """Whether a process is dead or stopped, in words; None where it is neither."""
+    """Whether a process is dead or stopped, in words; None if it is neither."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
@@ -78,11 +77,11 @@ def beats_with(scheduler: Any, beat: Callable[[int], None]) -> None:
 
 
 class Heartbeat:
-    """The HTTP process' view of the others.
+    """The HTTP process' view of the other processes.
 
     Args:
-        requests: returns what the server has been asked and has not answered yet.
-        is_paused: whether it is to run nothing, as weights come.
+        requests: returns the unanswered requests.
+        is_paused: returns whether the server is paused for a weight sync.
     """
 
     def __init__(self, requests: Callable[[], Sized], is_paused: Callable[[], bool] = lambda: False) -> None:
@@ -90,9 +89,9 @@ class Heartbeat:
         self._idle_at = time.monotonic()
 
     async def health(self) -> dict[str, Any]:
-        """lost: a line for each process that is dead or stopped. requests: that are open. silent_s: for how many
-        seconds no batch has begun or ended while there were any, since it was paused last; 0 without. paused: whether
-        it is. batches: that have ended so far."""
+        """lost: a line for each dead or stopped process. requests: number of open ones. silent_s: seconds in which no
+        batch has begun or ended although there were requests, since the last pause. paused: whether it is paused.
+        batches: number of finished ones."""
         now, beats, batches = time.monotonic(), [self._idle_at], 0
         for _, _, path in processes_in(tempfile.gettempdir()):
             beat, ended = _BEAT.unpack(path.read_bytes())
@@ -107,6 +106,6 @@ class Heartbeat:
         return {"lost": lost, "requests": requests, "silent_s": silent, "paused": paused, "batches": batches}
 
     async def end(self, cause: str) -> None:
-        """End the server, all its processes and this one: its owner starts it again, and finds the cause in the log."""
+        """End all processes of the server, after writing the cause to the log; its owner starts it again."""
         print(f"EndedForError: {cause}", flush=True)
         os.killpg(os.getpgrp(), signal.SIGKILL)

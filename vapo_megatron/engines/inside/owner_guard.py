@@ -1,9 +1,9 @@
-"""A server must not outlive its trainer, however that one ended: kill -9 and the out-of-memory killer included.
+"""A server must not outlive its owner, however that ended: kill -9 and the out-of-memory killer included.
 
     python -m vapo_megatron.engines.inside.owner_guard OWNER_PID GROUP SCRATCH
 
-The guard is a process of its own beside the server: one that is stopped (SIGSTOP) could not end itself. The server
-waits for it before it does anything, and tells of it as of its own processes (heartbeat).
+The guard is a separate process, because a stopped server (SIGSTOP) could not end itself. The server waits for it before
+it does anything, and reports on it as on its own processes (heartbeat).
 """
 
 import os
@@ -28,11 +28,11 @@ _REMOVAL_SECONDS = 5.0
 
 
 def start_guard(group: int, scratch: str, environment: Mapping[str, str]) -> "subprocess.Popen[bytes]":
-    """Start the guard of a server of this process's: when this process is gone it kills the server's process group
-    (SIGKILL), and removes the directory scratch and what the server shared in memory.
+    """Start the guard of one of this process's servers. Once this process is gone, it kills the server's process group
+    and removes the directory scratch and the server's shared memory.
 
-    This process holds the write end of a pipe, whose end of file tells of its death at once. A process that it forked
-    may have inherited that and keep it open, so the guard looks at its parent as well, once a second.
+    This process holds the write end of a pipe, so its death is an end of file at the other end. A process that it
+    forked may hold the pipe open, so the guard also checks its parent once a second.
     """
     with stop_signals_blocked():  # Slurm sends them to every process of a job
         return subprocess.Popen(
@@ -51,7 +51,7 @@ def start_guard(group: int, scratch: str, environment: Mapping[str, str]) -> "su
 
 
 def is_guarded(owner: int, scratch: str) -> bool:
-    """In a server: wait until its guard is there. False where the owner died before it had one; scratch is removed."""
+    """In a server: wait for its guard. If the owner died before starting it, remove scratch and return False."""
     while not any(role == _ROLE for role, _, _ in processes_in(scratch)):
         if os.getppid() != owner:
             shutil.rmtree(scratch, ignore_errors=True)
@@ -61,7 +61,7 @@ def is_guarded(owner: int, scratch: str) -> bool:
 
 
 def remove_shared_memory(group: int) -> None:
-    """Remove what the processes of a server share in /dev/shm under names that they cannot remove when killed."""
+    """Remove a server's files in /dev/shm, which its processes cannot remove when they are killed."""
     for path in Path("/dev/shm").glob(f"sgl_shm_*_{group}_*"):
         path.unlink(missing_ok=True)
 

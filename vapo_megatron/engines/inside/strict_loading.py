@@ -1,11 +1,10 @@
-"""Weight updates, inside the engine, that say what they could not place.
+"""Weight updates, inside the engine, that report what they could not place.
 
 SGLang's models skip names they do not know and report success; they also stack what a checkpoint keeps apart (query,
-key and value; gate and up) and cut it over tensor-parallel ranks. So the one place where it is known which elements
-of which engine parameter a tensor of the checkpoint fills is the model's own loader, and here it is watched while it
-copies: a tensor that wrote nothing is unknown, a parameter that is not written in full was forgotten by the sender.
-The same watch, with the copies held back and compared, tells which tensors differ. Whatever way the bytes came, the
-answer has their checksums, which the sender compares with its own.
+key and value; gate and up) and cut it over tensor-parallel ranks. Only the model's own loader knows which elements of
+which parameter a tensor fills, so it is watched while it copies: a tensor that wrote nothing is unknown, and a
+parameter that is not written in full was not sent in full. The same watch, comparing instead of copying, finds tensors
+that differ. The answer has checksums of the bytes as they arrived, which the sender compares with its own.
 """
 
 import json
@@ -34,10 +33,10 @@ _FILLS = {torch.ops.aten.fill_.Scalar, torch.ops.aten.fill_.Tensor, torch.ops.at
 
 
 class ParameterWatch(TorchDispatchMode):
-    """Counts the elements written into each of a model's parameters; compares instead of writing where told to.
+    """Counts the elements written into each of a model's parameters; with compare, compares instead of writing.
 
-    Fills are counted where a scalar is set, and else only with count_fills: loaders pad with them, which may hide a
-    tensor that is too short.
+    Fills of a scalar count; larger ones count only with count_fills, as loaders pad with them, which may hide a tensor
+    that is too short.
 
     written: engine parameter name -> elements. differs: whether a compared element was not equal.
     """
@@ -50,7 +49,7 @@ class ParameterWatch(TorchDispatchMode):
         self.start()
 
     def start(self) -> None:
-        """Count from 0: another tensor is loaded next."""
+        """Begin to count for the next tensor."""
         self.written: Counter[str] = Counter()
         self.differs = False
 
@@ -73,24 +72,24 @@ class ParameterWatch(TorchDispatchMode):
 class StrictLoader:
     """Takes the buckets of one weight sync after another into one model, or one tensor-parallel rank's part of it.
 
-    checksums: of the tensors of the bucket that was taken last, as they came. unknown: the lines of the problems with
-    those of its tensors that filled nothing here; experts of other ranks are among them.
+    checksums: of the tensors of the latest bucket, as they arrived. unknown: the problem lines of its tensors that
+    filled nothing on this rank, among them experts of other ranks.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
         self.checksums: list[int] = []
         self.unknown: list[str] = []
-        # Beside the copies, and out of the watch, which would slow every operation of theirs.
+        # Checksums run beside the copies and outside the watch, which would slow each of their operations.
         self._pool = ThreadPoolExecutor(1, "vapo-checksums")
         self._pads = _pads_dimensions(model)
         self._written: Counter[str] = Counter()
         self._sources: defaultdict[str, list[str]] = defaultdict(list)
 
     def take(self, tensors: Iterable[NamedTensor], purpose: Purpose, *, first: bool, last: bool) -> list[str]:
-        """Load or compare a bucket. Returns one line for each thing that is wrong.
+        """Load or compare a bucket. Returns one line for each problem.
 
-        first and last mark the ends of a weight sync. The tensors' memory is not needed any more when this returns.
+        first and last mark the ends of a weight sync. The tensors' memory is not needed after the return.
         """
         parameters = dict(self._model.named_parameters())
         self.checksums, self.unknown = [], []
@@ -106,7 +105,7 @@ class StrictLoader:
         return problems
 
     def _watched(self, tensors: Iterator[NamedTensor], watch: ParameterWatch) -> list[str]:
-        """Feed the model's loader, which places a tensor before it asks for the next: so each is seen on its own."""
+        """Feed the model's loader, which places each tensor before it asks for the next, so that each is seen alone."""
         problems: list[str] = []
         current: tuple[str, torch.Tensor] | None = None
         sums: list[Future[int]] = []
@@ -127,7 +126,7 @@ class StrictLoader:
             try:
                 with watch:
                     self._model.load_weights(feed())  # type: ignore[operator]
-            except Exception as error:  # whatever a model's loader raises, the sender is to hear of it
+            except Exception as error:  # whatever a model's loader raises, report it to the sender
                 reason = str(error).splitlines()[0] if str(error) else type(error).__name__
                 if current is None:
                     problems.append(f"the engine's loader failed ({reason})")
@@ -189,7 +188,7 @@ def _pads_dimensions(model: torch.nn.Module) -> bool:
 
 
 def _vocabulary_padding(model: torch.nn.Module) -> dict[str, int]:
-    """Elements of the engine's parameters that no checkpoint fills: it rounds the rows of a vocabulary up."""
+    """Elements of the engine's parameters that no checkpoint fills: the engine rounds vocabularies up."""
     padding = {}
     for name, module in model.named_modules():
         indices = getattr(module, "shard_indices", None)
@@ -201,9 +200,9 @@ def _vocabulary_padding(model: torch.nn.Module) -> dict[str, int]:
 
 
 def install_strict_loading() -> None:
-    """Teach this process's SGLang the load format LOAD_FORMAT for tensors and broadcasts.
+    """Add LOAD_FORMAT to the SGLang of this process, for tensors and broadcasts.
 
-    The answer's message is JSON, the fields of client.LoadAnswer; its problems are those of all tensor-parallel ranks.
+    The answer's message is JSON with the fields of client.LoadAnswer and the problems of all tensor-parallel ranks.
     Success means that there are none.
     """
     from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
@@ -232,7 +231,7 @@ def install_strict_loading() -> None:
 
 
 def _answer(loader: StrictLoader, load: Callable[[], list[str]]) -> tuple[bool, str]:
-    """Run on every tensor-parallel rank; rank 0 alone answers, for all."""
+    """Runs on every tensor-parallel rank; rank 0 answers for all."""
     from sglang.srt.runtime_context import get_parallel
 
     start = time.perf_counter()
@@ -253,10 +252,10 @@ def _answer(loader: StrictLoader, load: Callable[[], list[str]]) -> tuple[bool, 
 
 
 def problems_of_ranks(ranks: Sequence[tuple[Sequence[str], Sequence[str]]]) -> list[str]:
-    """What is wrong with a bucket that all ranks of a server have taken.
+    """The problems of a bucket on a server, from those of its ranks.
 
-    ranks: the problems of each, and those of them that are StrictLoader.unknown. A tensor that filled nothing on some
-    ranks alone is one of the experts that others have.
+    ranks: of each rank its problems, and those of them in StrictLoader.unknown. A tensor that is unknown on some ranks
+    only is an expert of another rank.
     """
     placed = {line for _, unknown in ranks for line in unknown if any(line not in there for _, there in ranks)}
     return [line for line in dict.fromkeys(line for lines, _ in ranks for line in lines) if line not in placed]
@@ -277,7 +276,7 @@ def _join_group(
     group_name: str,
     backend: Backend = "gloo",
 ) -> tuple[bool, str]:
-    """In place of the group of an earlier trainer, where there was one."""
+    """Joins a group, in place of that of an earlier trainer."""
     rank = rank_offset + self.tp_rank
     self._model_update_group.pop(group_name, None)
     try:

@@ -1,4 +1,4 @@
-"""The ways in which a bucket of weights reaches servers. All end in engines/inside/strict_loading.py, inside them."""
+"""The ways by which a bucket of weights reaches servers. All end in engines/inside/strict_loading.py."""
 
 import asyncio
 import contextlib
@@ -22,16 +22,16 @@ from vapo_megatron.errors import TryAgain
 from vapo_megatron.megatron.platform import current_platform
 from vapo_megatron.weights.bucket import Bucket, DeviceSlots, NamedTensors, SharedSlots, pack, packed_size
 
-# Of what torch.multiprocessing.reductions.reduce_tensor gives rebuild_cuda_tensor: the GPU's index in this process.
+# Place of the GPU's index among the arguments that reduce_tensor makes for rebuild_cuda_tensor (torch.multiprocessing).
 _DEVICE = 6
 
 
 class IpcHandle:
-    """Stands for a CUDA tensor where something is pickled for an engine, which finds the tensor in its place.
+    """Pickles a CUDA tensor as a CUDA IPC handle, which an engine unpickles as a tensor.
 
-    Sender and engine may number GPUs differently, so that the UUID takes the place of the index; SGLang's processes
-    look it up (sglang/srt/utils/patch_torch.py). Its patch of torch is not applied on this side: tensors in host memory
-    could then not be sent to other processes any more.
+    Sender and engine may number GPUs differently, so the GPU's UUID takes the place of its index; SGLang's processes
+    look it up (sglang/srt/utils/patch_torch.py). SGLang's patch of torch is not applied on this side: it would break
+    sending tensors in host memory to other processes.
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
@@ -51,15 +51,15 @@ NOTHING = LoadAnswer([], 0.0, [])
 
 
 class Transport(ABC):
-    """One way to one server, or to several that get the same bytes.
+    """Sends weights to one server, or the same bytes to several.
 
-    Every rank that feeds them calls begin_session, deliver for each bucket and once without one as the last, then
-    end_session, with the same arguments. A bucket that lies in other memory is copied; the copy's memory is the
-    trainer's again between sessions.
+    Every rank that feeds them calls begin_session(), deliver() for each bucket and a last time with None, then
+    end_session(), with the same arguments. A bucket in other memory is copied; the copy's memory is released between
+    sessions.
 
     Args:
-        clients: the owner's, none on the other ranks.
-        device: whose memory is sent; None: host memory that processes share.
+        clients: of the servers on the rank that owns them; none on the other ranks.
+        device: the device whose memory is sent; None: shared host memory.
     """
 
     def __init__(self, clients: Sequence[EngineClient], device: torch.device | None) -> None:
@@ -68,15 +68,15 @@ class Transport(ABC):
 
     @property
     def sends(self) -> bool:
-        """Whether bytes of this rank's buckets are sent."""
+        """Whether this rank's buckets are sent."""
         return bool(self.clients)
 
     def serve(self, clients: Sequence[EngineClient]) -> None:
-        """Feed these servers from now on, on the owner; without any it only takes part in what several ranks do."""
+        """On the owner: feed these servers from now on; without any it only takes part in collective calls."""
         self.clients = tuple(clients)
 
     async def each(self, call: Callable[[EngineClient], Awaitable[T]]) -> list[T]:
-        """What every server answers to a call; all are asked at once."""
+        """The answers of all servers to a call, made at once."""
         return await asyncio.gather(*(call(client) for client in self.clients))
 
     async def begin_session(self) -> None:
@@ -86,9 +86,9 @@ class Transport(ABC):
     async def deliver(
         self, bucket: NamedTensors | None, purpose: Purpose, *, first: bool, version: int | None = None
     ) -> LoadAnswer:
-        """Send a bucket; None ends the weight sync, and a version then marks what is generated from now on.
+        """Send a bucket; None ends the weight sync, and a version then marks all later responses.
 
-        The bucket's memory may be overwritten when this returns. On ranks without a client the answer is empty.
+        The bucket's memory may be overwritten after the return. On ranks without a client the answer is empty.
         """
         if not self.sends:
             return NOTHING
@@ -105,7 +105,7 @@ class Transport(ABC):
             self._slots.close()
 
     def close(self) -> None:
-        """Give memory and connections back."""
+        """Release memory and connections."""
         self._slots.close()
 
     def _can_send(self, bucket: Bucket) -> bool:
@@ -113,11 +113,11 @@ class Transport(ABC):
 
     @abstractmethod
     async def _send(self, placed: Bucket | None, message: dict[str, Any], version: int | None) -> LoadAnswer:
-        """Send bytes that lie in the right memory, with their announcement."""
+        """Send a bucket in the right memory, with its announcement."""
 
 
 class SharedMemoryTransport(Transport):
-    """Host memory that the server's processes map. engine_tp: ranks of the server."""
+    """Host memory that the server's processes map. engine_tp: number of the server's ranks."""
 
     def __init__(self, client: EngineClient | None, engine_tp: int) -> None:
         super().__init__([] if client is None else [client], None)
@@ -131,11 +131,11 @@ class SharedMemoryTransport(Transport):
 
 
 class IpcTransport(Transport):
-    """GPU memory whose CUDA IPC handle travels: every rank of the server reads that of the trainer rank on its GPU.
+    """CUDA IPC handles: every rank of the server reads the memory of the trainer rank on its GPU.
 
     Args:
-        device: this rank's.
-        group: of the trainer ranks that share the server's GPUs, the owner first; None where it has one rank.
+        device: this rank's GPU.
+        group: the trainer ranks that share the server's GPUs, the owner first; None for a server of one rank.
     """
 
     def __init__(self, client: EngineClient | None, device: torch.device, group: dist.ProcessGroup | None) -> None:
@@ -151,7 +151,7 @@ class IpcTransport(Transport):
     async def _send(self, placed: Bucket | None, message: dict[str, Any], version: int | None) -> LoadAnswer:
         if placed is not None:
             message["buffer"] = IpcHandle(placed.buffer)
-            # This stream alone: the next bucket is being gathered on another.
+            # Only this stream: the next bucket is gathered on another one.
             current_platform().synchronize_stream()
         payload = pickle.dumps(message)
         payloads = [payload]
@@ -172,13 +172,12 @@ class IpcTransport(Transport):
 
 
 class DistributedTransport(Transport):
-    """One broadcast from the owner to all ranks of all servers: where no memory is shared.
+    """One broadcast from the owner to all ranks of all servers, if no memory can be shared.
 
     Args:
-        engine_tp: ranks of each server.
-        deadline: seconds until all have met, and for one broadcast.
-        device: whose memory is sent: the CPU's, over TCP (gloo), or that of this rank's GPU, from GPU to GPU (NCCL),
-            where no server uses it.
+        engine_tp: number of ranks of each server.
+        deadline: seconds for the ranks to meet, and for one broadcast.
+        device: the device whose memory is sent: the CPU (gloo, TCP), or this rank's GPU if no server uses it (NCCL).
     """
 
     def __init__(
@@ -191,15 +190,15 @@ class DistributedTransport(Transport):
     @override
     def serve(self, clients: Sequence[EngineClient]) -> None:
         if tuple(clients) != self.clients:
-            self._group = None  # of other servers, or of one that is gone
+            self._group = None  # it belongs to other servers, or to one that is gone
         super().serve(clients)
 
     @override
     async def begin_session(self) -> None:
-        """See Transport; the first time the two sides meet."""
+        """As in Transport; both sides meet at the first call."""
         if self.clients and self._group is None:
             hosts = [str(urlsplit(client.address.url).hostname) for client in self.clients]
-            # One address for all of them: servers elsewhere cannot reach the one that a server of this machine can.
+            # One address that all of them can reach: 127.0.0.1 only if every server is on this machine.
             host = next((address for address in map(address_towards, hosts) if address != "127.0.0.1"), "127.0.0.1")
             size, backend = 1 + self._engine_tp * len(self.clients), backend_of(self._source)
             store = BroadcastGroup.listen(host, size, self._deadline)
@@ -236,8 +235,8 @@ class DistributedTransport(Transport):
 
 
 def _in_daemon(function: Callable[[], T]) -> "asyncio.Future[T]":
-    """What a function returns, from a thread that does not hold up the end of this process, as asyncio's own would:
-    should a server refuse, nobody may ever answer the function.
+    """Runs a function in a daemon thread: if a server refuses, the function may never return, and a thread of asyncio's
+    would then keep this process from ending.
     """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
@@ -256,7 +255,7 @@ def _in_daemon(function: Callable[[], T]) -> "asyncio.Future[T]":
 
 
 async def _checked(placed: Bucket | None, answers: Awaitable[list[LoadAnswer]]) -> LoadAnswer:
-    """The servers' answer to a bucket, and what the checksums say; ours are made while the servers load."""
+    """The servers' answer to a bucket with the result of comparing checksums, which are computed while servers load."""
     loading = asyncio.ensure_future(answers)
     sums = [] if placed is None else await asyncio.to_thread(placed.checksums)
     names = [] if placed is None else [name for name, _ in placed]
@@ -264,16 +263,16 @@ async def _checked(placed: Bucket | None, answers: Awaitable[list[LoadAnswer]]) 
 
 
 def _together(answers: Sequence[LoadAnswer]) -> LoadAnswer:
-    """The answers of several servers as one: what any has to say, the longest time, the checksums of all ranks."""
+    """The answers of several servers as one: all problems, the longest time, the checksums of all ranks."""
     problems = dict.fromkeys(problem for answer in answers for problem in answer.problems)
     seconds = max(answer.seconds for answer in answers)
     return LoadAnswer(list(problems), seconds, [sums for answer in answers for sums in answer.checksums])
 
 
 def _compared(answer: LoadAnswer, expected: list[tuple[str, int]]) -> LoadAnswer:
-    """The answer, with a problem for each tensor that did not come to every rank of the server as it was sent.
+    """The answer, with a problem for each tensor that did not arrive at every rank of the server as it was sent.
 
-    What the server itself has to say comes first; then a checksum that never came is its consequence and not told of.
+    If the server reports problems itself, a missing checksum is their consequence and is not reported.
     """
     damaged = [
         name
