@@ -47,8 +47,8 @@ def test_a_mark_of_the_encoding_before_the_first_row_is_no_mistake(command: Comm
         ([f"run.seed={'9' * 4000}"], ["override: run.seed", "9..."]),
         ([f"run.seed={'9' * 5000}"], ["override run.seed", "9...'", "is not a YAML value"]),
         (["rollout.router_replay=perhaps"], ["override: rollout.router_replay is 'perhaps'", "a valid boolean"]),
-        (["data.eval=[{name: a, path: b, limit: x}]"], ["data.eval.0.limit (entry 1 of data.eval) is 'x'"]),
-        (["sampling.temperature=0"], ["override: sampling.temperature=0 is greedy"]),
+        (["data.eval=[{name: a, path: b, limit: x}]"], ["data.eval.0.limit is 'x'"]),
+        (["sampling.temperature=0"], ["override: sampling.temperature=0: it is greedy"]),
     ],
 )
 def test_values_are_named_in_words_and_where_they_came_from(

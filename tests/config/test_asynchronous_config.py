@@ -30,7 +30,7 @@ def ahead(staleness: int, **more: Any) -> dict[str, Any]:
 PARTIAL = {"partial_responses": {"oversampling": 1.5}}
 REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (ahead(-1), TIS, "greater than or equal to 0"),
-    (ahead(1), {}, r"max_staleness=1 with algorithm.importance_sampling.kind=none: .* nothing corrects for it"),
+    (ahead(1), {}, r"max_staleness=1 with algorithm.importance_sampling.kind=none and .* nothing corrects for it"),
     (PARTIAL, {}, r"partial_responses.oversampling=1.5 with algorithm.importance_sampling.kind=none"),
     (
         ahead(2),

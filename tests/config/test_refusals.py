@@ -1,12 +1,13 @@
 """What a section refuses by itself, in words that name key, value and remedy."""
 
-from typing import Any
+import re
+from typing import Any, get_args
 
 import pytest
 from pydantic import ValidationError
 
 from vapo_megatron.config.algorithm import AlgorithmConfig
-from vapo_megatron.config.base import Section
+from vapo_megatron.config.base import Section, known_keys
 from vapo_megatron.config.data import EvalSet, EvaluationDataConfig, PromptTemplate, ServerConfig
 from vapo_megatron.config.model import CriticConfig, LayoutConfig, OptimizerSettings
 from vapo_megatron.config.rollout import RolloutConfig
@@ -65,3 +66,30 @@ def test_a_section_refuses_what_cannot_be(section: type[Section], values: dict[s
     with pytest.raises(ValidationError) as refused:
         section.model_validate(values)
     assert told in str(refused.value)
+
+
+@pytest.mark.parametrize("section", [section for section in Section.__subclasses__() if section.CONFLICTS])
+def test_every_conflict_is_between_keys_that_there_are(section: type[Section]) -> None:
+    """A misspelt key would stop every run, a misspelt value none."""
+    keys = known_keys(section)
+    for conflict in section.CONFLICTS:
+        for condition in re.split(", | & ", f"{conflict[0]}, {conflict[1]}".strip(", ")):
+            key, _, values = re.sub("[!>]", "", condition).partition("=")
+            assert re.split("[=>]", condition.replace("!", ""))[0] in keys
+            assert not re.search("[a-z]", values) or all(value in _choices(section, key) for value in values.split("|"))
+
+
+def _choices(section: type[Section], key: str) -> set[str]:
+    head, _, rest = key.partition(".")
+    annotation = section.model_fields[head].annotation
+    if rest:
+        (inner,) = [
+            part for part in (annotation, *get_args(annotation)) if isinstance(part, type) and issubclass(part, Section)
+        ]
+        return _choices(inner, rest)
+    return {
+        "null",
+        "true",
+        "false",
+        *(str(choice) for part in (annotation, *get_args(annotation)) for choice in get_args(part) or [part]),
+    }

@@ -48,7 +48,7 @@ def test_a_section_given_in_part_keeps_the_rest_of_the_default_of_its_place() ->
 @pytest.mark.parametrize(
     "change,message",
     [
-        ({"sampling": {"max_new_tokens": 16, "temperature": 0}}, "sampling.temperature=0 is greedy"),
+        ({"sampling": {"max_new_tokens": 16, "temperature": 0}}, "sampling.temperature=0: it is greedy"),
         ({"sampling": {"max_new_tokens": 16, "top_p": 0.9}}, "sampling.top_p=0.9: the trainer's log-probs"),
         ({"reward": {"grade_truncated": True}}, "grade_truncated=true with verifier=math"),
         ({"cluster": {"collective_timeout_s": 3600}}, "rollout.collect_timeout_s=7200 s is not below"),
@@ -90,7 +90,7 @@ def test_the_longest_sample_of_a_layout_just_fits(layout: LayoutConfig, max_toke
 
 @pytest.mark.parametrize("key", ["hardware.kind=h200-141g", "plan.gpus=8"])
 def test_what_only_plan_reads_is_refused_with_where_it_belongs(key: str) -> None:
-    with pytest.raises(BadInput, match=rf"{key.partition('.')[0]} is a section of `vapo-megatron plan`"):
+    with pytest.raises(BadInput, match=rf"unknown key {key.partition('=')[0]}; it belongs to `vapo-megatron plan`"):
         load_config(TrainConfig, EXAMPLE, [key], PRESETS)
     planned = load_config(PlanConfig, EXAMPLE, [key], PRESETS)
     assert isinstance(planned, TrainConfig) and (planned.hardware.kind == "h200-141g" or planned.plan.gpus == 8)

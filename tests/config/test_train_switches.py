@@ -33,7 +33,7 @@ def load(tmp_path: Path, *overrides: str) -> TrainConfig:
         (["preset=dapo", "batch.samples_per_prompt=1"], "batch.samples_per_prompt=1"),
         (["algorithm.dynamic_sampling.max_rounds=10", "batch.samples_per_prompt=1"], "dynamic_sampling.max_rounds=10"),
         (["algorithm.advantage.lambda_policy=1.5"], "lambda_policy"),
-        (["algorithm.advantage.credit=turn"], "credit=turn without rollout.agent"),
+        (["algorithm.advantage.credit=turn"], "credit=turn with rollout.agent=null"),
         ([AGENT, "algorithm.dynamic_sampling.max_rounds=10"], "rollout.agent=a:b with algorithm.dynamic_sampling"),
         ([AGENT, "preset=remax"], "rollout.agent=a:b with algorithm.advantage.estimator=remax"),
         ([AGENT, "data.prompt.chat_template=false"], "rollout.agent=a:b with data.prompt.chat_template=false"),
@@ -78,10 +78,13 @@ def load(tmp_path: Path, *overrides: str) -> TrainConfig:
             ["algorithm.value_loss.kind=hl_gauss", f"data.train={{a.jsonl: {{reward: {FUNCTION}}}, b.jsonl: 1}}"],
             "its scores may be anything",
         ),
-        ([f"data.train={{a.jsonl: {{reward: {FUNCTION}}}}}"], "positive_nll.coef needs the verifier's grade"),
+        ([f"data.train={{a.jsonl: {{reward: {FUNCTION}}}}}"], "positive_nll.coef=0.1: needs the verifier's grade"),
         (["data.train={a.jsonl: {reward: {verifer: code}}}"], "a.jsonl: reward: unknown key verifer; did you mean ver"),
         (["reward.judge={url: 'http://a/v1', model: m}"], "nothing asks it, set reward.verifier=judge, or data.fields"),
-        (["algorithm.value_loss.squash=tanh", "preset=dapo"], "value_loss.squash=tanh needs a critic"),
+        (
+            ["algorithm.value_loss.squash=tanh", "preset=dapo"],
+            "value_loss.squash=tanh with advantage.estimator=grpo: it needs a critic",
+        ),
         (
             ["algorithm.value_loss.squash=tanh", "algorithm.shaping.soft_overlong={max_length: 9, cache_length: 3}"],
             "does not hold the returns -2..1",
@@ -101,24 +104,27 @@ def load(tmp_path: Path, *overrides: str) -> TrainConfig:
             ],
             "shaping.soft_overlong with shaping.truncated=bootstrap",
         ),
-        (["algorithm.update={minibatch_size: 8, minibatches: 2}"], "minibatch_size=8 and minibatches=2"),
-        (["preset=rloo", "algorithm.update.minibatch_size=64"], "minibatch_size=64 and minibatches=1"),
+        (["algorithm.update={minibatch_size: 8, minibatches: 2}"], "minibatch_size=8 with minibatches=2"),
+        (["preset=rloo", "algorithm.update.minibatch_size=64"], "minibatch_size=64 with minibatches=1"),
         (
             ["preset=rloo", "algorithm.update={minibatch_size: 64, minibatches: null}"],
-            "updates of a rollout=128 undoes preset=rloo",
+            "preset=rloo wants one update of a rollout, and algorithm.update gives 128",
         ),
-        (["preset=vapo_without_group_sampling", "batch.samples_per_prompt=8"], "batch.samples_per_prompt=8 undoes"),
+        (
+            ["preset=vapo_without_group_sampling", "batch.samples_per_prompt=8"],
+            "batch.samples_per_prompt=8 with preset=vapo_without",
+        ),
         (
             ["preset=vapo_without_clip_higher", "algorithm.policy_loss.clip_high=0.28"],
-            "algorithm.policy_loss.clip_high=0.28 undoes",
+            "algorithm.policy_loss.clip_high=0.28 with preset=vapo",
         ),
         (
             ["preset=vapo_without_decoupled_gae", "algorithm.advantage.lambda_critic=1.0"],
-            "lambda_critic=1.0 undoes",
+            "lambda_critic=1 with preset=vapo_without",
         ),
-        ([*SCORES, "preset=raft"], "advantage.estimator=raft needs the verifier's grade"),
-        (SCORES, "positive_nll.coef needs the verifier's grade"),
-        ([*SCORES, "preset=dapo"], "dynamic_sampling.max_rounds=10 needs the verifier's grade"),
+        ([*SCORES, "preset=raft"], "advantage.estimator=raft: needs the verifier's grade"),
+        (SCORES, "positive_nll.coef=0.1: needs the verifier's grade"),
+        ([*SCORES, "preset=dapo"], "dynamic_sampling.max_rounds=10: needs the verifier's grade"),
         (["reward.correct_above=null"], "correct_above=null with verifier=math"),
     ],
 )
@@ -153,9 +159,9 @@ def test_every_preset_is_a_whole_config(tmp_path: Path, name: str) -> None:
 def test_a_users_file_cannot_take_back_what_a_preset_is_named_after(tmp_path: Path) -> None:
     """examples/gsm8k/vapo.yaml has a batch section: the preset was a no-op over it."""
     gsm8k = Path(__file__).parents[2] / "examples" / "gsm8k" / "vapo.yaml"
-    with pytest.raises(BadInput, match=r"batch.samples_per_prompt=8 undoes preset=vapo_without_group_sampling"):
+    with pytest.raises(BadInput, match=r"batch.samples_per_prompt=8 with preset=vapo_without_group_sampling"):
         load_config(TrainConfig, gsm8k, ["preset=vapo_without_group_sampling"], PRESETS)
-    with pytest.raises(BadInput, match=r"minibatch_size=256 and minibatches=1 both cut a rollout"):
+    with pytest.raises(BadInput, match=r"minibatch_size=256 with minibatches=1: both cut a rollout"):
         load_config(TrainConfig, gsm8k, ["preset=rloo", "value_pretraining.enabled=false"], PRESETS)
 
 

@@ -317,7 +317,7 @@ def test_a_file_and_a_row_have_fields_and_a_verifier_of_their_own(tmp_path: Path
         ),
         ({"reward": {"verifier": "maths"}}, r"a\.jsonl: reward: verifier is 'maths'; expected 'math', 'code'"),
         ({"wieght": 1}, r"a\.jsonl: unknown key wieght; known keys: weight, fields, reward"),
-        ({"reward": {"verifier": "judge"}}, "a.jsonl: reward: verifier=judge without a section judge"),
+        ({"reward": {"verifier": "judge"}}, "a.jsonl: reward: verifier=judge with judge=null"),
     ],
 )
 def test_what_a_file_cannot_have_is_refused_by_name(own: dict[str, Any], message: str) -> None:

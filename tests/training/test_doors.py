@@ -97,5 +97,5 @@ def test_a_loss_that_teaches_nothing_is_refused(model_dir: Path) -> None:
 
 def test_a_function_and_its_kind_go_together() -> None:
     for section in ({"kind": "function"}, {"function": f"{HERE}:the_builtin"}):
-        with pytest.raises(ValueError, match=r"set kind=function and function=package.module:name together"):
+        with pytest.raises(ValueError, match=r"kind!?=.* with function="):
             AlgorithmConfig.model_validate({"policy_loss": section})

@@ -25,13 +25,45 @@ Estimator = Literal[
 ]
 Lambda = Fraction | Literal["length_adaptive"]
 
-
-# Those that compare a response with the others of its prompt.
-GROUP_ESTIMATORS = ("grpo", "dr_grpo", "rloo", "group_baseline", "raft")
+# Those that compare a response with the others of its prompt, as a condition (base.refuse).
+OF_GROUPS = "algorithm.advantage.estimator=grpo|dr_grpo|rloo|group_baseline|raft"
 
 
 class AdvantageConfig(Section):
     """How good each token was."""
+
+    CONFLICTS = (
+        ("estimator=function", "function=null", "name the function, package.module:name"),
+        (
+            "function",
+            "estimator!=function|gae",
+            "both give the advantages, set estimator=function (or gae, for a function that reads values), or remove "
+            "function",
+        ),
+        (
+            "gamma!=1",
+            "estimator!=gae|reinforce_pp|function",
+            "it discounts nothing, set gamma=1 or use gae or reinforce_pp",
+        ),
+        ("off_policy!=none", "estimator!=gae", "it corrects values, of gae alone: set off_policy=none or use gae"),
+        (
+            "calibration!=none",
+            "estimator!=gae, function, off_policy!=none, gamma!=1",
+            "it makes the advantages of undiscounted GAE out of a critic's values, set calibration=none or take the "
+            "other back",
+        ),
+        (
+            "credit=turn",
+            "estimator!=gae, calibration!=none, off_policy!=none",
+            "turns have the values of plain GAE alone, set credit=token",
+        ),
+        (
+            "tracker",
+            "estimator!=batch_baseline & calibration=none",
+            "nothing reads a prompt's history there, set estimator=batch_baseline, or calibration=values or trust",
+        ),
+        ("whiten!=none", "estimator=raft", "its 1 and 0 select responses, set whiten=none"),
+    )
 
     estimator: Estimator = Field("gae", description="gae has a critic, the others have none")
     function: str | None = Field(
@@ -70,52 +102,6 @@ class AdvantageConfig(Section):
         "none", description="over all tokens of the batch: to mean 0 and variance 1 (full), or variance 1 alone (scale)"
     )
 
-    @model_validator(mode="after")
-    def _switches_agree(self) -> Self:
-        if self.estimator == "function" and self.function is None:
-            raise ValueError("estimator=function needs function=package.module:name: name the function")
-        if self.function is not None and self.estimator not in ("function", "gae"):
-            raise ValueError(
-                f"function={self.function} with estimator={self.estimator}: both give the advantages, set "
-                "estimator=function (or gae, for a function that reads values), or remove function"
-            )
-        if self.gamma != 1 and self.estimator not in ("gae", "reinforce_pp", "function"):
-            raise ValueError(
-                f"gamma={self.gamma} with estimator={self.estimator}: it discounts nothing, set gamma=1 or use gae or "
-                "reinforce_pp"
-            )
-        if self.off_policy != "none" and self.estimator != "gae":
-            raise ValueError(
-                f"off_policy={self.off_policy} with estimator={self.estimator}: it corrects values, of gae alone: "
-                "set off_policy=none or estimator=gae"
-            )
-        for key, on in (
-            (f"estimator={self.estimator}", self.estimator != "gae"),
-            (f"function={self.function}", self.function is not None),
-            (f"off_policy={self.off_policy}", self.off_policy != "none"),
-            (f"gamma={self.gamma}", self.gamma != 1),
-        ):
-            if on and self.calibration != "none":
-                raise ValueError(
-                    f"calibration={self.calibration} with {key}: it makes the advantages of undiscounted GAE out of a "
-                    "critic's values, set calibration=none or take the other back"
-                )
-        for key, on in (
-            (f"estimator={self.estimator}", self.estimator != "gae"),
-            (f"calibration={self.calibration}", self.calibration != "none"),
-            (f"off_policy={self.off_policy}", self.off_policy != "none"),
-        ):
-            if on and self.credit == "turn":
-                raise ValueError(f"credit=turn with {key}: turns have the values of plain GAE alone, set credit=token")
-        if self.tracker and not (self.estimator == "batch_baseline" or self.calibration != "none"):
-            raise ValueError(
-                f"tracker=true with estimator={self.estimator} and calibration={self.calibration}: nothing reads a "
-                "prompt's history there, set estimator=batch_baseline, or calibration=values or trust"
-            )
-        if self.estimator == "raft" and self.whiten != "none":
-            raise ValueError(f"whiten={self.whiten} with estimator=raft: its 1 and 0 select responses, set whiten=none")
-        return self
-
 
 class SoftOverlongConfig(Section):
     """Punishment that grows from 0 to -1 over the last cache_length of max_length response tokens (DAPO)."""
@@ -150,6 +136,14 @@ class ShapingConfig(Section):
 class UpdateConfig(Section):
     """How a rollout is cut into optimizer steps."""
 
+    CONFLICTS = (
+        (
+            "minibatch_size",
+            "minibatches",
+            "both cut a rollout, give one, and set the other to null where a preset gives it",
+        ),
+    )
+
     minibatch_size: int | None = Field(
         None, ge=1, description="of one optimizer step, in minibatch_unit; none: 512, or what minibatches gives"
     )
@@ -159,15 +153,6 @@ class UpdateConfig(Section):
     minibatch_unit: Literal["samples", "groups"] = Field("samples", description="responses, or prompts with all theirs")
     epochs: int = Field(1, ge=1, description="passes over a rollout")
     critic_updates_per_policy_update: int = Field(1, ge=1, description="passes of the critic for one of the policy")
-
-    @model_validator(mode="after")
-    def _one_size(self) -> Self:
-        if self.minibatch_size is not None and self.minibatches is not None:
-            raise ValueError(
-                f"minibatch_size={self.minibatch_size} and minibatches={self.minibatches} both cut a rollout: give "
-                "one, and set the other to null where a preset gives it"
-            )
-        return self
 
     def size(self, samples: int, groups: int) -> int:
         """Of a mini-batch of a rollout of so many samples and groups, in minibatch_unit."""
@@ -200,6 +185,36 @@ class DynamicSamplingConfig(Section):
 
 class AlgorithmConfig(Section):
     """The algorithm."""
+
+    CONFLICTS = (
+        (
+            "shaping.truncated=bootstrap|window, value_loss.kind!=mse, value_loss.squash!=none, "
+            "update.critic_updates_per_policy_update>1",
+            "advantage.estimator!=gae",
+            "it needs a critic, which gae alone has: use that, or unset it",
+        ),
+        (
+            "shaping.soft_overlong",
+            "shaping.truncated=bootstrap|window",
+            "a truncated response has no reward then, and would escape the punishment for its length: choose one",
+        ),
+        (
+            "shaping.truncated=bootstrap|window, kl.placement=reward",
+            "advantage.calibration!=none",
+            "it learns from the return of whole responses what values are worth, set calibration=none or take the "
+            "other back",
+        ),
+        (
+            "advantage.lambda_critic!=1, advantage.off_policy!=none",
+            "shaping.truncated=window",
+            "its value targets are Monte-Carlo returns of finished responses alone, choose bootstrap or unset it",
+        ),
+        (
+            "importance_sampling.kind!=none",
+            "policy_loss.kind=sao|dppo",
+            "its ratio is to the rollout policy already, set importance_sampling.kind=none",
+        ),
+    )
 
     advantage: AdvantageConfig = AdvantageConfig()
     policy_loss: PolicyLossConfig = PolicyLossConfig()
@@ -250,72 +265,3 @@ class AlgorithmConfig(Section):
         )
         single = update.updates(samples, groups) == 1
         return single and not any(needed_before)
-
-    @model_validator(mode="after")
-    def _parts_agree(self) -> Self:
-        estimator = self.advantage.estimator
-        for key, needs_critic in (
-            (f"shaping.truncated={self.shaping.truncated}", self.shaping.bootstraps),
-            (f"value_loss.kind={self.value_loss.kind}", self.value_loss.kind != "mse"),
-            (f"value_loss.squash={self.value_loss.squash}", self.value_loss.squash != "none"),
-            ("update.critic_updates_per_policy_update", self.update.critic_updates_per_policy_update > 1),
-        ):
-            if needs_critic and not self.uses_critic:
-                raise ValueError(
-                    f"{key} needs a critic, advantage.estimator={estimator} has none: use gae, or unset it"
-                )
-        truncated = f"shaping.truncated={self.shaping.truncated}"
-        if self.shaping.bootstraps and self.shaping.soft_overlong is not None:
-            raise ValueError(
-                f"shaping.soft_overlong with {truncated}: a truncated response has no reward then, and would "
-                "escape the punishment for its length: choose one of both"
-            )
-        if self.advantage.calibration != "none":
-            for key, on in (
-                (truncated, self.shaping.bootstraps),
-                (f"kl.placement={self.kl.placement}", self.kl.placement == "reward"),
-            ):
-                if on:
-                    raise ValueError(
-                        f"{key} with advantage.calibration={self.advantage.calibration}: it learns from the return of "
-                        "whole responses what values are worth, set calibration=none or take the other back"
-                    )
-        if self.shaping.truncated == "window":
-            for key, on in (
-                (f"advantage.lambda_critic={self.advantage.lambda_critic}", self.advantage.lambda_critic != 1),
-                (f"advantage.off_policy={self.advantage.off_policy}", self.advantage.off_policy != "none"),
-            ):
-                if on:
-                    raise ValueError(
-                        f"{key} with {truncated}: its value targets are Monte-Carlo returns of finished "
-                        "responses and nothing else, choose bootstrap or unset it"
-                    )
-        if self.policy_loss.of_rollout and self.importance_sampling.kind != "none":
-            raise ValueError(
-                f"importance_sampling.kind={self.importance_sampling.kind} with policy_loss.kind="
-                f"{self.policy_loss.kind}: its ratio is to the rollout policy already, set the former to none"
-            )
-        return self
-
-    def check(self, samples_per_prompt: int) -> None:
-        """Raise ValueError, in one line, for switches that a group of this many samples cannot serve."""
-        if samples_per_prompt > 1:
-            if self.advantage.tracker:
-                raise ValueError(
-                    f"algorithm.advantage.tracker=true with batch.samples_per_prompt={samples_per_prompt}: a group is "
-                    "its own baseline, set tracker=false or samples_per_prompt=1"
-                )
-            return
-        if self.advantage.estimator in GROUP_ESTIMATORS:
-            raise ValueError(
-                f"algorithm.advantage.estimator={self.advantage.estimator} compares the samples of a prompt, "
-                "batch.samples_per_prompt=1 leaves none to compare with: raise it, or use gae or reinforce_pp"
-            )
-        for key, on in (
-            (f"dynamic_sampling.max_rounds={self.dynamic_sampling.max_rounds}", self.dynamic_sampling.enabled),
-        ):
-            if on:
-                raise ValueError(
-                    f"algorithm.{key} compares the samples of a prompt, batch.samples_per_prompt=1 leaves none to "
-                    "compare with: raise it, or switch it off"
-                )

@@ -1,17 +1,27 @@
 """The base of every config section, and the nearest right key to a wrong one."""
 
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from difflib import SequenceMatcher
-from typing import Annotated, Any, get_args, get_origin
+from functools import reduce
+from itertools import product
+from typing import Annotated, Any, ClassVar, Self, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, model_validator
 
 from vapo_megatron.errors import BadInput
 
+_CONDITION = re.compile(r"(?P<key>[\w.]+)(?:(?P<sign>!=|=|>)(?P<values>.+))?")
+
 
 class Section(BaseModel):
-    """A typed part of the config: unknown keys are refused, values cannot change after validation."""
+    """A typed part of the config: unknown keys are refused, values cannot change after validation.
+
+    CONFLICTS names settings that do not go together: (settings, other settings, why and what to do), see refuse().
+    """
+
+    CONFLICTS: ClassVar[tuple[tuple[str, str, str], ...]] = ()
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False, serialize_by_alias=True
@@ -31,6 +41,42 @@ class Section(BaseModel):
             elif isinstance(values.get(name), bool) and bool not in (types := _types_in(field.annotation)):
                 merged[name] = str(values[name]).lower() if types & {int, float} else values[name]
         return merged
+
+    @model_validator(mode="after")
+    def _no_conflicts(self) -> Self:
+        for settings, others, why in self.CONFLICTS:
+            refuse(self, settings, others, why)
+        return self
+
+
+def refuse(section: Section, settings: str, others: str, why: str) -> None:
+    """Raise ValueError where one of the settings holds together with one of the others, with their values and why.
+
+    settings, others: conditions on dotted keys, parted by ", ": `key` (is set and not 0 or false), `key=a|b`, `key!=a`
+    or `key>1`; those joined by " & " must hold together. others "": the settings alone are refused.
+    """
+    for setting, other in product(settings.split(", "), others.split(", ")):
+        values = [_holding(section, condition) for condition in f"{setting} & {other}".split(" & ") if condition]
+        if all(values):
+            first, *rest = values
+            raise ValueError(f"{first}{' with ' if rest else ''}{' and '.join(rest)}: {why}")
+
+
+def _holding(section: Section, condition: str) -> str:
+    """The key and value of a condition that holds, "" of one that does not."""
+    match = _CONDITION.fullmatch(condition)
+    assert match is not None, condition
+    key, sign, expected = match["key"], match["sign"], match["values"]
+    value: Any = reduce(lambda part, name: None if part is None else getattr(part, name), key.split("."), section)
+    shown = "null" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+    shown = shown.lower() if isinstance(value, bool) else shown
+    if sign is None:
+        holds = bool(value)
+    elif sign == ">":
+        holds = value is not None and float(shown) > float(expected)
+    else:
+        holds = (shown in expected.split("|")) == (sign == "=")
+    return "" if not holds else key if isinstance(value, Section) else f"{key}={shown}"
 
 
 def _types_in(annotation: Any) -> set[Any]:
@@ -58,11 +104,7 @@ def key_from_environment(variable: str | None, name: str, remedy: str) -> str | 
     return key
 
 
-# Shares of the last name and of what precedes it in the likeness of two dotted keys, and the likeness below which
-# a suggestion would be a guess.
-LEAF_SHARE = 0.6
-PARENT_SHARE = 0.4
-ENOUGH = 0.6
+ENOUGH = 0.6  # likeness below which a suggestion would be a guess
 
 
 def known_keys(model: type[BaseModel], prefix: str = "") -> list[str]:
@@ -94,27 +136,18 @@ def _sections_in(annotation: Any) -> Iterator[type[BaseModel]]:
 
 
 def _likeness(key: str, candidate: str) -> float:
-    """1 for equal keys, 0 for keys without a letter in common."""
+    """1 for equal keys, 0 for keys without a letter in common; the last name weighs more than what precedes it."""
     parent, _, leaf = key.rpartition(".")
     candidate_parent, _, candidate_leaf = candidate.rpartition(".")
     alike = parent == candidate_parent or (not parent and leaf == candidate_leaf)  # a section left out
     parents = 1.0 if alike else SequenceMatcher(None, parent, candidate_parent).ratio()
-    return LEAF_SHARE * _leaf_likeness(leaf, candidate_leaf) + PARENT_SHARE * parents
-
-
-def _leaf_likeness(leaf: str, candidate: str) -> float:
-    if leaf == candidate:
-        return 1.0
-    if _abbreviates(leaf, candidate) or _abbreviates(candidate, leaf):
-        return 0.95
-    return SequenceMatcher(None, leaf, candidate).ratio()
+    abbreviated = _abbreviates(leaf, candidate_leaf) or _abbreviates(candidate_leaf, leaf)
+    return 0.6 * (0.95 if abbreviated else SequenceMatcher(None, leaf, candidate_leaf).ratio()) + 0.4 * parents
 
 
 def _abbreviates(short: str, name: str) -> bool:
     """Whether `short` is made of initials of the words of `name`, the first included: lr of learning_rate, tp of
     tensor_model_parallel_size."""
     initials = "".join(word[0] for word in name.split("_") if word)
-    if len(short) < 2 or short[0] != initials[:1]:
-        return False
     rest = iter(initials)
-    return all(letter in rest for letter in short)
+    return 1 < len(short) < len(name) and short[0] == initials[:1] and all(letter in rest for letter in short)

@@ -20,6 +20,8 @@ def named_here(key: str) -> str | None:
     name, last_two = key.rpartition(".")[2], ".".join(key.split(".")[-2:])
     if "lora" in key.split(".") or name.startswith("lora_"):
         return "here adapters are model.adapter, trained with actor.kind=adapter or critic.kind=adapter: docs/lora.md"
+    if key.partition(".")[0] in ("hardware", "plan", "critic_probes"):
+        return "it belongs to `vapo-megatron plan`, `doctor` or `critic`: give it there, or in a YAML that extends this"
     if name == "val_only":
         return "evaluation alone is a command: vapo-megatron evaluate CONFIG --checkpoint final"
     if (ours := _OURS.get(last_two) or _OURS.get(name)) is not None:
@@ -64,7 +66,7 @@ def _sentence(key: str, errors: Sequence[ErrorDetails], model: type[BaseModel]) 
         sentence = first["msg"].partition(", ")[2]
         return f"{key}: {sentence}" if key else sentence
     expected = dict.fromkeys(_expectation(details) for details in errors)
-    key, value = _with_entry(key), repr(first["input"])
+    value = repr(first["input"])
     value = value if len(value) <= LONGEST_VALUE else value[:LONGEST_VALUE] + "..."
     return f"{key} is {value}; expected {' or '.join(expected)}"
 
@@ -77,13 +79,6 @@ def _expectation(details: ErrorDetails) -> str:
     if details["type"] == "model_type":
         return "a section of keys"
     return details["msg"].removeprefix("Value error, ").removeprefix("Input should be ").partition(", unable to ")[0]
-
-
-def _with_entry(key: str) -> str:
-    """The key, and in words which entry of a list it means: data.eval.7.limit (entry 8 of data.eval)."""
-    parts = key.split(".")
-    counted = [depth for depth, part in enumerate(parts) if part.isdigit()]
-    return f"{key} (entry {int(parts[counted[-1]]) + 1} of {'.'.join(parts[: counted[-1]])})" if counted else key
 
 
 def _hint(key: str, known: Sequence[str]) -> str:

@@ -19,6 +19,15 @@ class PositiveNllConfig(Section):
 class PolicyLossConfig(Section):
     """The loss of the policy."""
 
+    CONFLICTS = (
+        ("aggregation=constant", "constant=null", "give the number of tokens"),
+        ("aggregation!=constant", "constant", "remove it, or set aggregation=constant"),
+        ("kind=function", "function=null", "name the function, package.module:name"),
+        ("kind!=function", "function", "remove it, or set kind=function"),
+        ("dual_clip", "kind!=ppo_clip", "only ppo_clip has one, remove it"),
+        ("kind=gspo", "aggregation!=sequence_mean", "its ratio wants sequence_mean"),
+    )
+
     kind: Literal["ppo_clip", "reinforce", "gspo", "cispo", "sao", "dppo", "function"] = Field(
         "ppo_clip",
         description="clipped surrogate, plain policy gradient, ratio of the sequence (gspo), clipped weight (cispo), "
@@ -50,30 +59,33 @@ class PolicyLossConfig(Section):
         return self.kind in ("sao", "dppo")
 
     @model_validator(mode="after")
-    def _switches_agree(self) -> Self:
-        if (self.aggregation == "constant") != (self.constant is not None):
-            raise ValueError(
-                f"aggregation={self.aggregation} with constant={self.constant}: set aggregation=constant and constant "
-                "together, or neither"
-            )
-        if (self.kind == "function") != (self.function is not None):
-            raise ValueError(
-                f"kind={self.kind} with function={self.function}: set kind=function and function=package.module:name "
-                "together, or neither"
-            )
-        if self.dual_clip is not None and self.kind != "ppo_clip":
-            raise ValueError(f"dual_clip={self.dual_clip} with kind={self.kind}: only ppo_clip has one, remove it")
+    def _dual_clip_is_outer(self) -> Self:
         if self.dual_clip is not None and self.dual_clip <= 1 + self.clip_high:
             raise ValueError(
                 f"dual_clip={self.dual_clip} is not above 1 + clip_high = {1 + self.clip_high}: 3 is usual"
             )
-        if self.kind == "gspo" and self.aggregation != "sequence_mean":
-            raise ValueError(f"kind=gspo with aggregation={self.aggregation}: its ratio wants sequence_mean")
         return self
 
 
 class KlConfig(Section):
     """Distance kept from a reference policy."""
+
+    CONFLICTS = (
+        (
+            "replace_reference_every, reference_path",
+            "placement=none",
+            "there is no reference, set placement and coef, or remove it",
+        ),
+        (
+            "replace_reference_every",
+            "reference_path",
+            "a teacher is not replaced by the policy, remove one of both",
+        ),
+        ("placement=none", "coef>0", "set placement, or remove coef"),
+        ("placement!=none", "coef=0", "set coef above 0, or placement=none"),
+        ("placement=loss", "estimator=k1", "its gradient is 0 on average, choose k2 or k3"),
+        ("placement=reward|advantage", "estimator!=k1", "only k1 is unbiased there, choose it"),
+    )
 
     placement: Literal["none", "reward", "loss", "advantage"] = Field(
         "none",
@@ -93,37 +105,6 @@ class KlConfig(Section):
     replace_reference_every: int | None = Field(
         None, ge=1, description="steps after which the policy becomes the reference; none: model.path stays it"
     )
-
-    @model_validator(mode="after")
-    def _estimator_fits(self) -> Self:
-        if self.placement == "none" and self.replace_reference_every is not None:
-            raise ValueError(
-                f"replace_reference_every={self.replace_reference_every} with placement=none: there is no reference, "
-                "set placement to reward or loss, or remove it"
-            )
-        if self.reference_path is not None and self.placement == "none":
-            raise ValueError(
-                f"reference_path={self.reference_path} with placement=none: there is no reference, set placement and "
-                "coef, or remove it"
-            )
-        if self.reference_path is not None and self.replace_reference_every is not None:
-            raise ValueError(
-                f"replace_reference_every={self.replace_reference_every} with reference_path={self.reference_path}: a "
-                "teacher is not replaced by the policy, remove one of both"
-            )
-        if (self.placement == "none") != (self.coef == 0):
-            raise ValueError(
-                f"placement={self.placement} with coef={self.coef}: set placement to reward or loss together with coef "
-                "above 0, or neither"
-            )
-        if self.placement == "loss" and self.estimator == "k1":
-            raise ValueError("placement=loss with estimator=k1: its gradient is 0 on average, choose k2 or k3")
-        if self.placement in ("reward", "advantage") and self.estimator != "k1":
-            raise ValueError(
-                f"placement={self.placement} with estimator={self.estimator}: in the {self.placement} only k1 is "
-                "unbiased, choose it"
-            )
-        return self
 
 
 class ImportanceSamplingConfig(Section):

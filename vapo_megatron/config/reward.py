@@ -4,7 +4,7 @@ import json
 from functools import lru_cache
 from typing import Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from vapo_megatron.config.base import Section
 
@@ -49,6 +49,14 @@ class JudgeConfig(Section):
 class RewardConfig(Section):
     """The verifier, what its grade is worth, and the processes that it runs in."""
 
+    CONFLICTS = (
+        ("verifier=function", "function=null", "name the function, package.module:name"),
+        ("verifier!=function", "function", "remove it, or set verifier=function"),
+        ("verifier=judge", "judge=null", "give reward.judge.url and reward.judge.model"),
+        ("grade_truncated", "verifier!=function", "an answer that was cut off is none, remove it"),
+        ("correct_above=null", "verifier!=function", "its grade is correct or not, remove it"),
+    )
+
     verifier: Verifier = Field(
         "math",
         description="built-in mathematics; Python code that passes the tests in a row's answer, all of them (code) or "
@@ -86,25 +94,6 @@ class RewardConfig(Section):
         "ten times that by the clock; for a function, or all tests of code, by the clock",
     )
     memory_mib: int = Field(2048, ge=256, description="address space of a worker, and of the code that it tests, MiB")
-
-    @model_validator(mode="after")
-    def _function_is_named(self) -> "RewardConfig":
-        if (self.verifier == "function") != (self.function is not None):
-            raise ValueError(
-                f"verifier={self.verifier} with function={self.function}: "
-                "set verifier=function and function=package.module:name together, or neither"
-            )
-        if self.verifier == "judge" and self.judge is None:
-            raise ValueError("verifier=judge without a section judge: give reward.judge.url and reward.judge.model")
-        if self.verifier != "function" and self.grade_truncated:
-            raise ValueError(
-                f"grade_truncated=true with verifier={self.verifier}: an answer that was cut off is none, remove it"
-            )
-        if self.verifier != "function" and self.correct_above is None:
-            raise ValueError(
-                f"correct_above=null with verifier={self.verifier}: its grade is correct or not, remove it"
-            )
-        return self
 
     def changed(self, changes: str) -> "RewardConfig":
         """This section with the changes of a row or file, a JSON object; "" for none. Raises ValueError."""

@@ -1,14 +1,12 @@
 """The configs of `vapo-megatron train` and `vapo-megatron evaluate`: all sections, and what holds between them."""
 
-from collections.abc import Callable
-from functools import reduce
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from pydantic import Field, model_validator
 
-from vapo_megatron.config.algorithm import GROUP_ESTIMATORS, AlgorithmConfig
-from vapo_megatron.config.base import Section, nearest
+from vapo_megatron.config.algorithm import OF_GROUPS, AlgorithmConfig
+from vapo_megatron.config.base import Section, nearest, refuse
 from vapo_megatron.config.data import DataConfig, EvaluationDataConfig, ServerConfig
 from vapo_megatron.config.model import ActorConfig, CriticConfig, ModelConfig
 from vapo_megatron.config.reward import RewardConfig
@@ -30,8 +28,115 @@ from vapo_megatron.config.value import ValuePretrainingConfig
 _STEP_METRICS = ("reward/", "accuracy/", "response_length/", "actor/", "critic/")
 
 
+# Settings that take back what a preset is named after.
+_UNDOES = {
+    "vapo_without_value_pretraining": "value_pretraining.enabled",
+    "vapo_without_decoupled_gae": "algorithm.advantage.lambda_critic=1",
+    "vapo_without_length_adaptive_gae": "algorithm.advantage.lambda_policy=length_adaptive",
+    "vapo_without_token_level_loss": "algorithm.policy_loss.aggregation=token_mean",
+    "vapo_without_positive_nll": "algorithm.policy_loss.positive_nll.coef>0",
+    "vapo_without_critic": "algorithm.advantage.estimator=gae",
+    "vapo_without_group_sampling": "batch.samples_per_prompt>1",
+    "vapo_direct|vapo_direct_groups": "algorithm.advantage.calibration=none",
+}
+_BOUNDED = "algorithm.value_loss.kind=hl_gauss, algorithm.value_loss.squash!=none"
+_OLD_RESPONSES = "rollout.asynchronous.max_staleness>0, rollout.partial_responses.oversampling"
+_CHOOSES_GROUPS = "algorithm.dynamic_sampling.max_rounds"
+_READS_GRADES = f"algorithm.policy_loss.positive_nll.coef>0, {_CHOOSES_GROUPS}, algorithm.advantage.estimator=raft"
+
+
 class TrainConfig(Section):
     """Reinforcement learning."""
+
+    CONFLICTS = (
+        (
+            f"{OF_GROUPS}, {_CHOOSES_GROUPS}",
+            "batch.samples_per_prompt=1",
+            "it compares the samples of a prompt and has none to compare with: raise samples_per_prompt, or use gae or "
+            "reinforce_pp, and max_rounds=null",
+        ),
+        (
+            "algorithm.advantage.tracker",
+            "batch.samples_per_prompt>1",
+            "a group is its own baseline, set tracker=false or samples_per_prompt=1",
+        ),
+        (
+            "value_pretraining.enabled, critic.freeze_attention, critic.kind!=model, critic.init!=policy, "
+            "critic.model_path",
+            "algorithm.advantage.estimator!=gae",
+            "it has no critic, set the former back (value_pretraining.enabled=false), or use gae",
+        ),
+        (
+            "critic.freeze_attention",
+            "critic.kind=adapter",
+            "all weights are frozen there, leave it out, and linear_qkv and linear_proj out of model.adapter.layers",
+        ),
+        (
+            "algorithm.kl.replace_reference_every",
+            "actor.kind=adapter",
+            "the reference is the policy without its adapters and stays so, set replace_reference_every=null",
+        ),
+        (
+            "value_pretraining.enabled",
+            "critic.kind=probe",
+            "a record of responses has no hidden states to learn from, set it to false (preset vapo_direct)",
+        ),
+        (
+            "critic.init=reward_model",
+            _BOUNDED,
+            "the output of a reward model is neither bins nor what a tanh is taken of, set critic.init=policy, or "
+            "kind=mse without bounds",
+        ),
+        (
+            "algorithm.kl.placement=reward",
+            _BOUNDED,
+            "what the KL takes from returns has no bound, set placement=loss or kind=mse",
+        ),
+        (
+            "sampling.temperature=0",
+            "",
+            "it is greedy and policy gradients need sampled responses, 1.0 is usual (evaluation.temperature may be 0)",
+        ),
+        (
+            "sampling.top_p!=1",
+            "",
+            "the trainer's log-probs are those of the whole distribution, not of the part that was sampled from, set 1 "
+            "(evaluation.top_p may differ)",
+        ),
+        (
+            "algorithm.advantage.credit=turn",
+            "rollout.agent=null",
+            "a response is one turn, name an agent or set credit=token",
+        ),
+        (
+            "rollout.agent",
+            f"{_CHOOSES_GROUPS}, algorithm.advantage.estimator=remax, data.prompt.chat_template=false",
+            "episodes cannot be had so, set the latter to null, to gae or rloo, or to true",
+        ),
+        (
+            "rollout.partial_responses.oversampling",
+            OF_GROUPS,
+            "it compares responses of a group, whose tokens are of different weights then, use gae or reinforce_pp",
+        ),
+        (
+            _OLD_RESPONSES,
+            "algorithm.importance_sampling.kind=none & algorithm.policy_loss.kind!=sao|dppo",
+            "responses are of older weights than those that are trained, and nothing corrects for it: set kind=tis or "
+            "mis (or policy_loss.kind=sao)",
+        ),
+        (
+            _OLD_RESPONSES,
+            "algorithm.advantage.estimator=remax",
+            "its greedy responses are of newer weights than the others, choose another estimator",
+        ),
+        (
+            "rollout.windows>1",
+            f"algorithm.shaping.truncated!=window, {_CHOOSES_GROUPS}, algorithm.advantage.function, "
+            "algorithm.policy_loss.kind=gspo",
+            "a step has a part of a response, which has no reward yet: windows want shaping.truncated=window and the "
+            "others unset",
+        ),
+    )
 
     preset: str | None = Field(None, description="one of config/presets: the defaults that this file starts from")
     run: RunConfig = RunConfig()
@@ -52,66 +157,22 @@ class TrainConfig(Section):
     monitoring: MonitoringConfig = MonitoringConfig()
     robustness: RobustnessConfig = RobustnessConfig()
 
-    @model_validator(mode="before")
-    @classmethod
-    def _no_sections_of_other_commands(cls, values: Any) -> Any:
-        planning = "plan` and `doctor"
-        for key, commands in (("hardware", planning), ("plan", planning), ("critic_probes", "critic")):
-            if key not in cls.model_fields and isinstance(values, dict) and key in values:
-                raise ValueError(
-                    f"{key} is a section of `vapo-megatron {commands}` alone: give its keys there as overrides or in a "
-                    "YAML that extends this config, and take it out here"
-                )
-        return values
-
     @model_validator(mode="after")
     def _sections_agree(self) -> Self:
-        algorithm = self.algorithm
-        algorithm.check(self.batch.samples_per_prompt)
-        if not algorithm.uses_critic:
-            estimator = algorithm.advantage.estimator
-            for key, on in (
-                ("value_pretraining.enabled=true", self.value_pretraining.enabled),
-                ("critic.freeze_attention=true", self.critic.freeze_attention),
-                (f"critic.kind={self.critic.kind}", self.critic.kind != "model"),
-                (f"critic.init={self.critic.init}", self.critic.init != "policy"),
-                (f"critic.model_path={self.critic.model_path}", self.critic.model_path is not None),
-            ):
-                if on:
-                    raise ValueError(
-                        f"{key} with algorithm.advantage.estimator={estimator}: it has no critic, "
-                        f"set {'value_pretraining.enabled=false' if key.startswith('value_') else 'it back'} or use gae"
-                    )
-        self._adapters_fit()
-        if self.critic.kind == "probe" and self.value_pretraining.enabled:
-            raise ValueError(
-                "value_pretraining.enabled=true with critic.kind=probe: a record of responses has no hidden states to "
-                "learn from, set it to false (preset vapo_direct)"
-            )
-        if algorithm.value_loss.has_bounds:
+        if self.algorithm.value_loss.has_bounds:
             self._values_fit()
         self._best_is_measured()
         self.data.check_rewards(self.reward)
-        self._grade_is_there()
-        self._rollouts_fit()
-        self._agents_fit()
-        self._old_responses_fit()
-        self._windows_fit()
-        _check_preset(self)
+        if any(reward.correct_above is None for reward in self.data.rewards(self.reward)):
+            refuse(self, _READS_GRADES, "", "needs the verifier's grade, which reward.correct_above=null leaves out")
+        if self.rollout.collect_timeout_s >= self.cluster.collective_timeout_s:
+            raise ValueError(
+                f"rollout.collect_timeout_s={self.rollout.collect_timeout_s:g} s is not below "
+                f"cluster.collective_timeout_s={self.cluster.collective_timeout_s:g} s: "
+                "ranks would give up on a rollout that is still allowed, raise the latter"
+            )
+        self._preset_is_kept()
         return self
-
-    def _adapters_fit(self) -> None:
-        if self.critic.kind == "adapter" and self.critic.freeze_attention:
-            raise ValueError(
-                "critic.freeze_attention=true with critic.kind=adapter: all weights are frozen there, leave it out, "
-                "and linear_qkv and linear_proj out of model.adapter.layers"
-            )
-        if self.actor.kind == "adapter" and self.algorithm.saves_reference:
-            raise ValueError(
-                f"algorithm.kl.replace_reference_every={self.algorithm.kl.replace_reference_every} with "
-                "actor.kind=adapter: the reference is the policy without its adapters and stays so, set "
-                "algorithm.kl.replace_reference_every=null"
-            )
 
     def _best_is_measured(self) -> None:
         best = self.checkpoint.keep.best
@@ -126,19 +187,23 @@ class TrainConfig(Section):
         elif not best.startswith(_STEP_METRICS):
             raise ValueError(f"checkpoint.keep.best={best} is no metric of a step: give one such as reward/mean")
 
+    def _preset_is_kept(self) -> None:
+        """Raise ValueError where a file or an override takes back what the preset is named after."""
+        updates = self.updates_per_rollout("actor") // self.algorithm.update.epochs
+        undone = "take it out of the file or the overrides, or choose another preset"
+        if self.preset in ("rloo", "remax") and updates != 1:
+            raise ValueError(
+                f"preset={self.preset} wants one update of a rollout, and algorithm.update gives {updates}: {undone}"
+            )
+        if self.preset == "vapo_without_clip_higher":
+            low = self.algorithm.policy_loss.clip_low
+            refuse(self, f"algorithm.policy_loss.clip_high!={low:g}", "preset", f"it wants clip_low={low:g}, {undone}")
+        for preset, setting in _UNDOES.items():
+            refuse(self, setting, f"preset={preset}", f"which is there to leave that out: {undone}")
+
     def _values_fit(self) -> None:
         settings = self.algorithm.value_loss
         switch = "kind=hl_gauss" if settings.kind == "hl_gauss" else f"squash={settings.squash}"
-        if self.critic.init == "reward_model":
-            raise ValueError(
-                f"critic.init=reward_model with algorithm.value_loss.{switch}: the output of a reward model is neither "
-                "bins nor what a tanh is taken of, set critic.init=policy, or kind=mse without bounds"
-            )
-        if self.algorithm.kl.placement == "reward":
-            raise ValueError(
-                f"algorithm.kl.placement=reward with algorithm.value_loss.{switch}: what the KL takes from returns has "
-                "no bound, set placement=loss or kind=mse"
-            )
         bounds = self.return_range
         if bounds is None:
             if not {"low", "high"} <= settings.model_fields_set:
@@ -163,94 +228,6 @@ class TrainConfig(Section):
         if algorithm.advantage.gamma < 1:
             low, high = min(low, 0.0), max(high, 0.0)
         return low, high
-
-    def _rollouts_fit(self) -> None:
-        if self.sampling.temperature == 0:
-            raise ValueError(
-                "sampling.temperature=0 is greedy: policy gradients need sampled responses, 1.0 is usual "
-                "(evaluation.temperature may be 0)"
-            )
-        if self.sampling.top_p != 1:
-            raise ValueError(
-                f"sampling.top_p={self.sampling.top_p}: the trainer's log-probs are those of the whole distribution, "
-                "not of the part that was sampled from, set 1 (evaluation.top_p may differ)"
-            )
-        if self.rollout.collect_timeout_s >= self.cluster.collective_timeout_s:
-            raise ValueError(
-                f"rollout.collect_timeout_s={self.rollout.collect_timeout_s:g} s is not below "
-                f"cluster.collective_timeout_s={self.cluster.collective_timeout_s:g} s: "
-                "ranks would give up on a rollout that is still allowed, raise the latter"
-            )
-
-    def _agents_fit(self) -> None:
-        algorithm, agent = self.algorithm, self.rollout.agent
-        rounds = algorithm.dynamic_sampling.max_rounds
-        if agent is None:
-            if algorithm.advantage.credit == "turn":
-                raise ValueError(
-                    "algorithm.advantage.credit=turn without rollout.agent: a response is one turn, name an agent or "
-                    "set credit=token"
-                )
-            return
-        for key, on, remedy in (
-            (f"algorithm.dynamic_sampling.max_rounds={rounds}", algorithm.dynamic_sampling.enabled, "set it to null"),
-            ("algorithm.advantage.estimator=remax", algorithm.advantage.estimator == "remax", "use gae or rloo"),
-            ("data.prompt.chat_template=false", not self.data.prompt.chat_template, "set it to true"),
-        ):
-            if on:
-                raise ValueError(f"rollout.agent={agent} with {key}: episodes cannot be had so, {remedy}")
-
-    def _old_responses_fit(self) -> None:
-        staleness, algorithm = self.rollout.asynchronous.max_staleness, self.algorithm
-        partial, estimator = self.rollout.partial_responses.oversampling, self.algorithm.advantage.estimator
-        if not staleness and not partial:
-            return
-        key = f"asynchronous.max_staleness={staleness}" if staleness else f"partial_responses.oversampling={partial}"
-        key = f"rollout.{key}"
-        if partial and estimator in GROUP_ESTIMATORS:
-            raise ValueError(
-                f"{key} with algorithm.advantage.estimator={estimator}: it compares responses of a group, whose tokens "
-                "are of different weights then, use gae or reinforce_pp"
-            )
-        if algorithm.importance_sampling.kind == "none" and not algorithm.policy_loss.of_rollout:
-            raise ValueError(
-                f"{key} with algorithm.importance_sampling.kind=none: responses are of older weights than those that "
-                "are trained, and nothing corrects for it; set kind=tis or mis (or policy_loss.kind=sao)"
-            )
-        if estimator == "remax":
-            raise ValueError(
-                f"{key} with algorithm.advantage.estimator=remax: its greedy responses are of newer weights than the "
-                "others, choose another estimator"
-            )
-
-    def _windows_fit(self) -> None:
-        algorithm, rounds = self.algorithm, self.algorithm.dynamic_sampling.max_rounds
-        for key, on, remedy in (
-            (f"shaping.truncated={algorithm.shaping.truncated}", algorithm.shaping.truncated != "window", "window"),
-            (f"dynamic_sampling.max_rounds={rounds}", algorithm.dynamic_sampling.enabled, "null"),
-            (f"advantage.function={algorithm.advantage.function}", algorithm.advantage.function is not None, "null"),
-            ("policy_loss.kind=gspo", algorithm.policy_loss.kind == "gspo", "ppo_clip"),
-        ):
-            if on and self.rollout.windows > 1:
-                raise ValueError(
-                    f"rollout.windows={self.rollout.windows} with algorithm.{key}: a step has a part of a response, "
-                    f"which has no reward yet; set it to {remedy}, or rollout.windows=1"
-                )
-
-    def _grade_is_there(self) -> None:
-        algorithm, rounds = self.algorithm, self.algorithm.dynamic_sampling.max_rounds
-        if all(reward.correct_above is not None for reward in self.data.rewards(self.reward)):
-            return
-        for key, on in (
-            ("policy_loss.positive_nll.coef", algorithm.policy_loss.positive_nll.coef > 0),
-            (f"dynamic_sampling.max_rounds={rounds}", algorithm.dynamic_sampling.enabled),
-            ("advantage.estimator=raft", algorithm.advantage.estimator == "raft"),
-        ):
-            if on:
-                raise ValueError(
-                    f"algorithm.{key} needs the verifier's grade, reward.correct_above=null leaves none: give "
-                    "reward.correct_above, or switch it off"
-                )
 
     @property
     def pretraining_algorithm(self) -> AlgorithmConfig:
@@ -320,42 +297,22 @@ class TrainConfig(Section):
         return sizes
 
 
-# By what a preset leaves out of VAPO: the key that it is named after, which of its values undo that, what it wants.
-_LEFT_OUT: dict[str, tuple[str, Callable[[Any], bool], str]] = {
-    "value_pretraining": ("value_pretraining.enabled", bool, "false"),
-    "decoupled_gae": ("algorithm.advantage.lambda_critic", lambda value: value == 1, "less than 1"),
-    "length_adaptive_gae": ("algorithm.advantage.lambda_policy", lambda value: value == "length_adaptive", "a number"),
-    "token_level_loss": ("algorithm.policy_loss.aggregation", lambda value: value == "token_mean", "sequence_mean"),
-    "positive_nll": ("algorithm.policy_loss.positive_nll.coef", bool, "0"),
-    "critic": ("algorithm.advantage.estimator", lambda value: value == "gae", "one without a critic, such as grpo"),
-    "group_sampling": ("batch.samples_per_prompt", lambda value: value > 1, "1, and as many responses by prompts"),
-}
-
-
-def _check_preset(config: TrainConfig) -> None:
-    """Raise ValueError, in one line, where a file or an override takes back what the preset is named after."""
-    preset, loss = config.preset or "", config.algorithm.policy_loss
-    updates = config.updates_per_rollout("actor") // config.algorithm.update.epochs
-    key, undoes, expected = _LEFT_OUT.get(preset.removeprefix("vapo_without_"), ("preset", lambda _: False, ""))
-    value = reduce(getattr, key.split("."), config)
-    if preset in ("rloo", "remax") and updates != 1:
-        undone, expected = f"algorithm.update: updates of a rollout={updates}", "one: set minibatches=1 there"
-    elif preset.startswith("vapo_direct") and config.algorithm.advantage.calibration == "none":
-        undone, expected = "algorithm.advantage.calibration=none", "trust, or values"
-    elif preset == "vapo_without_clip_higher" and loss.clip_high != loss.clip_low:
-        undone, expected = f"algorithm.policy_loss.clip_high={loss.clip_high}", f"clip_low={loss.clip_low:g}"
-    elif undoes(value):
-        undone = f"{key}={value}"
-    else:
-        return
-    raise ValueError(
-        f"{undone} undoes preset={preset}, which wants {expected}: take it out of the file or the overrides, or choose "
-        "another preset"
-    )
-
-
 class EvaluateConfig(Section):
     """Evaluation of a checkpoint on engines of its own, or of whatever an OpenAI-compatible server serves."""
+
+    CONFLICTS = (
+        (
+            "server.api=completions",
+            "data.prompt.chat_template",
+            "plain text has no chat template, set server.api=chat or data.prompt.chat_template=false",
+        ),
+        ("rollout.load_format=dummy", "", "it leaves the engines without the checkpoint's weights, set auto"),
+        (
+            "rollout.external_urls",
+            "",
+            "those engines have a trainer's weights, leave it out, or give a server that is not ours as section server",
+        ),
+    )
 
     run: RunPlace = RunPlace(name="evaluation")
     model: ModelConfig | None = Field(None, description="checkpoint to evaluate on engines of our own")
@@ -371,16 +328,4 @@ class EvaluateConfig(Section):
             state = "neither is" if self.model is None else "both are"
             raise ValueError(f"{state} given of model (engines of our own) and server (external): give one of them")
         self.data.check_rewards(self.reward)
-        if self.server is not None and self.server.api == "completions" and self.data.prompt.chat_template:
-            raise ValueError(
-                "server.api=completions with data.prompt.chat_template=true: plain text has no chat template, set "
-                "server.api=chat or data.prompt.chat_template=false"
-            )
-        if self.rollout.load_format == "dummy":
-            raise ValueError("rollout.load_format=dummy leaves the engines without the checkpoint's weights: set auto")
-        if self.rollout.external_urls:
-            raise ValueError(
-                "rollout.external_urls: those engines have a trainer's weights, leave it out, or give a server that is "
-                "not ours as section server"
-            )
         return self

@@ -110,9 +110,6 @@ class ExperienceBatch:
     importance_weights: Tensor | None = field(default=None, metadata=_over("response_tokens", torch.float32))
 
     def __post_init__(self) -> None:
-        self._check()
-
-    def _check(self) -> None:
         for f in fields(self):
             tensor, size, dtype = getattr(self, f.name), self._size(f.metadata["over"]), f.metadata["dtype"]
             if tensor is not None and (len(tensor) != size or dtype not in (None, tensor.dtype)):
@@ -164,7 +161,7 @@ class ExperienceBatch:
         Raises:
             ValueError: a field that was filled in has another shape or dtype than it should.
         """
-        self._check()
+        self.__post_init__()
         chosen = torch.tensor(samples, dtype=torch.int64)
         taken = {}
         for f in fields(self):

@@ -126,14 +126,9 @@ def _list_rows(path: Path, key: str) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def _parquet_rows(path: Path, key: str) -> Iterator[tuple[int, dict[str, Any]]]:
-    try:
-        import pyarrow
-        from pyarrow import parquet
-    except ModuleNotFoundError:
-        raise BadInput(
-            f"{path}: reading .parquet needs pyarrow, which is not installed; "
-            "run `pip install pyarrow`, or give the rows as .jsonl"
-        ) from None
+    import pyarrow  # not for those who have no such file
+    from pyarrow import parquet
+
     try:
         number = 0
         for batch in parquet.ParquetFile(path).iter_batches():

@@ -7,46 +7,27 @@ from fractions import Fraction
 from vapo_megatron.rewards.normal_form import PlainNumber, compact, normal_form, plain_number, words
 from vapo_megatron.rewards.values import parted, same_value
 
-# dimension: names of each unit and how many of the dimension's first unit it is
-_TABLE: dict[str, dict[str, str]] = {
-    "length": {
-        "1": "m meter meters metre metres",
-        "1/100": "cm centimeter centimeters centimetre centimetres",
-        "1/1000": "mm millimeter millimeters",
-        "1000": "km kilometer kilometers kilometre kilometres",
-        "254/10000": "in inch inches",
-        "3048/10000": "ft foot feet",
-        "9144/10000": "yd yard yards",
-        "1609344/1000": "mi mile miles",
-    },
-    "time": {
-        "1": "s sec second seconds",
-        "60": "min minute minutes",
-        "3600": "h hr hrs hour hours",
-        "86400": "day days",
-        "604800": "week weeks",
-    },
-    "month": {"1": "month months", "12": "year years"},
-    "mass": {"1": "g gram grams", "1000": "kg kilogram kilograms", "45359237/100000": "lb lbs"},
-    "volume": {"1": "l liter liters litre litres", "1/1000": "ml milliliter milliliters"},
-    "dollar": {"1": "dollar dollars $", "1/100": "cent cents"},
-    "euro": {"1": "euro euros €"},
-    "sterling": {"1": "£"},
-    "count": {
-        "12": "dozen",
-        "100": "hundred",
-        "1000": "thousand",
-        "1000000": "million",
-        "1000000000": "billion",
-        "1000000000000": "trillion",
-    },
-    "speed": {"1": "m/s", "1000/3600": "km/h kph", "1609344/3600000": "mph milesperhour miles/hour"},
+# Of each dimension: how many of its first unit a unit is, and the names of that unit.
+_TABLE = {
+    "length": """1 m meter meters metre metres; 1/100 cm centimeter centimeters centimetre centimetres;
+        1/1000 mm millimeter millimeters; 1000 km kilometer kilometers kilometre kilometres;
+        254/10000 in inch inches; 3048/10000 ft foot feet; 9144/10000 yd yard yards; 1609344/1000 mi mile miles""",
+    "time": """1 s sec second seconds; 60 min minute minutes; 3600 h hr hrs hour hours; 86400 day days;
+        604800 week weeks""",
+    "month": "1 month months; 12 year years",
+    "mass": "1 g gram grams; 1000 kg kilogram kilograms; 45359237/100000 lb lbs",
+    "volume": "1 l liter liters litre litres; 1/1000 ml milliliter milliliters",
+    "dollar": "1 dollar dollars $; 1/100 cent cents",
+    "euro": "1 euro euros €",
+    "sterling": "1 £",
+    "count": "12 dozen; 100 hundred; 1000 thousand; 1000000 million; 1000000000 billion; 1000000000000 trillion",
+    "speed": "1 m/s; 1000/3600 km/h kph; 1609344/3600000 mph milesperhour miles/hour",
 }
 _UNITS = {
-    name: (dimension, Fraction(factor))
+    name: (dimension, Fraction(unit.split()[0]))
     for dimension, units in _TABLE.items()
-    for factor, names in units.items()
-    for name in names.split()
+    for unit in units.split(";")
+    for name in unit.split()[1:]
 }
 _WRITTEN = re.compile(
     r"(?P<value>.*?[\d)}.])\s*(?:\\text|\\mathrm|\\textrm|\\mbox|\\operatorname)\s*\{\s*(?P<unit>[A-Za-z./ ]+?)\.?\s*\}"
