@@ -13,7 +13,7 @@ import typer
 
 from vapo_megatron.command_line import run_app
 from vapo_megatron.errors import BadInput, told_in_one_line
-from vapo_megatron.operations.preparation.prepare import OVERLAP_LIMIT, prepare
+from vapo_megatron.operations.preparation import OVERLAP_LIMIT, prepare
 
 PROMPTS = {
     "chat": (

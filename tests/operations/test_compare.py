@@ -83,9 +83,7 @@ def test_the_command_prints_a_table(
 def _training_run(folder: Path, correct: dict[str, list[bool]], top_p: float = 0.7) -> Path:
     """A run that was evaluated before its first step, when nothing was right, and after step 4."""
     (folder / "evaluation").mkdir(parents=True)
-    config = {"sampling": {"max_new_tokens": 8, "top_p": 1.0}, "evaluation": {"top_p": top_p}}
-    (folder / "config.yaml").write_text(json.dumps(config))
-    (folder / "evaluation.json").write_text(json.dumps({"step": 4, "sets": []}))
+    (folder / "evaluation.json").write_text(json.dumps({"step": 4, "sampling": {"top_p": top_p}, "sets": []}))
     for step in (0, 4):
         rows = [
             {"id": name, "index": index, "problem": name, "answer": "1", "correct": right and step == 4}

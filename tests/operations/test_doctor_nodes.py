@@ -153,17 +153,6 @@ def test_what_a_check_raises_is_its_line(config: PlanConfig) -> None:
     assert line.status == "not applicable"
 
 
-@pytest.mark.parametrize(("ahead", "status"), [(0.0, "ok"), (90.0, "warning")])
-def test_a_clock_that_is_off_is_named(monkeypatch: pytest.MonkeyPatch, ahead: float, status: str) -> None:
-    meeting = Meeting(None, "here", 1)
-    meeting.nodes = ["here", "there", "elsewhere"]
-    now = time.time()
-    answers = {"alike": [{"torch": "2"}] * 3, "clock": [now + ahead, now, now + 0.1]}
-    monkeypatch.setattr(meeting, "get_all", lambda key, _: answers[key])
-    (line,) = nodes.check_alike(meeting, {"torch": "2"}, 1)
-    assert line.status == status and ("+90 s" in line.found) == bool(ahead)
-
-
 def test_a_node_that_sees_other_files_under_run_root_says_so(
     tmp_path: Path, config_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

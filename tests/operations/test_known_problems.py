@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from vapo_megatron.operations.preparation.prepare import OverlapIndex, words
+from vapo_megatron.operations.preparation import OverlapIndex, words
 
 DATA = Path(__file__).parents[2].parent / "shared" / "data"
 PROBLEM = (

@@ -10,8 +10,7 @@ import pyarrow.parquet
 import pytest
 
 from vapo_megatron.errors import BadInput
-from vapo_megatron.operations.preparation.layouts import LAYOUTS, find_layout, read_row
-from vapo_megatron.operations.preparation.prepare import prepare
+from vapo_megatron.operations.preparation import LAYOUTS, find_layout, prepare, read_row
 from vapo_megatron.rewards.math import grade
 
 INSTRUCTIONS = (

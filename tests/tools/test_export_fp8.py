@@ -2,8 +2,8 @@
 
 import importlib.util
 import json
+import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -72,8 +72,7 @@ def exports(source: Path, calibration: Path, tmp_path_factory: pytest.TempPathFa
     for name in ("fp8", "nvfp4"):
         code, output = _export("--hf", source, "--out", folder / name, "--calibration", calibration, "--format", name)
         assert code == 0, output
-        measured = name != "nvfp4" or torch.cuda.is_available()
-        assert ("log-probs of 312 tokens moved" if measured else "log-probs of 312 tokens not measured") in output
+        assert 0.2 < float(re.search(rf"{name}, (0\.\d+) of the bytes", output)[1]) < 0.8  # type: ignore[index]
     assert {path.name for path in folder.iterdir()} == {"fp8", "nvfp4"}
     return {path.name: path for path in folder.iterdir()}
 
@@ -116,15 +115,6 @@ def test_nvfp4_has_what_the_loader_of_sglang_reads(exports: dict[str, Path], sou
         assert stored[f"{name}.weight_scale"].shape == (rows, columns // 16)
         for part in ("weight_scale_2", "input_scale"):
             assert stored[f"{name}.{part}"].dtype == torch.float32 and stored[f"{name}.{part}"].numel() == 1
-
-
-@needs_modelopt
-def test_the_report_says_what_it_costs(exports: dict[str, Path]) -> None:
-    reports: dict[str, Any] = {
-        name: json.loads((path / "quantization_report.json").read_text()) for name, path in exports.items()
-    }
-    assert reports["fp8"]["tokens"] == 312 and 0 < reports["fp8"]["mean_drift"] <= reports["fp8"]["largest_drift"]
-    assert reports["nvfp4"]["bytes_after"] < reports["fp8"]["bytes_after"] < reports["fp8"]["bytes_before"]
 
 
 @needs_modelopt

@@ -8,11 +8,7 @@ from typing import Any
 
 import numpy as np
 import scipy.stats
-import yaml
-from pydantic import ValidationError
 
-from vapo_megatron.config.rollout import SamplingConfig
-from vapo_megatron.config.run import EvaluationConfig
 from vapo_megatron.data.jsonl import read_rows
 from vapo_megatron.errors import BadInput
 from vapo_megatron.evaluation.metrics import PROBLEMS, bootstrap_interval
@@ -63,7 +59,7 @@ def compare_runs(a: Path, b: Path) -> list[Comparison]:
 
 def differing_sampling(a: Path, b: Path) -> dict[str, tuple[Any, Any]]:
     """Settings of sampling that two evaluations do not share: a difference may be theirs."""
-    of_a, of_b = _sampling(a), _sampling(b)
+    of_a, of_b = (read_evaluation(run_dir).get("sampling", {}) for run_dir in (a, b))
     return {key: (of_a.get(key), of_b.get(key)) for key in sorted(of_a | of_b) if of_a.get(key) != of_b.get(key)}
 
 
@@ -150,22 +146,6 @@ def _sets(run_dir: Path) -> dict[str, Path]:
             "a finished evaluation, or of a training run with data.eval"
         )
     return sets
-
-
-def _sampling(run_dir: Path) -> dict[str, Any]:
-    sampling = read_evaluation(run_dir).get("sampling")
-    if sampling is None and (run_dir / "config.yaml").is_file():
-        try:
-            config = yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8"))
-            training = SamplingConfig.model_validate(config["sampling"])
-            sampling = EvaluationConfig.model_validate(config["evaluation"]).sampling_beside(training).model_dump()
-        except (OSError, yaml.YAMLError, KeyError, TypeError, ValidationError):
-            raise BadInput(
-                f"{run_dir}/config.yaml: not of a training run of this version; evaluate its model"
-            ) from None
-    if not isinstance(sampling, dict):
-        raise BadInput(f"{run_dir}/evaluation.json: names no sampling: give the directory of an evaluation")
-    return sampling
 
 
 def _problems(path: Path) -> dict[str, tuple[Any, float]]:

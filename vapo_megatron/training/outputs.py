@@ -125,7 +125,8 @@ def evaluate_sets(
         outputs = run_dir / "evaluation" / f"step_{step:06d}_{entry.name}.jsonl"
         results.append(evaluator.conclude(entry.name, problems, responses, entry.samples, outputs)[0])
     with atomic_write(run_dir / "evaluation.json") as file:
-        json.dump({"step": step, "sets": [asdict(result) for result in results]}, file, indent=2)
+        content = {"step": step, "sampling": sampling.model_dump(mode="json")}
+        json.dump(content | {"sets": [asdict(result) for result in results]}, file, indent=2)
     return results
 
 

@@ -13,7 +13,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from statistics import median
 from typing import Any, Literal
 
 from rich import box
@@ -28,7 +27,6 @@ from vapo_megatron.run.place import RankPlace
 
 _POLL_SECONDS = 0.05
 _APPEARS_WITHIN = 30.0  # attribute caches of network file systems have run out by then
-_CLOCK_SECONDS = 2.0
 
 Status = Literal["ok", "warning", "fault", "skipped", "not applicable"]
 # From the least to the worst; what was not looked at says nothing.
@@ -207,16 +205,12 @@ def check_shared_files(meeting: Meeting, root: Path, deadline: float) -> list[Li
 
 
 def check_alike(meeting: Meeting, facts: dict[str, str], deadline: float) -> list[Line]:
-    """Whether this node's facts and clock are those of most nodes."""
+    """Whether this node's facts are those of most nodes."""
     meeting.put(f"alike/{meeting.index}", facts)
     of_nodes = [answer for answer in meeting.get_all("alike", deadline) if answer is not None]
-    meeting.put(f"clock/{meeting.index}", time.time())  # all nodes come here within a moment of the last one
-    clocks = [clock for clock in meeting.get_all("clock", deadline) if clock is not None]
-    ahead = clocks[meeting.index] - median(clocks) if len(clocks) == len(of_nodes) == len(meeting.nodes) else 0.0
     usual = json.loads(Counter(json.dumps(answer, sort_keys=True) for answer in of_nodes).most_common(1)[0][0])
     different = [f"{key} {facts[key]}, most nodes have {usual[key]}" for key in facts if facts[key] != usual.get(key)]
     return lines_of(
         ", ".join(f"{key} {value}" for key, value in facts.items()),
         (different, "fault", "; ".join(different), "give all nodes the same environment, driver and files"),
-        (abs(ahead) > _CLOCK_SECONDS, "warning", f"the clock is {ahead:+.0f} s off the others", "see chronyc tracking"),
     )

@@ -1,9 +1,9 @@
 """Layouts that fit, ranked by the seconds of the run."""
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import islice, product
-from typing import Any
 
 from vapo_megatron.checkpoint.resume import differences
 from vapo_megatron.config.model import LayoutConfig, RecomputeConfig, TrainableConfig
@@ -121,10 +121,4 @@ def _engines(plan: Plan) -> list[RolloutConfig]:
 def _changes(old: PlanConfig, new: PlanConfig) -> dict[str, str]:
     """Dotted keys whose values differ."""
     changed = differences(old.model_dump(mode="json"), new.model_dump(mode="json"))
-    return {key: _text(value) for key, _, value in changed}
-
-
-def _text(value: Any) -> str:
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    return "[" + ",".join(map(str, value)) + "]" if isinstance(value, list) else str(value)
+    return {key: value if isinstance(value, str) else json.dumps(value) for key, _, value in changed}
