@@ -18,8 +18,7 @@ import yaml
 from vapo_megatron.config.atomic import atomic_write
 from vapo_megatron.config.load import load_config
 from vapo_megatron.config.plan import PlanConfig
-from vapo_megatron.operations.hardware import GIB
-from vapo_megatron.operations.plan.inputs import SHIPPED
+from vapo_megatron.operations.plan.inputs import GIB, SHIPPED
 from vapo_megatron.operations.plan.plan import Plan, default_world, make_plan
 
 ROOT = Path(__file__).parents[1]

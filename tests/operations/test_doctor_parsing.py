@@ -12,7 +12,7 @@ from vapo_megatron.config.plan import HardwareConfig
 from vapo_megatron.operations.doctor import allreduce, node
 from vapo_megatron.operations.doctor.allreduce import Reduced
 from vapo_megatron.operations.doctor.node import (
-    MATRIX,
+    VERSIONS,
     check_versions,
     judge_gpus,
     judge_network,
@@ -212,8 +212,10 @@ def test_the_network_that_nccl_chose_is_read_from_its_words(monkeypatch: pytest.
 
 def test_versions_of_this_environment_are_supported() -> None:
     assert statuses(check_versions(False)) == ["ok"]
-    names = {row.package for row in MATRIX}
-    assert {"torch", "megatron-core", "sglang", "transformers", "transformer-engine"} <= names
+    assert {"torch", "megatron-core", "sglang", "transformers", "transformer-engine"} <= VERSIONS.keys()
+    with_gpus = {line.found: line.status for line in check_versions(True)}
+    assert with_gpus["torch_memory_saver is not installed: no run starts"] == "fault"
+    assert with_gpus["flash-attn is not installed: attention is cuDNN's or PyTorch's"] == "warning"
 
 
 def test_reports_survive_the_way_and_name_broken_nodes() -> None:

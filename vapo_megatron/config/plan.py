@@ -33,12 +33,6 @@ class EfficiencyConfig(Section):
     nvlink: float = Field(0.7, gt=0, le=1, description="NVLink bandwidth, one direction, that collectives reach")
     network: float = Field(0.7, gt=0, le=1, description="network bandwidth of a GPU that collectives reach")
     pcie: float = Field(0.6, gt=0, le=1, description="PCIe bandwidth that copies between host and device reach")
-    deterministic: float = Field(
-        0.66,
-        gt=0,
-        le=1,
-        description="speed of an engine with rollout.deterministic, in units of one without; SGLang measured 34 % less",
-    )
     decode_overhead: float = Field(
         0.005, ge=0, description="seconds of a decoding step that are neither memory traffic nor products"
     )

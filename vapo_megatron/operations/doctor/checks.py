@@ -27,7 +27,7 @@ from vapo_megatron.megatron.platform import current_platform
 from vapo_megatron.monitoring.facts import installed_version
 from vapo_megatron.operations.doctor import allreduce, node
 from vapo_megatron.operations.doctor.nodes import Line, Meeting, check_alike, check_shared_files
-from vapo_megatron.operations.hardware import GIB, Hardware
+from vapo_megatron.operations.plan.inputs import GIB, Hardware
 from vapo_megatron.run.preflight import check_train
 from vapo_megatron.weights.spec import read_spec
 

@@ -9,7 +9,6 @@ import subprocess
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
 from xml.etree import ElementTree
 
 from packaging.specifiers import SpecifierSet
@@ -74,27 +73,23 @@ def judge_gpus(log: ElementTree.Element, hardware: HardwareConfig, usable: int) 
     )
 
 
-class Supported(NamedTuple):
-    """A package, the versions that were tried or that packages beside it ask for, whether it is wanted on GPUs alone,
-    and what is lost without it (empty: nothing works without)."""
-
-    package: str
-    versions: str
-    gpu_only: bool = False
-    lost: str = ""
-
-
 PYTHON = ">=3.11,<3.13"
-MATRIX = (
-    Supported("torch", ">=2.11,<2.15"),
-    Supported("megatron-core", ">=0.16.1,<0.20"),
-    Supported("sglang", "==0.5.23"),
-    Supported("transformers", ">=5.0,<6"),
-    Supported("math-verify", "==0.9.0"),
-    Supported("transformer-engine", ">=2.9,<2.12", gpu_only=True, lost="layers are PyTorch's, and there is no FP8"),
-    Supported("torch_memory_saver", ">=0.0.9", gpu_only=True),
-    Supported("flash-attn", ">=2.7,<3", gpu_only=True, lost="attention is cuDNN's or PyTorch's"),
-)
+# Package: the versions that were tried, or that packages beside it ask for.
+VERSIONS = {
+    "torch": ">=2.11,<2.15",
+    "megatron-core": ">=0.16.1,<0.20",
+    "sglang": "==0.5.23",
+    "transformers": ">=5.0,<6",
+    "math-verify": "==0.9.0",
+    "transformer-engine": ">=2.9,<2.12",
+    "torch_memory_saver": ">=0.0.9",
+    "flash-attn": ">=2.7,<3",
+}
+# What is lost on a GPU without a package that may be missing.
+_LOST = {
+    "transformer-engine": "layers are PyTorch's, and there is no FP8",
+    "flash-attn": "attention is cuDNN's or PyTorch's",
+}
 
 
 def check_versions(gpus: bool) -> list[Line]:
@@ -102,13 +97,14 @@ def check_versions(gpus: bool) -> list[Line]:
     python = python_platform.python_version()
     good, troubles = [f"Python {python}"], list[tuple[object, Status, str, str]]()
     troubles.append((not SpecifierSet(PYTHON).contains(python), "fault", f"Python {python}", f"use Python {PYTHON}"))
-    for package, versions, gpu_only, lost in MATRIX:
+    for package, versions in VERSIONS.items():
         version, remedy = installed_version(package), f"pip install '{package}{versions}'"
-        if gpu_only and not gpus:
+        if not gpus and package in (*_LOST, "torch_memory_saver"):
             continue
         if version is None:
-            text = f"{package} is not installed{lost and f': {lost}'}"
-            troubles.append((True, "warning" if lost else "fault", text, remedy))
+            lost = _LOST.get(package, "no run starts")
+            severity: Status = "warning" if package in _LOST else "fault"
+            troubles.append((True, severity, f"{package} is not installed: {lost}", remedy))
             continue
         is_tried = SpecifierSet(versions).contains(version, prereleases=True)
         # Other versions may work: what was never tried is no fault.

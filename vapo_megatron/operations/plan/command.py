@@ -11,8 +11,7 @@ from rich.table import Table
 from vapo_megatron.config.plan import PlanConfig
 from vapo_megatron.config.proportions import proportions_left
 from vapo_megatron.errors import BadInput
-from vapo_megatron.operations.hardware import GIB
-from vapo_megatron.operations.plan.inputs import model_directory
+from vapo_megatron.operations.plan.inputs import GIB, model_directory
 from vapo_megatron.operations.plan.models import EXPERT_IMBALANCE
 from vapo_megatron.operations.plan.plan import Plan, default_world, make_plan
 from vapo_megatron.operations.plan.rollout import drawn_prompts, imbalance
@@ -80,6 +79,8 @@ def assumptions(plan: Plan) -> list[str]:
         lines.append("`rollout` is what the trainer waits for engines elsewhere, where they work ahead")
     if config.rollout.agent:
         lines.append("an agent's episode is one response, and its tools take no time")
+    if config.rollout.deterministic is True:
+        lines.append("deterministic kernels of engines are as fast as others; SGLang measured 34 % less")
     if config.rollout.attention_parts > 1:
         lines.append(
             "attention of the engines is cut over all their GPUs: rollout.server_args.attn_dp_size is not counted"

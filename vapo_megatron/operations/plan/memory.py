@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from vapo_megatron.config.model import TrainableConfig
 from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.megatron.offload import ONLOADED, PARTS, Part, Phase
-from vapo_megatron.operations.hardware import GIB
+from vapo_megatron.operations.plan.inputs import GIB
 from vapo_megatron.operations.plan.models import PlannedModel, PlannedRun
 from vapo_megatron.operations.plan.rollout import PlannedEngine
 

@@ -18,8 +18,7 @@ from vapo_megatron.errors import BadInput
 from vapo_megatron.megatron.adapters import check_adapter
 from vapo_megatron.megatron.mesh import check_layout, check_model_layout
 from vapo_megatron.megatron.offload import Part
-from vapo_megatron.operations.hardware import Hardware
-from vapo_megatron.operations.plan.inputs import Lengths, model_directory
+from vapo_megatron.operations.plan.inputs import Hardware, Lengths, model_directory
 from vapo_megatron.weights.adapters import adapter_entries
 from vapo_megatron.weights.families import EMBEDDING, FINAL_NORM
 from vapo_megatron.weights.rules import Rule

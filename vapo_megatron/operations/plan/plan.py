@@ -12,8 +12,7 @@ from vapo_megatron.config.plan import PlanConfig
 from vapo_megatron.engines.engine_limits import check_engine_size
 from vapo_megatron.errors import BadInput
 from vapo_megatron.megatron.offload import Phase
-from vapo_megatron.operations.hardware import Hardware
-from vapo_megatron.operations.plan.inputs import planned_lengths
+from vapo_megatron.operations.plan.inputs import Hardware, planned_lengths
 from vapo_megatron.operations.plan.memory import (
     Memory,
     microbatches,

@@ -8,8 +8,7 @@ from functools import cache
 from vapo_megatron.config.algorithm import DynamicSamplingConfig
 from vapo_megatron.config.model import LayoutConfig, RecomputeConfig
 from vapo_megatron.config.rollout import RolloutConfig
-from vapo_megatron.operations.hardware import Hardware
-from vapo_megatron.operations.plan.inputs import Lengths
+from vapo_megatron.operations.plan.inputs import Hardware, Lengths
 from vapo_megatron.weights.rules import Rule
 from vapo_megatron.weights.spec import Head, ModelSpec
 
@@ -47,11 +46,6 @@ class PlannedEngine:
     def layer_width(self) -> float:
         """Bytes of a weight of the layers; in FP8 a block of 128 x 128 has a scale of four bytes."""
         return 1 + 4 / 128**2 if self.config.quantization == "fp8" else float(self.width)
-
-    @property
-    def deterministic(self) -> bool:
-        """Whether its kernels are batch-invariant."""
-        return self.config.is_deterministic("float32" if self.width == 4 else "bfloat16", True)
 
     @property
     def static(self) -> float:
@@ -178,7 +172,7 @@ def rollout_seconds(engine: PlannedEngine, engines: int, prompts: float, samples
         produced = (point + 0.5) * width
         running = max(1.0, at_once * lengths.still_running(produced))
         tail += width * decode_seconds(engine, running, lengths.prompt + produced)
-    return (prefill + full + tail) / reached_speed(engine)
+    return prefill + full + tail
 
 
 def imbalance(engines: int, prompts: float, samples: float, lengths: Lengths) -> float:
@@ -201,11 +195,6 @@ def drawn_prompts(prompts: int, settings: DynamicSamplingConfig, informative_sha
         return prompts
     first = settings.oversampling * prompts
     return min((settings.max_rounds or 1) * first, max(first, prompts / informative_share))
-
-
-def reached_speed(engine: PlannedEngine) -> float:
-    """Of an engine, in units of that of one without batch-invariant kernels."""
-    return engine.hardware.efficiency.deterministic if engine.deterministic else 1.0
 
 
 def prefill_seconds(engine: PlannedEngine, tokens: float) -> float:

@@ -10,7 +10,7 @@ from vapo_megatron.config.model import LayoutConfig, RecomputeConfig, TrainableC
 from vapo_megatron.config.plan import PlanConfig
 from vapo_megatron.config.rollout import RolloutConfig
 from vapo_megatron.megatron.offload import PARTS
-from vapo_megatron.operations.hardware import GIB
+from vapo_megatron.operations.plan.inputs import GIB
 from vapo_megatron.operations.plan.models import PlannedModel, can_be_cut
 from vapo_megatron.operations.plan.plan import Plan, make_plan, pass_seconds
 

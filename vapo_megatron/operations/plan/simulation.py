@@ -21,7 +21,7 @@ from vapo_megatron.engines.ledger import Ledger, StepRule
 from vapo_megatron.errors import BadInput
 from vapo_megatron.operations.plan.inputs import Lengths
 from vapo_megatron.operations.plan.plan import Plan, make_plan
-from vapo_megatron.operations.plan.rollout import BETWEEN_PROMPTS, decode_seconds, prefill_seconds, reached_speed
+from vapo_megatron.operations.plan.rollout import BETWEEN_PROMPTS, decode_seconds, prefill_seconds
 from vapo_megatron.training.collect import step_rule
 
 _WAITING, _RUNNING, _DONE = range(3)
@@ -305,11 +305,11 @@ def scenario_of(plan: Plan, partial: bool = False, staleness: int = 0, engine_gp
     rollout, sampling = config.rollout.model_copy(update=changes), config.algorithm.dynamic_sampling
     share = config.plan.informative_share if sampling.enabled else 1.0
     seconds = sum(value for phase, value in trainer.time.phases.items() if phase not in _OF_ENGINES)
-    reached, tokens = reached_speed(engine), config.samples * lengths.sample
+    tokens = config.samples * lengths.sample
 
     @cache
     def decode(running: int, context: int) -> float:
-        return decode_seconds(engine, running, context) / reached
+        return decode_seconds(engine, running, context)
 
     return Scenario(
         rule=step_rule(config.batch, sampling, 1, rollout),
@@ -317,7 +317,7 @@ def scenario_of(plan: Plan, partial: bool = False, staleness: int = 0, engine_gp
         engines=count,
         at_once=at_once,
         decode_seconds=lambda running, context: decode(running, round(context / 64) * 64),
-        prefill_seconds=lambda unread: prefill_seconds(engine, unread) / reached,
+        prefill_seconds=lambda unread: prefill_seconds(engine, unread),
         prompt_tokens=max(1, round(lengths.prompt)),
         lengths_of=lambda number: drawn_lengths(lengths, config.batch.samples_per_prompt, config.run.seed, number),
         trainer_seconds=lambda trained: seconds * trained / tokens,
