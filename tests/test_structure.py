@@ -62,7 +62,6 @@ ASK_FOR_THE_DEVICE = {
     "megatron/dist_optimizer.py",
     "operations/doctor/allreduce.py",
     "operations/doctor/checks.py",
-    "operations/quantized_export.py",
     "engines/inside/broadcast_group.py",
     "engines/weight_sync/transports.py",
     "engines/inside/strict_loading.py",
