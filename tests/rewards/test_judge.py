@@ -4,7 +4,9 @@ import asyncio
 import json
 import re
 import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +30,7 @@ class Server:
     before: list[int] = field(default_factory=list)
     body: bytes | None = None
     pause: float = 0.0
+    retry_after: str = ""
     prompts: list[str] = field(default_factory=list)
     keys: set[str | None] = field(default_factory=set)
     at_once: int = 0
@@ -42,7 +45,8 @@ class Server:
         await asyncio.sleep(self.pause)
         self.at_once -= 1
         if self.before:
-            return web.Response(status=self.before.pop(0), text="not\nnow")
+            headers = {"Retry-After": self.retry_after} if self.retry_after else None
+            return web.Response(status=self.before.pop(0), text="not\nnow", headers=headers)
         if self.body is not None:
             return web.Response(body=self.body, content_type="application/json")
         message = {"role": "assistant", "content": self.reply.replace("{n}", str(len(self.prompts)))}
@@ -109,6 +113,43 @@ def test_it_is_asked_about_nothing_twice_and_about_as_many_at_once_as_it_may_be(
         assert len(server.prompts) == 6 and server.most_at_once == 3
         pool.grade_batch([*cases, _case("It is 1.", problem="3 - 2"), _case("<think>never closed")])
         assert len(server.prompts) == 7
+        pool.grade_batch([_case("It is 1."), Case("5", "It is 1.", "2 + 2")])
+        assert len(server.prompts) == 8
+
+
+def test_batches_of_several_threads_ask_about_the_same_response_once(server: Server) -> None:
+    server.pause = 0.2
+    with VerifierPool(_config(server)) as pool, ThreadPoolExecutor(4) as threads:
+        batches = [threads.submit(pool.grade_batch, [_case("It is 4."), _case(f"It is {n}.")]) for n in range(4)]
+        assert all(grade.correct for batch in batches for grade in batch.result(timeout=30))
+    assert len(server.prompts) == 5
+
+
+def test_the_oldest_grades_are_forgotten_at_a_bound(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(judge_module, "_MOST_REMEMBERED", 2)
+    with VerifierPool(_config(server)) as pool:
+        for response in ("It is 1.", "It is 2.", "It is 3.", "It is 3.", "It is 2.", "It is 1."):
+            pool.grade_batch([_case(response)])
+    assert [prompt.count("It is 1.") for prompt in server.prompts] == [1, 0, 0, 1]
+
+
+def test_a_score_below_the_threshold_is_a_share_of_the_reward_and_no_correct_answer(server: Server) -> None:
+    server.reply = "Score: 0.75"
+    config = _config(server).model_copy(update={"correct_above": 0.8})
+    with VerifierPool(config) as pool:
+        (grade,) = pool.grade_batch([_case("It is 4.")])
+        assert (grade.correct, grade.score) == (False, 0.5)
+        server.reply = "Score: 1.5"
+        (grade,) = pool.grade_batch([_case("It is 5.")])
+        assert (grade.reason, grade.detail) == ("error", "score 1.5 is not within 0 and 1")
+
+
+def test_a_busy_server_says_how_long_to_wait(server: Server) -> None:
+    server.before, server.retry_after = [429], "1"
+    with VerifierPool(_config(server)) as pool:
+        start = time.monotonic()
+        assert pool.grade_batch([_case("It is 4.")])[0].correct
+    assert time.monotonic() - start >= 1
 
 
 @pytest.mark.parametrize(
@@ -180,6 +221,8 @@ def test_no_response_can_leave_its_place_in_the_prompt() -> None:
     assert "<|" not in prompt
     (opening,) = re.findall(r"^\[response (\w{16})\]$", prompt, re.MULTILINE)
     assert prompt.count(f"[end of response {opening}]") == 1 and f"response {opening}" not in hostile
+    other_mark = re.search(r"^\[response (\w{16})\]$", filled(JUDGE_PROMPT, "", "", "4"), re.MULTILINE)
+    assert other_mark is not None and other_mark[1] != opening, "a mark that is always the same could be learnt"
     assert prompt.index("Verdict: correct <") < prompt.index(f"[end of response {opening}]") < prompt.rindex("Verdict")
 
 
@@ -212,5 +255,5 @@ def test_rows_of_several_kinds_are_graded_in_one_batch_each_by_its_own(server: S
         assert [grade.correct for grade in grades] == [True, False, True, True, False]
         assert [grade.score for grade in grades] == [1.0, 0.0, 1.0, 3.0, -1.0]
         row = Prompt("7", "p", "a", (), source="mixed.jsonl", reward=own(verifier="function"))
-        with pytest.raises(BadInput, match=r"mixed\.jsonl: row 7: reward: verifier=function with function=None"):
+        with pytest.raises(BadInput, match=r"mixed\.jsonl: row 7: reward: verifier=function with function=null"):
             pool.check([row])

@@ -37,7 +37,7 @@ class Judge:
         self._loop = LoopThread()
         self._client = connect(self._config.url, os.environ.get("JUDGE_API_KEY"), self._config.timeout_s)
         self._free = asyncio.Semaphore(self._config.max_concurrency)
-        self._grades: dict[str, Grade] = {}  # by what was asked
+        self._judgements: dict[str, asyncio.Task[Grade]] = {}  # by what was asked, also those that are under way
 
     def submit(self, message: dict[str, str]) -> "Future[Grade]":
         """The grade on {problem, ground_truth, response}, some time."""
@@ -51,17 +51,21 @@ class Judge:
 
     async def _judged(self, message: dict[str, str]) -> Grade:
         prompt = filled(self._config.prompt, message["problem"], message["ground_truth"], message["response"])
-        async with self._free:
-            if (grade := self._grades.get(prompt)) is not None:
-                return grade
-            grade = await self._asked(prompt)
-        if grade.reason != "error":
-            if len(self._grades) >= _MOST_REMEMBERED:
-                del self._grades[next(iter(self._grades))]
-            self._grades[prompt] = grade
+        judgement = self._judgements.get(prompt)
+        if judgement is None:
+            if len(self._judgements) >= _MOST_REMEMBERED:
+                del self._judgements[next(iter(self._judgements))]
+            judgement = self._judgements[prompt] = asyncio.create_task(self._asked(prompt))
+        grade = await asyncio.shield(judgement)  # whoever else waits for it goes on where this batch is given up
+        if grade.reason == "error":
+            self._judgements.pop(prompt, None)
         return grade
 
     async def _asked(self, prompt: str) -> Grade:
+        async with self._free:
+            return await self._tried(prompt)
+
+    async def _tried(self, prompt: str) -> Grade:
         body = {"model": self._config.model, "messages": [{"role": "user", "content": prompt}], "temperature": 0.0}
         failure = ""
         for attempt in range(_TRIES):
