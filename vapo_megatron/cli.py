@@ -22,7 +22,7 @@ from vapo_megatron.run.place import place_from_environment
 
 PRESETS = Path(__file__).parent / "config" / "presets"
 
-# Read by libraries when they are imported, which is why they are set before anything else is.
+# Libraries read these when they are imported, so they are set first.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
@@ -55,7 +55,7 @@ def common(
     log_level: Annotated[logs.LogLevel, typer.Option(help="what goes to standard error")] = logs.LogLevel.INFO,
     _: Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True, help="show it")] = False,
 ) -> None:
-    """What all commands have in common."""
+    """Options of all commands."""
     logs.configure(log_level)
     refuse_another_copy(Path(__file__).parent, Path.cwd())
 
@@ -65,7 +65,7 @@ def train(
     config: ConfigArgument,
     overrides: OverridesArgument = None,
     check: Annotated[
-        bool, typer.Option("--check", help="train nothing: say in seconds, without GPUs, whether the run could start")
+        bool, typer.Option("--check", help="do not train: say in seconds, without GPUs, whether the run could start")
     ] = False,
 ) -> None:
     """Train a policy (and a critic, where the algorithm has one) by reinforcement learning."""
@@ -104,7 +104,7 @@ def engine(
     port: Annotated[int, typer.Option(min=0, max=65535, help="to listen on; 0: a free one")] = 30000,
     host: Annotated[str, typer.Option(help="address of this machine to listen on")] = "127.0.0.1",
 ) -> None:
-    """Serve rollouts of a training config from GPUs that the trainer does not use; see rollout.external_urls."""
+    """Serve the rollouts of a training config from GPUs that the trainer does not use; see rollout.external_urls."""
     settings = _load(TrainConfig, config, overrides)
     _read_model(settings.model.path)
     from vapo_megatron.engines.remote_engines import serve_engine
@@ -120,7 +120,7 @@ def evaluate(
         str, typer.Option(help="CONFIG is that of a training run: evaluate its hf/<this>, such as final or step_000040")
     ] = "",
     check: Annotated[
-        bool, typer.Option("--check", help="answer nothing: say whether problems and model can be read, without GPUs")
+        bool, typer.Option("--check", help="do not evaluate: say whether problems and model can be read, without GPUs")
     ] = False,
 ) -> None:
     """Answer the evaluation sets with a checkpoint: avg@k, pass@k, maj@k."""
@@ -183,10 +183,10 @@ def plan(
     gpus: Annotated[int | None, typer.Option(min=1, help="GPUs of the run; default: the config's")] = None,
     nodes: Annotated[int | None, typer.Option(min=1, help="likewise, in nodes of hardware.gpus_per_node")] = None,
     simulate: Annotated[
-        bool, typer.Option("--simulate", help="run its scheduling with a virtual clock: which mode would suit it")
+        bool, typer.Option("--simulate", help="simulate its scheduling: which rollout mode suits it")
     ] = False,
 ) -> None:
-    """Say what a run needs and takes before any GPU is held: memory and time by phase, layouts that fit."""
+    """Estimate what a run needs before it holds any GPU: memory and time by phase, layouts that fit."""
     settings = _load(PlanConfig, config, overrides)
     from vapo_megatron.operations.plan.inputs import model_directory
 
@@ -205,7 +205,7 @@ def doctor(
     broken_nodes: Annotated[Path | None, typer.Option(help="a file to write the names of broken nodes to")] = None,
     node_names: Annotated[str, typer.Option(help="nodes in the order of their ranks, to name who is absent: a,b")] = "",
 ) -> None:
-    """Say whether the machines are fit for a run: start one process per node, or one by hand on this machine."""
+    """Check whether the machines are fit for a run: start one process per node, or one on this machine."""
     settings = _load(PlanConfig, config, overrides)
     from vapo_megatron.operations.doctor import command
 
@@ -220,12 +220,10 @@ def report(
         Path | None,
         typer.Option(help="where the page goes; default: report.html in the run's directory, of several runs here"),
     ] = None,
-    serve: Annotated[
-        bool, typer.Option("--serve", help="follow runs that go on, in a browser of this machine")
-    ] = False,
+    serve: Annotated[bool, typer.Option("--serve", help="follow running runs in a browser on this machine")] = False,
     port: Annotated[int, typer.Option(min=0, max=65535, help="of --serve; 0: a free one")] = 8765,
 ) -> None:
-    """Write report.html of a run or an evaluation; of several runs, one page that overlays them."""
+    """Write report.html for a run or an evaluation; for several runs, one page that overlays them."""
     if serve:
         from vapo_megatron.operations.report.report import serve as serve_report
 
@@ -264,13 +262,13 @@ def _load(kind: type[SectionT], config: Path, overrides: list[str] | None) -> Se
 
 
 def _look_first(settings: TrainConfig | SftConfig | EvaluateConfig) -> None:
-    """Refuse in a second what takes ten to refuse with every library imported; ranks of a job leave it to one."""
+    """Refuse bad input within a second, before libraries are imported; in a job, only the starter does so."""
     if place_from_environment() is None:
         look_first(settings)
 
 
 def _read_model(path: str) -> None:
-    """Refuse a model that cannot be used before every library is imported; one that is not there before any is."""
+    """Refuse a model that cannot be used, and first of all one that is missing, before libraries are imported."""
     from vapo_megatron.weights.model_files import read_config
 
     read_config(Path(path))

@@ -1,4 +1,4 @@
-"""How a program with a command line runs and ends: quietly, and with one line for whatever it refuses."""
+"""Runs a command-line program to its end, with one line on standard error for each refusal."""
 
 import os
 import sys
@@ -11,12 +11,12 @@ from vapo_megatron.errors import BadInput, told_in_one_line
 
 
 def refuse_another_copy(running: Path, folder: Path) -> None:
-    """Raises BadInput where engines and verifiers, which Python starts in `folder`, would run other code than this."""
+    """Raises BadInput if engines and verifiers, which Python starts in `folder`, would run another copy of the code."""
     installed_copy = folder / running.name
     if (installed_copy / "__init__.py").is_file() and not installed_copy.samefile(running):
         raise BadInput(
-            f"{installed_copy} is another copy of {running.name} than {running}, which runs here: engines would be of "
-            "that one; go to another directory, or use the environment of that copy"
+            f"{installed_copy} is another copy of {running.name} than {running}, which runs here: engines would use "
+            "that copy; go to another directory, or use the environment of that copy"
         )
 
 
@@ -30,8 +30,8 @@ def _refuse_no_folder() -> None:
 def run_app(app: typer.Typer, name: str) -> None:
     """Run an app to the end of the process; name begins the line of a failure.
 
-    A wrong option ends in one line and code 2, a VapoError in its own, Ctrl-C in 130. Libraries' warnings, advice to
-    their developers, are not shown.
+    A wrong option ends with one line and code 2, a VapoError with its own code, Ctrl-C with 130. Warnings of libraries
+    are not shown.
     """
     if not sys.warnoptions:
         warnings.simplefilter("ignore")

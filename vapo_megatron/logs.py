@@ -18,7 +18,7 @@ _place = {"rank": "-", "phase": NO_PHASE}
 
 @dataclass(frozen=True)
 class PhaseNow:
-    """The phase that a process is in, how many it has begun, and since when it is in this one (time.monotonic())."""
+    """A process's current phase, the number of phases begun so far, and when this one began (time.monotonic())."""
 
     phase: str
     begun: int
@@ -30,7 +30,7 @@ _progressed = _phase.since
 
 
 class LogLevel(StrEnum):
-    """The lowest level that is written: debug adds begin and seconds of every phase on every rank."""
+    """The lowest level that is written; debug adds the beginning and the seconds of every phase on every rank."""
 
     DEBUG = "debug"
     INFO = "info"
@@ -39,35 +39,35 @@ class LogLevel(StrEnum):
 
 
 class _StandardError(logging.Handler):
-    """Writes to what sys.stderr is at the time, one flushed line a record."""
+    """Writes to the current sys.stderr, one flushed line a record."""
 
     def emit(self, record: logging.LogRecord) -> None:
         print(self.format(record), file=sys.stderr, flush=True)
 
 
 def configure(level: LogLevel) -> None:
-    """Write records of this level and above to standard error. May be repeated, also in a forked or spawned process."""
+    """Write records of this level and above to standard error. May be called again, also in a child process."""
     handler = _StandardError()
     handler.setFormatter(logging.Formatter(_FORMAT, "%Y-%m-%d %H:%M:%S"))
     handler.addFilter(_add_place)
     _LOGGER.handlers = [handler]
     _LOGGER.setLevel(level.upper())
-    # Libraries give the root logger handlers of their own: each line would come twice.
+    # Libraries add handlers to the root logger, which would write each line twice.
     _LOGGER.propagate = False
 
 
 def configured_level() -> LogLevel:
-    """The level of the last configure; info where there was none."""
+    """The level of the last configure(); info before the first."""
     return LogLevel(logging.getLevelName(_LOGGER.level).lower()) if _LOGGER.level else LogLevel.INFO
 
 
 def set_rank(rank: int) -> None:
-    """This process is rank `rank` of the run."""
+    """Set this process's rank."""
     _place["rank"] = str(rank)
 
 
 def set_phase(phase: str | None) -> None:
-    """This process is in this phase; None between phases."""
+    """Set this process's phase; None between phases."""
     global _phase
     _place["phase"] = phase or NO_PHASE
     _phase = PhaseNow(phase or NO_PHASE, _phase.begun + 1, time.monotonic())
@@ -75,18 +75,18 @@ def set_phase(phase: str | None) -> None:
 
 
 def note_progress() -> None:
-    """A part of this phase is done."""
+    """Note that a part of this phase is done."""
     global _progressed
     _progressed = time.monotonic()
 
 
 def last_progress() -> float:
-    """When a part of this phase was done last, or the phase began (time.monotonic())."""
+    """When a part of this phase was last done, or the phase began (time.monotonic())."""
     return _progressed
 
 
 def phase_now() -> PhaseNow:
-    """Where this process is."""
+    """This process's current phase."""
     return _phase
 
 

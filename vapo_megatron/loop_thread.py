@@ -1,4 +1,4 @@
-"""An event loop in a thread of its own: what talks to engines there goes on while the main thread trains."""
+"""An event loop in a separate thread: requests to engines go on while the main thread trains."""
 
 import asyncio
 import resource
@@ -10,15 +10,15 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-_MOST_FILES = 1 << 20  # above what any rollout takes, below what a process that closes each of them would stall at
+_MOST_FILES = 1 << 20  # more than any rollout needs, few enough for a process that closes all of them one by one
 
 
 def allow_connections() -> None:
-    """Raise this process's soft limit of open files: each group on its way takes one, many shells allow 1,024."""
+    """Raise this process's soft limit of open files: each group in flight takes one, and many shells allow 1,024."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = _MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_FILES)
     if soft != resource.RLIM_INFINITY and soft < limit:
-        with suppress(ValueError, OSError):  # the system allows fewer: the client names them where they run out
+        with suppress(ValueError, OSError):  # the system allows fewer; the client reports it if they run out
             resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
 
 
@@ -31,15 +31,15 @@ class LoopThread:
         self._thread.start()
 
     def time(self) -> float:
-        """Seconds, of a clock of its own."""
+        """The loop's clock, in seconds."""
         return self._loop.time()
 
     def start(self, work: Coroutine[Any, Any, T]) -> "Future[T]":
-        """Begin to run something. The future may be cancelled, and the coroutine is then."""
+        """Start a coroutine; cancelling the future cancels it."""
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """What a coroutine returns or raises; it is cancelled where this thread is interrupted."""
+        """Run a coroutine to its end; it is cancelled if this thread is interrupted."""
         future = self.start(work)
         try:
             return future.result()
@@ -48,11 +48,11 @@ class LoopThread:
             raise
 
     def cancel_all(self) -> None:
-        """Cancel what runs, and wait for its end."""
+        """Cancel all tasks and wait for their end."""
         self.run(self._cancel_all())
 
     def close(self) -> None:
-        """Cancel what still runs, and end the thread."""
+        """Cancel all tasks and end the thread."""
         if self._loop.is_closed():
             return
         self.cancel_all()

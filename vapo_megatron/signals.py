@@ -1,8 +1,8 @@
 """Requests to save and stop: SIGUSR1 (Slurm's warning before a limit), SIGTERM (cancelled, preempted, drained) and
 SIGHUP (a terminal that is gone, unless nohup has it ignored).
 
-A handler only takes note; the run looks at it where its state is whole. A repeated signal is the same request.
-And how a process is ended that runs code of others, with all that this code has started.
+A handler only takes note; the run acts on it when its state is whole. A repeated signal is the same request.
+This module also ends processes that run untrusted code, with everything that the code has started.
 """
 
 import ctypes
@@ -26,7 +26,7 @@ _terminals: list[int] = []
 
 
 def listen() -> None:
-    """Take note of the stop signals from now on instead of dying of them. Main thread alone."""
+    """Take note of stop signals from now on instead of dying of them. Main thread only."""
     _terminals[:] = [file for file in (1, 2) if os.isatty(file)]
     for number in heeded_signals():
         signal.signal(number, _take_note)
@@ -39,13 +39,13 @@ def heeded_signals() -> list[signal.Signals]:
 
 
 def ignore_stop_signals() -> None:
-    """All is saved: a request to do so, which may come until this process is gone, must not look like a failure."""
+    """Ignore stop signals once everything is saved, so that a late one does not look like a failure."""
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
 
 def leave_terminal(number: int) -> None:
-    """After SIGHUP: whatever is written to a terminal that is gone is an error, and is written nowhere instead."""
+    """After SIGHUP: send output to /dev/null, as writing to a terminal that is gone is an error."""
     if number == signal.SIGHUP:
         nowhere = os.open(os.devnull, os.O_WRONLY)
         for file in _terminals:
@@ -55,9 +55,9 @@ def leave_terminal(number: int) -> None:
 
 @contextmanager
 def stop_signals_blocked() -> Iterator[None]:
-    """Processes that this thread starts in here do not get the stop signals, from their first instruction on.
+    """Processes that this thread starts in here do not get stop signals, from their first instruction on.
 
-    What is sent to this thread meanwhile comes afterwards.
+    Signals sent to this thread meanwhile arrive afterwards.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
@@ -67,19 +67,19 @@ def stop_signals_blocked() -> Iterator[None]:
 
 
 def end_with_parent() -> None:
-    """From now on this process is killed when the thread that started it ends."""
+    """Have this process killed when the thread that started it ends."""
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def adopt_orphans() -> None:
-    """From now on descendants whose parent ends become children of this process, daemons included; exec keeps this."""
+    """Make this process the parent of descendants whose own parent ends, daemons included; exec keeps this."""
     _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def end_tree(pid: int) -> None:
     """Kill a child of this process that adopts orphans, and all its descendants, in whichever session they are.
 
-    The caller waits for the child. What a process left that had ended by itself before is only killed in its group.
+    The caller waits for the child. If the child has already ended by itself, only its process group is killed.
     """
     with suppress(ProcessLookupError):
         os.kill(pid, signal.SIGSTOP)  # it starts nothing more, and still adopts
@@ -101,7 +101,7 @@ def _killed(process: psutil.Process) -> bool:
 
 
 def stop_requested() -> str | None:
-    """The name of the first stop signal that this process was sent; None if there was none."""
+    """The name of the first stop signal that this process received; None if there was none."""
     return _received[0] if _received else None
 
 

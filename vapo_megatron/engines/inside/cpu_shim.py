@@ -1,12 +1,12 @@
 """What SGLang 0.5.23 lacks on a machine without a GPU, all in one file.
 
 SGLang's scheduler, radix cache, sampler, log-probs, weight updates and HTTP server run on CPU as they are; its
-kernels have torch forms. Missing are a few names and operators of compiled packages that are published for GPUs (or
-for AVX-512 builds) alone, and speed: its torch attention loops over the requests of a batch in Python.
+kernels have torch forms. Missing are a few names and operators of compiled packages that are published only for GPUs
+or AVX-512, and speed: SGLang's torch attention loops over the requests of a batch in Python.
 
-install() is called in every process of a server before SGLang is used. With CUDA it does nothing. Whether there is
-CUDA is asked of the machine, not of the torch build: the registry's CUDA build of torch also runs on CPU machines.
-Each part is applied only where the real thing is missing.
+install() is called in every process of a server before SGLang is used. With a CUDA device it does nothing; the torch
+build does not count, as the registry's CUDA build of torch also runs on CPU machines. Each part is applied only if the
+real one is missing.
 """
 
 import importlib.machinery
@@ -21,8 +21,8 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 
-# Named by `from sgl_kernel import ...` on the CPU path of modules that every server imports; speculative decoding and
-# hierarchical caches alone call them.
+# Imported from sgl_kernel on the CPU path of modules that every server imports; only speculative decoding and
+# hierarchical caches call them.
 _UNUSED_KERNELS = (
     "assign_draft_cache_locs_contiguous_cpu",
     "assign_extend_cache_locs_cpu",
@@ -33,7 +33,7 @@ _UNUSED_KERNELS = (
     "fill_bonus_tokens_cpu",
     "verify_tree_greedy_cpu",
 )
-# Above this many (query, key) pairs of a padded prefill the mask itself costs memory: take SGLang's loop instead.
+# Above this many (query, key) pairs of a padded prefill the mask takes too much memory: use SGLang's loop instead.
 _MAX_PADDED_PAIRS = 1 << 24
 
 _libraries: list[torch.library.Library] = []  # operators live as long as these objects
@@ -41,7 +41,7 @@ _installed = False
 
 
 def install() -> bool:
-    """Make SGLang run here. Returns whether this is a CPU machine, hence whether anything was done."""
+    """Make SGLang run on a CPU machine. Returns whether this is one."""
     global _installed
     if torch.cuda.is_available():
         return False
@@ -56,10 +56,10 @@ def install() -> bool:
 
 
 def _install_torchvision_names() -> None:
-    """What sglang.srt imports for models of pictures, and nothing of it is called for a model of texts.
+    """Names that sglang.srt imports for vision models and that text models never call.
 
-    torchvision is no part of the CPU environment: its wheels in the registry are built for a CUDA build of torch, and
-    one that fails to load takes plain transformers' models along.
+    torchvision is not in the CPU environment: its wheels in the registry are built for a CUDA build of torch, and one
+    that fails to load breaks transformers' text models too.
     """
     from transformers.utils import is_torchvision_available
 
@@ -76,7 +76,7 @@ def _install_torchvision_names() -> None:
 
 
 def _install_kernel_names() -> None:
-    """A module `sgl_kernel` whose kernels raise when called, and the one operator that a server does call."""
+    """A module `sgl_kernel` whose kernels raise when called, and the one operator that a server calls."""
     module = types.ModuleType("sgl_kernel")
     module.__spec__ = importlib.machinery.ModuleSpec("sgl_kernel", None)
     module.__dict__["__version__"] = "0+cpu.stub"
@@ -104,14 +104,14 @@ def _patch_sglang() -> None:
 
     # The default allocator registers host memory with CUDA.
     host_pool.ALLOC_MEMORY_FUNCS["cpu"] = _allocate_host
-    # Seeded sampling comes with deterministic inference, which names the attention backends it trusts and swaps in
-    # batch-invariant Triton kernels. Torch attention below gives each request its own rows, so it may be trusted as far
-    # as rounding goes; there is no Triton here.
+    # Seeded sampling comes with deterministic inference, which allows only some attention backends and swaps in
+    # batch-invariant Triton kernels. The torch attention below gives each request its own rows, so it is invariant up
+    # to rounding; there is no Triton on CPUs.
     if "torch_native" not in choices.DETERMINISTIC_ATTENTION_BACKEND_CHOICES:
         choices.add_deterministic_attention_backend_choices(["torch_native"])
     batch_invariant_ops.enable_batch_invariant_mode = _do_nothing
     backend = TorchNativeAttnBackend
-    # Requests that fill up the batches of ranks which attend to fewer (attn_dp_size); as the AMX backend has it.
+    # Requests that pad the batches of ranks with fewer requests (attn_dp_size); as in the AMX backend.
     backend.get_cpu_graph_seq_len_fill_value = lambda _: 1
     backend.init_forward_metadata = _forgetting_slots(backend.init_forward_metadata)
     backend._run_sdpa_forward_decode = _batched_decode(backend._run_sdpa_forward_decode)
@@ -144,8 +144,8 @@ def _rotate_left(x: NDArray[np.uint32], bits: int) -> NDArray[np.uint32]:
 def murmur_hash32_blocks(blocks: list[NDArray[np.uint32]]) -> NDArray[np.uint32]:
     """MurmurHash3_x86_32 with seed 0 of messages given as 32-bit little-endian blocks (A. Appleby, public domain).
 
-    blocks broadcast against each other. numpy's uint32 wraps around as the hash wants it; torch has no such type to
-    compute with, and int64 takes eight times as long.
+    blocks broadcast against each other. numpy's uint32 wraps around as the hash needs; torch cannot compute with
+    uint32, and int64 takes eight times as long.
     """
     state = np.zeros_like(blocks[0])
     for block in blocks:
@@ -177,7 +177,7 @@ def murmur_hash32(seed: torch.Tensor, positions: torch.Tensor, col_indices: torc
 def padded_slots(
     req_to_token: torch.Tensor, req_pool_indices: torch.Tensor, seq_lens: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cache slots [B, longest] of every request, and which of them are real (bool, same shape); the rest are slot 0.
+    """Cache slots [B, longest] of every request, and which are real (bool, same shape); the others are slot 0.
 
     req_to_token [pool, longest context] holds the slots; req_pool_indices, seq_lens [B].
     """
@@ -188,9 +188,9 @@ def padded_slots(
 
 
 def _cached(cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    """What a cache [slots, kv_heads, d] has at slots [B, longest]: [B, kv_heads, longest, d].
+    """Rows of a cache [slots, kv_heads, d] at slots [B, longest]: [B, kv_heads, longest, d].
 
-    index_select copies whole rows, where cache[slots] looks up every number: six times as long."""
+    index_select copies whole rows; cache[slots], which takes six times as long, looks up every number."""
     return cache.index_select(0, slots.flatten()).view(*slots.shape, *cache.shape[1:]).transpose(1, 2)
 
 
@@ -209,7 +209,7 @@ def decode_attention(
     """
     keys, values = (_cached(cache, slots).to(query.dtype) for cache in (k_cache, v_cache))
     batch, heads, dim = query.shape
-    # The query heads that share a key head stand as rows of one small attention: no copy of keys per query head.
+    # Query heads that share a key head are rows of one attention, so keys are not copied per query head.
     rows = query.view(batch, keys.shape[1], heads // keys.shape[1], dim)
     attended = F.scaled_dot_product_attention(rows, keys, values, attn_mask=real[:, None, None, :], scale=scaling)
     return attended.reshape(batch, heads, -1)
@@ -250,7 +250,7 @@ def extend_attention(
 
 
 def _forgetting_slots(init_forward_metadata: Callable[..., None]) -> Callable[..., None]:
-    """The slots of a batch are the same in all layers: the first one looks them up. A new forward pass has others."""
+    """Forgets the slots of the last forward pass; within a pass they are the same in all layers."""
 
     def run(self: Any, forward_batch: object) -> None:
         self.slots = None
@@ -260,7 +260,7 @@ def _forgetting_slots(init_forward_metadata: Callable[..., None]) -> Callable[..
 
 
 def _batched_decode(per_request: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """SGLang's per-request method, kept for encoders and sliding windows alone."""
+    """Attention in one batch; SGLang's per-request method only for encoders and sliding windows."""
 
     def run(self: Any, query: torch.Tensor, output: torch.Tensor, *cache: Any, **options: Any) -> torch.Tensor:
         k_cache, v_cache, req_to_token, req_pool_indices, seq_lens, encoder_lens = cache
@@ -275,7 +275,8 @@ def _batched_decode(per_request: Callable[..., torch.Tensor]) -> Callable[..., t
 
 
 def _batched_extend(per_request: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """SGLang's per-request method, kept for encoders, sliding windows and prompts too long or uneven to be padded."""
+    """Attention in one batch; SGLang's per-request method for encoders, sliding windows, and prompts too long or uneven
+    to be padded."""
 
     def run(self: object, query: torch.Tensor, output: torch.Tensor, *cache: Any, **options: Any) -> torch.Tensor:
         k_cache, v_cache, req_to_token, req_pool_indices, seq_lens, prefix_lens, new_lens, encoder_lens = cache
@@ -296,16 +297,16 @@ def _batched_extend(per_request: Callable[..., torch.Tensor]) -> Callable[..., t
 
 
 def share_experts() -> None:
-    """Experts on several ranks, which SGLang has for GPUs alone; in schedulers."""
+    """In a scheduler: experts on several ranks, which SGLang supports only on GPUs."""
     from sglang.srt.layers.moe import fused_moe_native
 
     fused_moe_native.moe_forward_native = _with_own_experts(fused_moe_native.moe_forward_native)
 
 
 def _with_own_experts(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Experts of other ranks come as -1: here they are this rank's first, with weight 0.
+    """Experts of other ranks, given as -1, become this rank's first expert with weight 0.
 
-    One choice of each token after the other: SGLang counts an expert once a token.
+    Each token's choices are computed one by one, as SGLang counts an expert once a token.
     """
 
     def run(layer: Any, x: torch.Tensor, chosen: Any, *args: Any) -> Any:

@@ -32,7 +32,7 @@ from vapo_megatron.weights.fp8 import BLOCK, FP8, LARGEST, dequantize  # noqa: E
 
 
 def install_cpu_fp8() -> None:
-    """Give SGLang's layers in block FP8 (experts as well) and ModelOpt FP8 a form that runs on a CPU."""
+    """Let SGLang's layers in block FP8 (experts as well) and ModelOpt FP8 run on a CPU."""
     from sglang.srt.layers.quantization.fp8 import Fp8LinearMethod, Fp8MoEMethod
     from sglang.srt.layers.quantization.modelopt_quant import ModelOptFp8LinearMethod
 
@@ -45,7 +45,7 @@ def install_cpu_fp8() -> None:
 
 
 def _leave_as_loaded(self: Any, layer: torch.nn.Module) -> None:
-    """Kernels want other layouts; without them the parameters stay what the checkpoint has, and can be loaded again."""
+    """Kernels need other layouts; without kernels the parameters stay as in the checkpoint and can be loaded again."""
 
 
 def _apply_block(self: Any, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -54,7 +54,7 @@ def _apply_block(self: Any, layer: Any, x: Tensor, bias: Tensor | None = None) -
 
 
 def _no_runner(self: Any, layer: torch.nn.Module, moe_runner_config: Any) -> None:
-    """Runners choose among kernels."""
+    """There are no kernels to choose from."""
 
 
 def _apply_experts(self: Any, layer: Any, dispatch_output: Any) -> Any:
@@ -82,7 +82,7 @@ def _rounded_in_groups(x: Tensor) -> Tensor:
 
 
 def _apply_modelopt(self: Any, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
-    """weight_scale has one number for each of the layers that are stacked in the weight, input_scale likewise."""
+    """weight_scale and input_scale have one number for each of the layers that are stacked in the weight."""
     widths = torch.tensor(layer.logical_widths)
     weight = layer.weight.float() * layer.weight_scale.repeat_interleave(widths)[:, None]
     scale = layer.input_scale.max()
@@ -91,11 +91,11 @@ def _apply_modelopt(self: Any, layer: Any, x: Tensor, bias: Tensor | None = None
 
 
 def keep_versions_apart(scheduler: Any) -> None:
-    """Have SGLang's scheduler class keep apart what weights of different versions have cached and computed.
+    """Keep apart what different weight versions have cached and computed, in SGLang's scheduler class.
 
-    A weight sync that leaves responses in place leaves the cache as well. A request that still waits then, behind
-    others to the same prompt, would read what the old weights made of it, and be marked with the new version. So would
-    tokens that the overlapped scheduler has computed under the old weights and not recorded yet.
+    A weight sync in place keeps the cache. A request that is still waiting would then read what the old weights made of
+    its prompt for an earlier request, and be marked with the new version. So would tokens that the overlapped scheduler
+    has computed under the old weights and not recorded yet.
     """
     add, record = scheduler._add_request_to_queue, scheduler.record_weight_version_change
 
@@ -112,7 +112,7 @@ def keep_versions_apart(scheduler: Any) -> None:
             req.extra_key = get_serving().weight_version
         for batch, _ in getattr(self, "result_queue", ()):
             for req in batch.reqs:
-                # As in process_batch_result_prefill: these get a token.
+                # As in process_batch_result_prefill: the requests that get a token.
                 if not req.finished() and not req.is_retracted and req.inflight_middle_chunks <= 0:
                     event = WeightVersionEvent(old_version=old_version, num_output_tokens=len(req.output_ids) + 1)
                     req.weight_version_events.append(event)
@@ -120,17 +120,17 @@ def keep_versions_apart(scheduler: Any) -> None:
     scheduler._add_request_to_queue, scheduler.record_weight_version_change = add_request, record_change
 
 
-# Servers are killed, not ended: a file in /dev/shm would stay. The folder of temporary files goes with the server.
+# Servers are killed, so a file in /dev/shm would stay; the folder of temporary files is removed with the server.
 load_snapshot.shm_path_for = lambda instance: f"{tempfile.gettempdir()}/loads_{instance}.shm"
-# Memory that processes of a server share needs a name in /dev/shm: with the server's own number in it, whoever ends the
-# server finds it (owner_guard.remove_shared_memory).
+# Shared memory needs a name in /dev/shm. It contains the server's process group, by which it is found and removed
+# (owner_guard.remove_shared_memory).
 shm_broadcast.make_shm_name = parallel_state.make_shm_name = lambda kind: (
     f"sgl_shm_{kind}_{os.getpgrp()}_{uuid.uuid4().hex[:8]}"
 )
 
 
 def run_scheduler(*args: Any, **kwargs: Any) -> None:
-    """SGLang's scheduler, with weight updates that name what they could not place."""
+    """SGLang's scheduler with strict weight updates, heartbeats and versions kept apart."""
     beats_with(Scheduler, register("scheduler"))
     keep_versions_apart(Scheduler)
     install_strict_loading()
@@ -143,7 +143,7 @@ def run_scheduler(*args: Any, **kwargs: Any) -> None:
 
 
 def run_idle_detokenizer(*_: Any, **__: Any) -> None:
-    """Stands where SGLang wants a detokenizer: token-in token-out servers never send it anything."""
+    """Takes the place of SGLang's detokenizer, to which a server without a tokenizer sends nothing."""
     kill_itself_when_parent_died()
     register("detokenizer")
     while True:

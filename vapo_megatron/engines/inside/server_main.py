@@ -3,14 +3,13 @@
     python -m vapo_megatron.engines.inside.server_main LISTEN_FD OWNER_PID SCRATCH IDENTITY [SGLang args]
     python -m vapo_megatron.engines.inside.server_main check [SGLang args]
 
-LISTEN_FD is a bound TCP socket, inherited from the owner, so that no other process can take the port between its
-choice and its use. The owner's guard (owner_guard) ends this process with it, and removes the directory SCRATCH.
-IDENTITY, a JSON object, is what the server answers under IDENTITY_PATH; of its processes it tells under HEALTH_PATH
-(heartbeat.py). The key that requests must carry is in the environment; it is not given to SGLang, which would write it
-into its log.
+LISTEN_FD is a bound TCP socket, inherited from the owner so that no other process can take the port in between. The
+owner's guard (owner_guard) ends this process with the owner, and removes the directory SCRATCH. IDENTITY, JSON, is the
+answer at IDENTITY_PATH; HEALTH_PATH reports on the server's processes (heartbeat.py). The key that requests must
+carry is in the environment; SGLang does not get it, as it would write it into its log.
 
-With `check` no server starts: it ends with 0 where SGLang takes the arguments, else with another code and the reason as
-the last line of standard error.
+With `check` no server starts: the exit code is 0 if SGLang takes the arguments; if not, the reason is the last line of
+standard error.
 """
 
 import asyncio
@@ -35,8 +34,8 @@ IDENTITY_PATH = "vapo_engine"
 def main(argv: list[str]) -> None:
     listen_fd, owner_pid, scratch, identity, *engine_args = argv
     key = os.environ.pop(KEY_VARIABLE, "")
-    # Slurm's signals to save and stop go to every process of a job; how a server ends is its owner's affair. Blocked
-    # rather than ignored: SGLang sets handlers of its own, and its children inherit this.
+    # Slurm sends its signals to every process of a job; the owner decides when a server ends. They are blocked rather
+    # than ignored because SGLang sets its own handlers, and its children inherit this.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP})
     if not is_guarded(int(owner_pid), scratch):
         return
@@ -79,7 +78,7 @@ def main(argv: list[str]) -> None:
 
 
 def _answer_in_columns(app: Any, manager: Callable[[], Any]) -> None:
-    """The server's own ways to generate and abort, for trainers: columns instead of JSON (columns.py), many at once."""
+    """Routes to generate with an answer in columns instead of JSON (columns.py), and to abort many requests at once."""
     import orjson
     from fastapi import Request, Response
     from sglang.srt.managers.io_struct import GenerateReqInput
@@ -88,9 +87,9 @@ def _answer_in_columns(app: Any, manager: Callable[[], Any]) -> None:
     from vapo_megatron.weights.routed_experts import ExpertChoices
 
     async def generate(request: Request) -> Response:
-        """Take the JSON that SGLang's /generate takes for a list of prompts of token ids; a refusal is JSON, as there.
+        """Takes the JSON that SGLang's /generate takes for a list of prompts of token ids; a refusal is JSON as well.
 
-        expert_choices: the fields of an ExpertChoices, where experts are asked for.
+        expert_choices: the fields of an ExpertChoices, if experts are requested.
         """
         try:
             body = orjson.loads(await request.body())
@@ -99,13 +98,13 @@ def _answer_in_columns(app: Any, manager: Callable[[], Any]) -> None:
         except (ValueError, TypeError) as error:
             refusal = orjson.dumps({"error": {"message": str(error)}})
             return Response(refusal, status_code=400, media_type="application/json")
-        # In a thread: experts of a group take a second, in which other requests go on.
+        # In a thread: the experts of a group take a second, during which other requests go on.
         experts = None if choices is None else ExpertChoices(**choices)
         message = await asyncio.to_thread(columns.pack, answers, experts, body["input_ids"])
         return Response(message, media_type=columns.MEDIA_TYPE)
 
     async def abort(request: Request) -> None:
-        """Take a JSON list of names of responses, and end those of them that run: SGLang's way takes one a request."""
+        """Takes a JSON list of names of responses and ends those that run; SGLang's own route takes one name."""
         for name in orjson.loads(await request.body()):
             manager().abort_request(name)
 
@@ -114,7 +113,7 @@ def _answer_in_columns(app: Any, manager: Callable[[], Any]) -> None:
 
 
 def _then_fork(set_envs_and_config: Callable[[object], None]) -> Callable[[object], None]:
-    """SGLang spawns its children for the sake of CUDA; without CUDA a fork saves a second import of everything."""
+    """SGLang spawns its children because of CUDA; without CUDA, a fork saves importing everything again."""
 
     def run(server_args: object) -> None:
         set_envs_and_config(server_args)
@@ -124,7 +123,7 @@ def _then_fork(set_envs_and_config: Callable[[object], None]) -> Callable[[objec
 
 
 def check_arguments(argv: Sequence[str]) -> None:
-    """Have SGLang read the arguments of a server; ends this process where it refuses them."""
+    """Have SGLang parse the arguments of a server; ends this process if it refuses them."""
     from vapo_megatron.engines.inside import cpu_shim
 
     cpu_shim.install()
