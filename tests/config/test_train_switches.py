@@ -104,6 +104,15 @@ def load(tmp_path: Path, *overrides: str) -> TrainConfig:
             ],
             "shaping.soft_overlong with shaping.truncated=bootstrap",
         ),
+        (
+            ["algorithm.update.rollout_logprobs_within=0.01", "rollout.router_replay=true"],
+            "with rollout.router_replay=tr",
+        ),
+        (["algorithm.update.rollout_logprobs_within=0.01", "sampling.top_p=0.9"], "sampling.top_p=0.9"),
+        (
+            ["preset=vapo_direct", "critic.kind=probe", "algorithm.update.rollout_logprobs_within=0.01"],
+            "rollout_logprobs_within=0.01 with critic.kind=probe",
+        ),
         (["algorithm.update={minibatch_size: 8, minibatches: 2}"], "minibatch_size=8 with minibatches=2"),
         (["preset=rloo", "algorithm.update.minibatch_size=64"], "minibatch_size=64 with minibatches=1"),
         (

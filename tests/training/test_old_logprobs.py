@@ -110,3 +110,57 @@ def test_it_fires_only_where_it_is_exact(algorithm: dict[str, Any], fires: bool)
     update = {"minibatch_size": 6} | algorithm.get("update", {})
     config = AlgorithmConfig.model_validate({**algorithm, "update": update})
     assert update_gives_logprobs(config, spread(make_batch())) is fires
+
+
+def skipped_pass(model_dir: Path, layout: LayoutConfig, within: float | None, apart: float, temperature: float) -> Any:
+    """Score and two policy updates on responses whose engine is so far from the trainer; the row and the weights."""
+    config = AlgorithmConfig.model_validate({"update": {"minibatch_size": 3, "rollout_logprobs_within": within}})
+    actor = make_trainable(model_dir, "lm", layout=layout, max_tokens_per_microbatch=40, temperature=temperature)
+    whole = make_batch()
+    whole.rollout_logprobs = actor.score(whole, temperature=1.0)[:, 0] + apart
+    batch = spread(whole)
+    with Recorder(Path("unused"), MonitoringConfig(), is_main_rank=False) as recorder:
+        score(Models(actor), batch, config, recorder)
+        own = batch.own
+        assert own.old_logprobs is not None
+        from_engine = bool(torch.equal(own.old_logprobs, own.rollout_logprobs))
+        batch.fill(selected=torch.ones(batch.samples, dtype=torch.bool))
+        advantages = torch.randn(batch.response_tokens, generator=torch.Generator().manual_seed(3))
+        bounds = offsets(batch.table.response_lengths)
+        own.advantages = advantages[bounds[batch.at_home.start] : bounds[batch.at_home.stop]]
+        update_policy(Models(actor), batch, config, "1/1", recorder)
+        row = recorder.write(1)
+    return row, from_engine, float(actor.score(make_batch()).double().square().sum())
+
+
+@pytest.mark.parametrize(("world_size", "layout"), [(1, LayoutConfig()), (2, LayoutConfig()), (2, LayoutConfig(tp=2))])
+def test_log_probs_of_engines_that_agree_spare_the_pass(model_dir: Path, world_size: int, layout: LayoutConfig) -> None:
+    scored = run_ranks(world_size, skipped_pass, model_dir, layout, None, 0.0, 1.0)
+    spared = run_ranks(world_size, skipped_pass, model_dir, layout, 1e-4, 0.0, 1.0)
+    for (row, from_engine, total), (expected, _, expected_total) in zip(spared, scored, strict=True):
+        assert from_engine and row["actor/rollout_logprobs_used"] == 1 and "actor/rollout_logprobs_used" not in expected
+        assert total == pytest.approx(expected_total, rel=1e-6), "the same updates"
+        for name in ("actor/policy_loss", "actor/grad_norm", "actor/approx_kl", "actor/ratio_mean"):
+            assert row[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-6), name
+        assert row["actor/entropy"] == pytest.approx(expected["actor/entropy"], rel=0.2), "of a part of the responses"
+
+
+@pytest.mark.parametrize(("apart", "temperature"), [(2e-4, 1.0), (0.0, 0.7), (float("nan"), 1.0)])
+def test_engines_that_are_too_far_are_not_believed(model_dir: Path, apart: float, temperature: float) -> None:
+    """Off by twice the bound; of another temperature than the trainer's; no numbers at all."""
+    ((row, from_engine, total),) = run_ranks(1, skipped_pass, model_dir, LayoutConfig(), 1e-4, apart, temperature)
+    ((_, _, expected),) = run_ranks(1, skipped_pass, model_dir, LayoutConfig(), None, apart, temperature)
+    assert not from_engine and row["actor/rollout_logprobs_used"] == 0 and total == expected
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "named"),
+    [
+        ({"importance_sampling": {"kind": "tis"}}, "importance_sampling.kind=tis"),
+        ({"advantage": {"off_policy": "vtrace"}}, "advantage.off_policy=vtrace"),
+        ({"metrics_function": FUNCTION}, "metrics_function="),
+    ],
+)
+def test_what_reads_the_trainers_log_probs_is_refused_beside_the_engines(algorithm: dict[str, Any], named: str) -> None:
+    with pytest.raises(ValueError, match=f"rollout_logprobs_within=0.001 with {named}"):
+        AlgorithmConfig.model_validate({**algorithm, "update": {"rollout_logprobs_within": 1e-3}})

@@ -152,6 +152,12 @@ class UpdateConfig(Section):
     )
     minibatch_unit: Literal["samples", "groups"] = Field("samples", description="responses, or prompts with all theirs")
     epochs: int = Field(1, ge=1, description="passes over a rollout")
+    rollout_logprobs_within: float | None = Field(
+        None,
+        gt=0,
+        description="take the engines' log-probs for the old ones, without a pass that computes them, where those of "
+        "every sixteenth response are on average at most so far from the trainer's; none: compute all of them",
+    )
     critic_updates_per_policy_update: int = Field(1, ge=1, description="passes of the critic for one of the policy")
 
     def size(self, samples: int, groups: int) -> int:
@@ -213,6 +219,12 @@ class AlgorithmConfig(Section):
             "importance_sampling.kind!=none",
             "policy_loss.kind=sao|dppo",
             "its ratio is to the rollout policy already, set importance_sampling.kind=none",
+        ),
+        (
+            "update.rollout_logprobs_within",
+            "importance_sampling.kind!=none, advantage.off_policy!=none, advantage.function, filter_function, "
+            "metrics_function",
+            "that reads the trainer's log-prob of every token, set one of them back",
         ),
     )
 

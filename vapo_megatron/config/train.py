@@ -130,6 +130,12 @@ class TrainConfig(Section):
             "its greedy responses are of newer weights than the others, choose another estimator",
         ),
         (
+            "algorithm.update.rollout_logprobs_within",
+            f"critic.kind=probe & algorithm.advantage.estimator=gae, rollout.router_replay, {_OLD_RESPONSES}, "
+            "rollout.windows>1",
+            "that needs the pass that computes the trainer's, set one of them back",
+        ),
+        (
             "rollout.windows>1",
             f"algorithm.shaping.truncated!=window, {_CHOOSES_GROUPS}, algorithm.advantage.function, "
             "algorithm.policy_loss.kind=gspo",

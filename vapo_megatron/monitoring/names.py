@@ -22,6 +22,7 @@ CLIP_HIGH = "actor/clip_fraction_high"
 ACTOR_GRAD_NORM = "actor/grad_norm"
 TRAIN_INFER_KL = "actor/train_infer_kl"  # k3 estimate of KL(rollout policy || trainer's policy), mean over tokens
 TRAIN_INFER_KL_MAX = "actor/train_infer_kl_max"
+ROLLOUT_LOGPROBS = "actor/rollout_logprobs_used"
 REFERENCE_KL = "actor/ref_kl"  # k3 estimate of KL(policy || reference policy), mean over tokens
 REFERENCE_KL_MAX = "actor/ref_kl_max"
 

@@ -3,19 +3,25 @@
 from collections.abc import Callable
 from functools import partial
 
+import torch
 from torch import Tensor
 
+from vapo_megatron.algorithms.kl import k3
 from vapo_megatron.config.algorithm import AlgorithmConfig
 from vapo_megatron.config.value import ValueLossConfig
 from vapo_megatron.data.batch import ExperienceBatch
 from vapo_megatron.megatron.offload import Phase
 from vapo_megatron.megatron.probe import Probe
 from vapo_megatron.megatron.trainable import Trainable
+from vapo_megatron.monitoring import names
 from vapo_megatron.monitoring.recorder import Recorder
 from vapo_megatron.training.losses import values_of
 from vapo_megatron.training.metrics import policy_metrics, reference_metrics
 from vapo_megatron.training.models import Models
-from vapo_megatron.training.shards import ShardedBatch
+from vapo_megatron.training.shards import ShardedBatch, seat
+
+# Responses of which one is scored where engines may stand in for the trainer.
+_ONE_OF = 16
 
 
 def score(models: Models, batch: ShardedBatch, config: AlgorithmConfig, recorder: Recorder) -> None:
@@ -31,12 +37,40 @@ def score(models: Models, batch: ShardedBatch, config: AlgorithmConfig, recorder
         batch.own.ref_logprobs = outputs[:, 0].contiguous()
     states: list[Tensor] | None = [] if isinstance(models.critic, Probe) else None
     spared = states is None and update_gives_logprobs(config, batch)
-    if not spared:
+    if not spared and not engines_agree(models, batch, config, recorder):
         record_policy(batch, of_all(models, models.actor, batch, "score_policy", recorder, states=states), recorder)
         batch.own.hidden_states = states.pop() if states else None
     if models.critic is not None:
         read = partial(values_of, config=config.value_loss)
         batch.own.values = of_all(models, models.critic, batch, "score_values", recorder, read)[:, 0].contiguous()
+
+
+def engines_agree(models: Models, batch: ShardedBatch, config: AlgorithmConfig, recorder: Recorder) -> bool:
+    """Collective: whether the engines' log-probs are near enough to the trainer's (update.rollout_logprobs_within), by
+    some of the responses; they are old_logprobs then, and metrics of the policy are of these responses."""
+    within = config.update.rollout_logprobs_within
+    if within is None:
+        return False
+    step = max(1, min(_ONE_OF, batch.samples // seat()[1]))
+    part = batch.part(models.actor, range(0, batch.samples, step))
+    models.memory.enter("score_policy")
+    with recorder.phase("score_policy", total=part.whole.samples) as advance:
+        outputs = models.actor.score(part.batch, on_done=advance, share=part.share)
+    sums = torch.zeros(4, dtype=torch.float64)
+    if len(part.reported[seat()[0]]):
+        logprobs, entropies = outputs.double().unbind(1)
+        rollout = part.batch.rollout_logprobs.double()
+        parts = torch.ones_like(rollout), (logprobs - rollout).abs(), k3(rollout, logprobs), entropies
+        sums = torch.stack([x.sum() for x in parts])
+    tokens, apart, divergence, entropy = batch.summed(sums).tolist()
+    agree = bool(apart <= within * tokens)
+    recorder.add({names.ROLLOUT_LOGPROBS: float(agree)})
+    if agree:
+        batch.own.old_logprobs = batch.own.rollout_logprobs.clone()
+        recorder.add({names.TRAIN_INFER_KL: divergence / tokens, names.ENTROPY: entropy / tokens})
+        if batch.own.ref_logprobs is not None:
+            recorder.add(reference_metrics(batch))
+    return agree
 
 
 def of_all(
