@@ -1,6 +1,5 @@
 """Megatron's schedule over the micro-batches of one rank: forward, backward, and what goes between pipeline stages."""
 
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -48,17 +47,13 @@ class Schedule:
         consume: Callable[..., Any],
         temperature: float,
         forward_only: bool = False,
-        on_forward: Callable[[float], None] = lambda _: None,
     ) -> None:
-        """Collective. consume gets (micro-batch, last stage's output), and on_forward the part of all forward passes
-        that is done; models: this rank's chunks."""
-        passes = itertools.count(1)
+        """Collective. consume gets (micro-batch, last stage's output); models: this rank's chunks."""
         for model in models:
             model.train(not forward_only)
 
         def forward_step(data: Iterator[MicroBatch], model: Any) -> tuple[Tensor, Callable[..., Any]]:
             microbatch = next(data)
-            on_forward(next(passes) / (len(microbatches) * len(models)))
             return self._forward(model, microbatch, temperature), partial(consume, microbatch)
 
         extra: dict[str, Any] = {}

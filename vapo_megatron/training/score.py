@@ -84,21 +84,20 @@ def of_all(
 ) -> Tensor:
     """Collective: a model's outputs (Trainable.score) for all samples, and its states, at home: [own T, ...]."""
     models.memory.enter(phase)
-    with recorder.phase(phase, total=batch.samples) as advance:
-        return score_all(model, batch, advance, read, states)
+    with recorder.phase(phase):
+        return score_all(model, batch, read, states)
 
 
 def score_all(
     model: Trainable | Probe,
     batch: ShardedBatch,
-    advance: Callable[[int], None] | None = None,
     read: Callable[[Tensor], Tensor] | None = None,
     states: list[Tensor] | None = None,
 ) -> Tensor:
     """Collective: what Trainable.score says of all samples, at home: [own T, ...]."""
     part = batch.part(model, range(batch.samples))
     score = model.score if states is None or isinstance(model, Probe) else partial(model.score, states=states)
-    outputs = score(part.batch, on_done=advance, read=read, share=part.share)
+    outputs = score(part.batch, read=read, share=part.share)
     if states:
         states[:] = [batch.bring_home(part, states[0])]
     return batch.bring_home(part, outputs)
@@ -118,9 +117,7 @@ def record_policy(batch: ShardedBatch, outputs: Tensor, recorder: Recorder) -> N
         recorder.add(reference_metrics(batch))
 
 
-def values(
-    critic: Trainable, batch: ExperienceBatch, config: ValueLossConfig, advance: Callable[[int], None] | None = None
-) -> Tensor:
+def values(critic: Trainable, batch: ExperienceBatch, config: ValueLossConfig) -> Tensor:
     """Collective: the critic's value of the state before every response token of a batch that every rank has whole,
     float32 [T]."""
-    return critic.score(batch, on_done=advance, read=partial(values_of, config=config))[:, 0].contiguous()
+    return critic.score(batch, read=partial(values_of, config=config))[:, 0].contiguous()
