@@ -205,7 +205,7 @@ def _train_case(
         steps.append(result.metrics | {"grad_norm": result.grad_norm})
         gradients = _gradients(trainable)
         if split.offload == "always":
-            trainable.onload_only()
+            trainable.offloader.onload_only()
     scores = trainable.score(batch).numpy()
     weights = _tensors(trainable)
     if dist.get_rank() != 0:

@@ -99,11 +99,11 @@ def phases(trainable: Trainable, sleeps: bool) -> list[Any]:
     loss = loss_of(trainable, batch)
     for _ in range(3):
         if sleeps:
-            trainable.onload_only()
-            trainable.onload_only("weights")
+            trainable.offloader.onload_only()
+            trainable.offloader.onload_only("weights")
         found.append(trainable.score(batch).tolist())
         if sleeps:
-            trainable.onload_only(*PARTS)
+            trainable.offloader.onload_only(*PARTS)
         found.append(trainable.train_step(batch, range(batch.samples), loss).grad_norm)
     return found
 
@@ -153,12 +153,12 @@ def test_sleep_gives_the_memory_back(tmp_path: Path) -> None:
     trainable = make(wide, offload="always", precision=fp8, layout=LayoutConfig())
     batch = make_batch()
     trainable.train_step(batch, range(batch.samples), loss_of(trainable, batch))
-    held = sum(part.device for part in trainable.footprint().values())
-    trainable.onload_only()
-    assert all(part.device == 0 for part in trainable.footprint().values())
+    held = sum(part.device for part in trainable.offloader.footprint().values())
+    trainable.offloader.onload_only()
+    assert all(part.device == 0 for part in trainable.offloader.footprint().values())
     left, taken = torch.cuda.memory_allocated() - before, free_before - torch.cuda.mem_get_info()[0]
     assert left < 0.02 * held, f"{left} of {held} bytes are still allocated"
     assert taken < 0.2 * held, "the driver did not get the memory back"
-    trainable.onload_only("weights")
-    weights = trainable.footprint()["weights"].device
+    trainable.offloader.onload_only("weights")
+    weights = trainable.offloader.footprint()["weights"].device
     assert weights < torch.cuda.memory_allocated() - before < 1.1 * weights + left

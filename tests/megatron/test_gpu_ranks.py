@@ -58,7 +58,7 @@ def steps(model_dir: Path, layout: LayoutConfig, precision: dict[str, Any]) -> F
     loss, scores = loss_of(trainable, batch), [trainable.score(batch)]
     for _ in range(2):
         norms.append(trainable.train_step(batch, range(batch.samples), loss).grad_norm)
-        trainable.onload_only()
+        trainable.offloader.onload_only()
     scores.append(trainable.score(batch))
     return [score.flatten().tolist() for score in scores], norms
 

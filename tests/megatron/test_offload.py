@@ -50,13 +50,13 @@ def train(model_dir: Path, dtype: str, optimizer: dict[str, Any], sleeps: bool) 
     batch, found, held = make_batch(), [], []
     loss = loss_of(trainable, batch)
     for _ in range(STEPS):
-        trainable.onload_only()
+        trainable.offloader.onload_only()
         held.append(bytes_held(trainable))
-        trainable.onload_only("weights")
+        trainable.offloader.onload_only("weights")
         found.append(float(trainable.score(batch).double().sum()))
-        trainable.onload_only("weights", "gradients", "optimizer")
+        trainable.offloader.onload_only("weights", "gradients", "optimizer")
         found.append(trainable.train_step(batch, range(batch.samples), loss).grad_norm)
-    trainable.onload_only()
+    trainable.offloader.onload_only()
     found.append(trainable.train_step(batch, range(batch.samples), loss).grad_norm)  # wakes what it needs
     return found, weights_digest(trainable), held
 
@@ -140,7 +140,7 @@ class Model:
 
 def test_nothing_leaves_for_rollouts_of_engines_elsewhere() -> None:
     log: list[int] = []
-    models = {"actor": Model(PARTS, log), "critic": Model(PARTS, log)}
+    models: dict[str, Any] = {"actor": Model(PARTS, log), "critic": Model(PARTS, log)}
     memory = MemoryPlan(models, shares_device=False)
     for phase, onloaded in (("weight_sync", ("weights",)), ("rollout", ("weights",)), ("update_policy", PARTS)):
         memory.enter(phase)
@@ -150,7 +150,8 @@ def test_nothing_leaves_for_rollouts_of_engines_elsewhere() -> None:
 
 
 def test_a_policy_that_is_its_own_reference_is_on_the_device_for_it() -> None:
-    actor, critic = Model(PARTS, []), Model(PARTS, [])
+    actor: Any = Model(PARTS, [])
+    critic: Any = Model(PARTS, [])
     memory = MemoryPlan({"actor": actor, "critic": critic})
     memory.enter("score_reference")
     assert actor.onloaded == {"weights"} and not critic.onloaded
@@ -158,7 +159,11 @@ def test_a_policy_that_is_its_own_reference_is_on_the_device_for_it() -> None:
 
 def test_phases_hold_what_they_name_and_free_before_they_take() -> None:
     log: list[int] = []
-    models = {"actor": Model(PARTS, log), "critic": Model(PARTS, log), "reference": Model(("weights",), log)}
+    models: dict[str, Any] = {
+        "actor": Model(PARTS, log),
+        "critic": Model(PARTS, log),
+        "reference": Model(("weights",), log),
+    }
     memory = MemoryPlan(models)
     for phase, held in ONLOADED.items():
         before = sum(len(model.onloaded) for model in models.values())

@@ -125,7 +125,7 @@ def attempt(
 
     def noted_step(batch: ExperienceBatch, samples: range, *args: Any) -> Any:
         seen.steps.append([tokens_of(batch, s) for s in samples])
-        seen.onloaded += sorted(critic.onloaded)
+        seen.onloaded += sorted(critic.offloader.onloaded)
         return train_step(batch, samples, *args)
 
     def noted_score(batch: ExperienceBatch, *args: Any, **kwargs: Any) -> Any:

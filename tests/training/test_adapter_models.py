@@ -44,7 +44,7 @@ def two_steps(folder: Path, switches: dict[str, Any]) -> dict[str, Any]:
             update_critic(models, batch, algorithm, "1/1", recorder)
             update_policy(models, batch, algorithm, "1/1", recorder)
             rows.append(recorder.write(1))
-    sizes = {model.name: model.footprint() for model in models.trained}
+    sizes = {model.name: model.offloader.footprint() for model in models.trained}
     if models.base is not None:
         sizes["base"] = models.base.footprint()
     after = {model.name: state_of(model) for model in models.trained}

@@ -86,7 +86,7 @@ def onloaded(folder: Path, offload: str) -> list[bool]:
     found = []
     for phase in ("update_critic", "rollout", "update_policy"):
         models.memory.enter(phase)  # type: ignore[arg-type]
-        found.append(models.critic.onloaded == frozenset(PARTS))
+        found.append(models.critic.offloader.onloaded == frozenset(PARTS))
     return found
 
 

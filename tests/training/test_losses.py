@@ -209,9 +209,9 @@ def frozen_scores(model_dir: Path, layout: LayoutConfig) -> Any:
     loss = policy_loss(batch, actor.score(batch)[:, 0], SETTINGS["k3"])
 
     def difference() -> float:
-        reference.onload_only(*PARTS)
+        reference.offloader.onload_only(*PARTS)
         found = float((reference.score(batch) - actor.score(batch)).abs().max())
-        reference.onload_only()
+        reference.offloader.onload_only()
         return found
 
     found = [difference()]

@@ -71,6 +71,10 @@ class Table(Planner):
         self.kept: list[bool] = []
         self.given: list[set[str]] = []
 
+    @property
+    def offloader(self) -> "Table":
+        return self
+
     def onload_only(self, *parts: str) -> None:
         self.onloaded = frozenset(parts)
 

@@ -168,9 +168,9 @@ class StateSaver:
         with making_room():
             plans = {}
             for key, saved in run.models.items():
-                onloaded = saved.model.onloaded
+                onloaded = saved.model.offloader.onloaded
                 plans[key] = self._models[key].plan(folder / key)
-                saved.model.onload_only(*onloaded)
+                saved.model.offloader.onload_only(*onloaded)
             writers: list[Callable[[Path], None]] = [partial(_write_generators, rank, rng_state())]
             if rank == 0:
                 writers += self._rank_zero_writers(snapshot)

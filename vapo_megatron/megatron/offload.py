@@ -7,7 +7,7 @@ memory on a stream of their own; on the CPU the same code moves the same bytes.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal, Protocol, get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor, UntypedStorage
@@ -200,19 +200,10 @@ ONLOADED: Mapping[Phase, Mapping[str, frozenset[Part]]] = {
 _GIB = 2**30
 
 
-class Offloadable(Protocol):
-    """A model that can leave the device in parts."""
-
-    @property
-    def onloaded(self) -> frozenset[Part]: ...
-    def onload_only(self, *parts: Part) -> None: ...
-    def footprint(self) -> dict[Part, Footprint]: ...
-
-
 class MemoryPlan:
     """Moves models between phases, and keeps what each phase held when it ended."""
 
-    def __init__(self, models: Mapping[str, Offloadable], shares_device: bool = True) -> None:
+    def __init__(self, models: Mapping[str, Offloader], shares_device: bool = True) -> None:
         """models by name, as ONLOADED has them. shares_device: with engines; else nothing sleeps for rollouts."""
         self._models, self._shares_device = dict(models), shares_device
         self._phase: Phase | None = None

@@ -21,7 +21,7 @@ from vapo_megatron.megatron.adapters import add_adapters, freeze_base, without_a
 from vapo_megatron.megatron.layer_spec import parameters_of
 from vapo_megatron.megatron.mesh import Mesh, check_model_layout
 from vapo_megatron.megatron.model import build_model, transformer_config
-from vapo_megatron.megatron.offload import Footprint, Offloader, Part, bytes_of, distinct_storages
+from vapo_megatron.megatron.offload import Offloader, Part, bytes_of, distinct_storages
 from vapo_megatron.megatron.optimizer import GuardedStep, make_optimizer, optimizer_tensors, sum_model_grads, wrap
 from vapo_megatron.megatron.platform import current_platform
 from vapo_megatron.megatron.precision import check_trainable, drop_fp8_copies
@@ -83,7 +83,7 @@ class Trainable:
         # A reference works once a step: it always makes room where room is short.
         asked = "auto" if name == "reference" and config.offload == "never" else config.offload
         self._sleeps = asked == "always" or (asked == "auto" and platform.is_cuda)
-        self._offloader = Offloader(self._tensors, platform, self._sleeps, self._before_offload)
+        self.offloader = Offloader(self._tensors, platform, self._sleeps, self._before_offload)
         # Frozen weights that two models have in common, once in memory; a model of its own to the memory plan.
         self.base: Offloader | None = None
         self._shared: set[int] = set()
@@ -143,13 +143,8 @@ class Trainable:
     def optimizer(self) -> Any:
         """Megatron's optimizer with its states onloaded; None for a model that is not trained."""
         if self._optimizer is not None:
-            self._offloader.require("optimizer")
+            self.offloader.require("optimizer")
         return self._optimizer
-
-    @property
-    def onloaded(self) -> frozenset[Part]:
-        """The parts that are on the device."""
-        return self._offloader.onloaded
 
     @property
     def updates(self) -> int:
@@ -187,14 +182,6 @@ class Trainable:
         assert self.chunks  # complete, and on the device
         return list(distinct_storages(self._tensors("weights")).values())
 
-    def onload_only(self, *parts: Part) -> None:
-        """Have exactly these parts on the device; the rest is offloaded (see TrainableConfig.offload)."""
-        self._offloader.onload_only(*parts)
-
-    def footprint(self) -> dict[Part, Footprint]:
-        """Bytes of each part now, by place."""
-        return self._offloader.footprint()
-
     def _tensors(self, part: Part) -> Iterator[Tensor]:
         """The tensors of a part."""
         buffers = [b for chunk in self.wrapped for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
@@ -208,7 +195,7 @@ class Trainable:
             yield from optimizer_tensors(self._optimizer)
 
     def _require(self, *parts: Part) -> None:
-        self._offloader.require(*parts)
+        self.offloader.require(*parts)
         if self.base is not None:
             self.base.require("weights")
 
@@ -333,7 +320,7 @@ class Trainable:
         returned before the step, for these samples; 0 elsewhere."""
         kept: list[tuple[MicroBatch, Tensor]] | None = [] if keep_outputs else None
         totals = self._backward(batch, samples, loss, kept)
-        self._offloader.require("optimizer")
+        self.offloader.require("optimizer")
         metrics = totals.over_ranks()
         grad_norm, updated = self._step(partial(self._accepts_update, metrics))
         self._gathering = self.wrapped[0].ddp_config.overlap_param_gather

@@ -12,7 +12,7 @@ from vapo_megatron.collectives import on_rank_zero
 from vapo_megatron.config.policy import KlConfig
 from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.megatron.mesh import Mesh, make_mesh
-from vapo_megatron.megatron.offload import MemoryPlan, Offloadable, Offloader
+from vapo_megatron.megatron.offload import MemoryPlan, Offloader
 from vapo_megatron.megatron.probe import PROBE_FILE, Probe
 from vapo_megatron.megatron.trainable import Trainable
 from vapo_megatron.training.skipped_updates import SkippedUpdates
@@ -52,9 +52,7 @@ class Models:
     updates: SkippedUpdates = field(init=False, default_factory=SkippedUpdates)
 
     def __post_init__(self) -> None:
-        every: dict[str, Offloadable] = {
-            model.name: model for model in (*self.trained, self.reference) if model is not None
-        }
+        every = {model.name: model.offloader for model in (*self.trained, self.reference) if model is not None}
         self.memory = MemoryPlan(every | ({} if self.base is None else {"base": self.base}), self.shares_device)
 
     @property
@@ -96,7 +94,7 @@ def load_models(config: TrainConfig, resumed: Resumed | None) -> Models:
     for name, source in sources.items():
         models[name] = _load(name, source, config, meshes, resumed, models.get("actor"))
     base = models["actor"].base
-    models["actor"].onload_only()
+    models["actor"].offloader.onload_only()
     if base is not None:
         base.onload_only()
     critic: Trainable | Probe | None = models.get("critic")
@@ -142,7 +140,7 @@ def _load(
         resumed.load(model, name)
     # The actor's frozen weights, where they are to be shared, must not have got a place of its own in host memory.
     if name != "actor" or not config.shares_base:
-        model.onload_only()
+        model.offloader.onload_only()
     return model
 
 
