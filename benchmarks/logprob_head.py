@@ -20,7 +20,7 @@ from torch import Tensor
 
 from benchmarks.common import in_turns, memory_gauge, one_rank, parser, publish, ratio_figure
 from vapo_megatron.config.model import logits_rows
-from vapo_megatron.megatron.heads import logprobs_and_entropy
+from vapo_megatron.megatron.heads import LogProbs
 from vapo_megatron.megatron.platform import current_platform
 
 Head = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -41,7 +41,10 @@ def measure(name: str, given: argparse.Namespace, entropy: bool) -> tuple[list[f
     labels = torch.randint(0, given.words, (given.tokens,), generator=generator).to(device)
 
     def chunked(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        return logprobs_and_entropy(hidden, weight, labels, group=dist.group.WORLD, chunk=given.chunk)
+        outputs: tuple[Tensor, Tensor] = LogProbs.apply(
+            hidden, weight, labels, given.words, 1.0, dist.group.WORLD, given.chunk
+        )
+        return outputs
 
     head: Head = {"plain": plain, "chunked": chunked}[name]
 

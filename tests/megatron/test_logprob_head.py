@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from trainables import make_trainable, policy_loss
 
 from vapo_megatron.config.model import ActorConfig, LayoutConfig, ModelConfig
-from vapo_megatron.megatron.heads import ValueHead, logprobs_and_entropy
+from vapo_megatron.megatron.heads import LogProbs, ValueHead
 from vapo_megatron.megatron.trainable import Trainable
 from vapo_megatron.weights.spec import read_spec
 
@@ -68,7 +68,7 @@ def outputs_of(logits: Tensor, labels: Tensor) -> Tensor:
 def single_rank(hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int = CHUNK) -> Tensor:
     """The same without whole logits, where the vocabulary is not cut."""
     group = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
-    found = logprobs_and_entropy(hidden, weight, labels, group=group, chunk=chunk, temperature=TEMPERATURE)
+    found = LogProbs.apply(hidden, weight, labels, group.size() * len(weight), TEMPERATURE, group, chunk)
     return torch.stack(found, -1)
 
 

@@ -1,7 +1,6 @@
 """What a model computes in: refusals by name, Megatron's settings, alignment of packed tokens, bfloat16 against
 float32, and recomputation. What needs a GPU is in test_gpu_precision.py."""
 
-import importlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -221,13 +220,3 @@ def test_recomputation_reaches_megatron(spec: ModelSpec) -> None:
     assert (selective.recompute_granularity, selective.recompute_modules) == ("selective", ["core_attn"])
     block = config(granularity="full", layers=3)
     assert (block.recompute_method, block.recompute_num_layers) == ("uniform", 3)
-
-
-def test_flash_attention_is_there_where_its_kernels_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """flash-attn-4, which SGLang asks for, brings a package flash_attn that Transformer Engine can take nothing of."""
-    monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "flash_attn" / "cute").mkdir(parents=True)
-    assert not H100.has_flash_attention
-    (tmp_path / "flash_attn_2_cuda.py").touch()
-    importlib.invalidate_caches()
-    assert H100.has_flash_attention and not current_platform().has_flash_attention

@@ -31,15 +31,8 @@ class LowRank(torch.nn.Module):
     def __init__(
         self, rule: Rule, config: AdapterConfig, spec: ModelSpec, mesh: Mesh, like: Tensor, sequence_cut: bool
     ) -> None:
-        """
-        Args:
-            rule: of the layer's weight.
-            config: rank and alpha.
-            spec: of the model.
-            mesh: its layout.
-            like: the layer's weight, whose dtype and device both halves have.
-            sequence_cut: whether tensor-parallel ranks share out the tokens between layers (sequence parallelism).
-        """
+        """rule: the rule of the layer's weight `like`, whose dtype and device both halves have. sequence_cut: whether
+        tensor-parallel ranks share out the tokens between layers (sequence parallelism)."""
         super().__init__()
         self.rule, self.rank, self.scale = rule, config.rank, config.alpha / config.rank
         self.enabled, self.row, self.sequence_cut, self.tp_group = True, is_row_parallel(rule), sequence_cut, mesh.pg.tp

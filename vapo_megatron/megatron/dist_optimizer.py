@@ -93,13 +93,15 @@ def _optimizer_states(trainable: Trainable, state: dict[str, Any]) -> list[tuple
 
 
 def _load_states(part: Any, weights: dict[str, Any], load: Load) -> None:
-    """Collective: all ranks read equally often, whatever they hold; pipeline stages differ."""
-    portions = reads(part, weights)
+    """Collective: read a portion of the parameters after the other, so that a rank holds one at a time. All ranks read
+    equally often, whatever they hold; pipeline stages differ."""
+    portions = list(batches(whole_parameters(part, weights), lambda whole: whole.nbytes, _READ_BYTES))
     most = torch.tensor(len(portions), device=current_platform().device)
     dist.all_reduce(most, op=dist.ReduceOp.MAX)
     for number in range(int(most)):
         portion = portions[number] if number < len(portions) else []
-        put_states(part, portion, load({_STATES: empty_states(portion)}).get(_STATES, {}))
+        empty = {whole.index: whole.states(whole.empty(), whole.sharded) for whole in portion}
+        put_states(part, portion, load({_STATES: empty}).get(_STATES, {}))
 
 
 def _parts(trainable: Trainable) -> list[Any]:
@@ -189,6 +191,10 @@ class WholeParameter:
         """Of its states in a checkpoint."""
         return self.parameter.numel() * _BYTES
 
+    def empty(self) -> dict[str, Tensor]:
+        """Tensors that its states are read into."""
+        return {name: torch.empty(self.parameter.shape, dtype=torch.float32) for name in _SAVED}
+
     def states(self, tensors: Mapping[str, Tensor], sharded: Sharded) -> dict[str, Sharded]:
         """Tensors of its shape, by state, as the checkpoint holds them."""
         return {
@@ -233,21 +239,6 @@ def gathered_states(part: Any, model_state: Mapping[str, Any]) -> dict[int, dict
     for batch in batches(placed, lambda pair: pair[0].nbytes, _GATHERED_BYTES):
         saved |= _gather(part, batch)
     return saved
-
-
-def reads(part: Any, model_state: Mapping[str, Any]) -> list[list[WholeParameter]]:
-    """The parameters in portions that are read one after the other, so that a rank holds one portion at a time."""
-    return list(batches(whole_parameters(part, model_state), lambda whole: whole.nbytes, _READ_BYTES))
-
-
-def empty_states(portion: Sequence[WholeParameter]) -> dict[int, dict[str, Sharded]]:
-    """What dist_checkpointing.load is to fill."""
-    return {
-        whole.index: whole.states(
-            {name: torch.empty(whole.parameter.shape, dtype=torch.float32) for name in _SAVED}, whole.sharded
-        )
-        for whole in portion
-    }
 
 
 def put_states(part: Any, portion: Sequence[WholeParameter], loaded: Mapping[int, Mapping[str, Tensor]]) -> None:

@@ -16,7 +16,7 @@ _BLOCK_BYTES = {"cpu": 1 << 19, "cuda": 1 << 26}
 _CAST_ROWS = 4096
 
 
-class _LogProbs(torch.autograd.Function):
+class LogProbs(torch.autograd.Function):
     """log p(label) and entropy of softmax(h W^T / temperature), W cut along the vocabulary over a group.
 
     Forward and backward hold logits, in fp32, of at most `chunk` rows at a time, and two at most on the way from one
@@ -37,7 +37,7 @@ class _LogProbs(torch.autograd.Function):
 
         first: number of this rank's first word.
         """
-        logits = _LogProbs._logits(h, words, temperature)
+        logits = LogProbs._logits(h, words, temperature)
         # A rank of padding alone has no word: it adds nothing to any sum.
         top = logits.amax(-1) if len(words) else logits.new_full((len(h),), float("-inf"))
         if group.size() > 1:
@@ -63,19 +63,30 @@ class _LogProbs(torch.autograd.Function):
         h: Tensor,
         weight: Tensor,
         labels: Tensor,
-        vocab: tuple[int, int],
+        real: int,
         temperature: float,
         group: Any,
         chunk: int,
     ) -> tuple[Tensor, Tensor]:
-        """vocab: first word of this rank, number of real words over all ranks."""
-        first, real = vocab
+        """Collective over the group, which holds the vocabulary in order, equally many rows on each rank.
+
+        Args:
+            h: hidden states [t, width], the same on all ranks; their gradient is this rank's part of a sum.
+            weight: [w, width], this rank's rows of the output layer.
+            labels: int64 [t].
+            real: words over all ranks; rows beyond are padding.
+            chunk: rows of logits held at once, in fp32.
+
+        Returns:
+            Both float32 [t], the same on all ranks.
+        """
+        first = group.rank() * weight.shape[0]
         words = weight[: max(real - first, 0)]
         columns, kept = [], None
         for i in range(0, len(h), chunk):
             part = slice(i, i + chunk)
             keep = i + chunk >= len(h) and any(ctx.needs_input_grad)
-            rows, kept = _LogProbs._rows(h[part], words, labels[part], first, temperature, group, keep)
+            rows, kept = LogProbs._rows(h[part], words, labels[part], first, temperature, group, keep)
             columns.append(rows)
         logprob, entropy, partition = torch.cat(columns, -1)
         ctx.save_for_backward(h, weight, labels, entropy, partition)
@@ -102,7 +113,7 @@ class _LogProbs(torch.autograd.Function):
             of_label, of_entropy = grad_logprob[part, None] / temperature, grad_entropy[part, None] / temperature
             index, mine = _in_vocab_shard(labels[part], first, real)
             if log_p is None:
-                log_p = _LogProbs._logits(h[part], words, temperature).sub_(partition[part, None])
+                log_p = LogProbs._logits(h[part], words, temperature).sub_(partition[part, None])
             if through_entropy:
                 # d entropy / d logit = -p (log p + entropy); d log p(label) / d logit = [label] - p
                 p = log_p.exp()
@@ -119,37 +130,6 @@ class _LogProbs(torch.autograd.Function):
             del grad  # else it lives on beside the next chunk's
         of_weight = grad_weight.to(weight.dtype) if len(grad_weight) else None
         return grad_h, of_weight, None, None, None, None, None
-
-
-def logprobs_and_entropy(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    *,
-    group: Any,
-    chunk: int,
-    words: int | None = None,
-    temperature: float = 1.0,
-) -> tuple[Tensor, Tensor]:
-    """Log-prob of each label and entropy of softmax(hidden weight^T / temperature), without holding the logits.
-
-    Collective over the group. hidden's gradient is this rank's part, to be summed over the group.
-
-    Args:
-        hidden: [t, width], the same on all ranks of the group.
-        weight: [w, width], this rank's rows of the output layer, equally many on all ranks.
-        labels: int64 [t].
-        group: the ranks over which the vocabulary is cut, in order.
-        chunk: rows of logits held at once, in fp32.
-        words: real words over all ranks; rows beyond are padding. None: all.
-
-    Returns:
-        Both float32 [t], the same on all ranks.
-    """
-    first = group.rank() * weight.shape[0]
-    real = group.size() * weight.shape[0] if words is None else words
-    computed: tuple[Tensor, Tensor] = _LogProbs.apply(hidden, weight, labels, (first, real), temperature, group, chunk)
-    return computed
 
 
 def _blocks(logits: Tensor) -> Iterator[slice]:
@@ -222,15 +202,7 @@ class LogProbHead(tensor_parallel.ColumnParallelLinear):
         flat, labels = hidden.reshape(s * b, width), self.labels.transpose(0, 1).reshape(-1)
         if self.rows is not None:
             flat, labels = flat[self.rows], labels[self.rows]
-        logprob, entropy = logprobs_and_entropy(
-            flat,
-            weight,
-            labels,
-            group=group,
-            chunk=self.chunk,
-            words=self.vocab_size,
-            temperature=self.temperature,
-        )
+        logprob, entropy = LogProbs.apply(flat, weight, labels, self.vocab_size, self.temperature, group, self.chunk)
         columns = torch.stack((logprob, entropy), -1)
         if self.gives_states:
             columns = torch.cat((columns, flat.float()), -1)

@@ -169,7 +169,10 @@ def build_model(
             model.rotary_pos_emb.inv_freq = spec.rope_inv_freq().to(model.rotary_pos_emb.inv_freq.device)
         else:
             install_swiglu(model)
-            _share_rotary(model, RotaryTables(spec.rope_inv_freq(), mesh.cp_size, mesh.cp_rank))
+            tables = RotaryTables(spec.rope_inv_freq(), mesh.cp_size, mesh.cp_rank)
+            for module in model.modules():
+                if isinstance(module, SDPACoreAttention):
+                    module.rotary = tables
         if last and head == "value":
             model.output_layer = ValueHead(config, spec.value_outputs, mesh.pg.tp).to(current_platform().device)
         elif last:
@@ -178,9 +181,3 @@ def build_model(
         install_router_replay(model)
         chunks.append(model.to(current_platform().device))
     return chunks
-
-
-def _share_rotary(model: GPTModel, tables: RotaryTables) -> None:
-    for module in model.modules():
-        if isinstance(module, SDPACoreAttention):
-            module.rotary = tables

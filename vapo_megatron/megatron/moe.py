@@ -22,6 +22,7 @@ from torch.nn import Module
 from vapo_megatron.config.model import LayoutConfig
 from vapo_megatron.errors import RunFailed
 from vapo_megatron.megatron.platform import current_platform
+from vapo_megatron.weights.mapping import unwrapped
 from vapo_megatron.weights.spec import ModelSpec
 
 
@@ -152,8 +153,5 @@ def replaying(chunks: Sequence[Module]) -> Iterator[None]:
 
 def _routers(model: Any) -> list[tuple[int, Any]]:
     """The routers of a chunk, each with the index of its layer in the whole model."""
-    while hasattr(model, "module"):
-        model = model.module
-    return [
-        (layer.layer_number - 1, layer.mlp.router) for layer in model.decoder.layers if hasattr(layer.mlp, "router")
-    ]
+    layers = unwrapped(model).decoder.layers
+    return [(layer.layer_number - 1, layer.mlp.router) for layer in layers if hasattr(layer.mlp, "router")]

@@ -239,13 +239,9 @@ class MemoryPlan:
         for phase, parts in self._held.items():
             metrics[f"memory/{phase}/device_gib"] = sum(p.device for p in parts.values()) / _GIB
             metrics[f"memory/{phase}/host_gib"] = sum(p.host for p in parts.values()) / _GIB
-        return metrics | {f"memory/{name}/{part}_gib": size / _GIB for (name, part), size in self._sizes().items()}
-
-    def _sizes(self) -> dict[tuple[str, Part], int]:
-        """Bytes of every part that any phase knew, where it was largest."""
-        sizes: dict[tuple[str, Part], int] = {}
-        for parts in self._held.values():
-            for key, footprint in parts.items():
-                sizes[key] = max(sizes.get(key, 0), footprint.device or footprint.host)
-        order = {name: index for index, name in enumerate(self._models)}
-        return dict(sorted(sizes.items(), key=lambda item: (order[item[0][0]], PARTS.index(item[0][1]))))
+        for name in self._models:
+            for part in PARTS:  # where it was largest
+                held = [parts[name, part] for parts in self._held.values() if (name, part) in parts]
+                if held:
+                    metrics[f"memory/{name}/{part}_gib"] = max(size.device or size.host for size in held) / _GIB
+        return metrics

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from vapo_megatron.config.model import OptimizerSettings, TrainableConfig
 from vapo_megatron.megatron.mesh import Mesh
-from vapo_megatron.megatron.platform import Platform, current_platform
+from vapo_megatron.megatron.platform import current_platform
 
 BUCKET_ELEMENTS: int | None = None  # gradients that are summed together; none: Megatron's choice, 40 million and up
 
@@ -25,7 +25,8 @@ def wrap(
 ) -> list[DistributedDataParallel]:
     """Collective: a model's loaded chunks with their buffers; their weights are those of data-parallel rank 0.
     Megatron's config of the model gets the hook that keeps gradients from being summed before the last micro-batch."""
-    overlapped = overlaps(section.optimizer, current_platform())
+    asked = section.optimizer.overlap
+    overlapped = current_platform().is_cuda if asked == "auto" else asked
     config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=True,
@@ -50,11 +51,6 @@ def wrap(
 def sum_model_grads(model: list[Any], num_tokens: Tensor | None = None, **kwargs: Any) -> None:
     """Megatron's reduction of gradients without its division by tokens: the loss weights hold the denominators."""
     finalize_model_grads(model, None, **kwargs)
-
-
-def overlaps(settings: OptimizerSettings, platform: Platform) -> bool:
-    """Whether gradients are summed beside the backward pass, and weights gathered beside the forward pass."""
-    return platform.is_cuda if settings.overlap == "auto" else settings.overlap
 
 
 BETAS = (0.9, 0.95)  # decay of the first and the second moment

@@ -3,11 +3,9 @@
 import contextlib
 import ctypes
 import functools
-import importlib.util
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal
 
 import psutil
@@ -50,12 +48,6 @@ class Platform:
         return bool(HAVE_TE)
 
     @property
-    def has_flash_attention(self) -> bool:
-        """Whether Transformer Engine can take flash-attn's kernels, of its version 2 or 3. A package `flash_attn` says
-        nothing: flash-attn-4, which comes with SGLang, brings one without them."""
-        return self.is_cuda and any(map(importlib.util.find_spec, ("flash_attn_2_cuda", "flash_attn_3")))
-
-    @property
     def compute_capability(self) -> tuple[int, int]:
         """Of this rank's GPU, such as (9, 0) for an H100; (0, 0) on the CPU."""
         return torch.cuda.get_device_capability() if self.is_cuda else (0, 0)
@@ -69,17 +61,12 @@ class Platform:
         return int(major), int(minor)
 
     def capabilities(self) -> str:
-        """For the head of a run: the chip, and which optional kernels are there, with what their absence means."""
+        """For the head of a run: the chip, and whose layers are used."""
         if not self.is_cuda:
             return "CPU"
         major, minor = self.compute_capability
-        parts = [f"{torch.cuda.get_device_name()} (sm_{major}{minor})"]
-        for package, is_there, without in (
-            ("transformer-engine", self.has_transformer_engine, "layers are PyTorch's, no FP8"),
-            ("flash-attn", self.has_flash_attention, "attention is cuDNN's or PyTorch's"),
-        ):
-            parts.append(f"{package} {_version(package)}" if is_there else f"no {package} ({without})")
-        return ", ".join(parts)
+        layers = "Transformer Engine" if self.has_transformer_engine else "PyTorch's layers, no FP8"
+        return f"{torch.cuda.get_device_name()} (sm_{major}{minor}), {layers}"
 
     def copy_queue(self) -> "CopyQueue":
         """A queue for copies that go on beside the computation."""
@@ -191,13 +178,6 @@ def _keep_freed_memory() -> None:
     if _c_library() is not None:
         _c_library().mallopt(mmap_threshold, 32 << 20)
         _c_library().mallopt(trim_threshold, 1 << 30)
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "of unknown version"
 
 
 @functools.cache

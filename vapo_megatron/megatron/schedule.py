@@ -6,7 +6,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from megatron.core.distributed import DistributedDataParallel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
@@ -17,6 +16,7 @@ from vapo_megatron.data.microbatch import MicroBatch, Packed
 from vapo_megatron.megatron.mesh import Mesh
 from vapo_megatron.megatron.moe import replay_experts, replaying
 from vapo_megatron.megatron.platform import current_platform
+from vapo_megatron.weights.mapping import unwrapped
 from vapo_megatron.weights.spec import Head, ModelSpec
 
 
@@ -76,24 +76,17 @@ class Schedule:
 
     def _forward(self, model: Any, microbatch: MicroBatch, temperature: float) -> Tensor:
         device = current_platform().device
-        core = model.module if isinstance(model, DistributedDataParallel) else model
+        core = unwrapped(model)
         if self.head == "lm" and core.post_process:
             core.output_layer.labels = microbatch.labels[None].to(device)
             core.output_layer.rows = microbatch.response_rows.to(device)
             core.output_layer.temperature = temperature
         if self.spec.num_experts:
-            self._route(core, microbatch)
+            parts, experts = self.mesh.tp_size if self.layout.sequence_parallel else 1, microbatch.experts
+            if experts is not None:
+                experts = experts.unflatten(1, (self.spec.num_layers, self.spec.experts_per_token))
+            replay_experts(core, experts, self.mesh.tp_rank % parts, parts)
         ids = microbatch.ids[None].to(device)
         packed = packed_sequences(microbatch.lengths, device)
         output: Tensor = model(ids, None, None, packed_seq_params=packed)  # rotary embeddings know positions
         return output
-
-    def _route(self, core: Any, microbatch: MicroBatch) -> None:
-        """Tokens go through the experts of the micro-batch, where it has some."""
-        experts = microbatch.experts
-        if experts is None:
-            replay_experts(core, None)
-        else:
-            layers = experts.unflatten(1, (self.spec.num_layers, self.spec.experts_per_token))
-            parts = self.mesh.tp_size if self.layout.sequence_parallel else 1
-            replay_experts(core, layers, self.mesh.tp_rank % parts, parts)

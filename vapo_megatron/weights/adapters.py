@@ -24,7 +24,7 @@ from vapo_megatron.config.model import AdapterConfig
 from vapo_megatron.errors import BadInput
 from vapo_megatron.weights.hf_files import HFTensors
 from vapo_megatron.weights.hf_writer import save_tensors, write_json
-from vapo_megatron.weights.mapping import LAYERS, Entry, entries
+from vapo_megatron.weights.mapping import LAYERS, Entry, entries, unwrapped
 from vapo_megatron.weights.model_files import read_config
 from vapo_megatron.weights.rules import GateUp, Replicated, Row, Rule
 from vapo_megatron.weights.spec import Head, ModelSpec
@@ -86,8 +86,7 @@ def adapter_parameter_count(spec: ModelSpec, config: AdapterConfig, head: Head) 
 
 def adapted_layers(chunk: Any) -> Iterator[tuple[str, int, Any]]:
     """(name in the chunk, layer in the whole model, linear layer) of everything that has an adapter in a chunk."""
-    while hasattr(chunk, "module"):
-        chunk = chunk.module
+    chunk = unwrapped(chunk)
     for name, module in chunk.named_modules():
         if isinstance(getattr(module, "adapter", None), Module):
             index = int(name.removeprefix(LAYERS).partition(".")[0])
@@ -182,7 +181,22 @@ def write_peft(
     """Write adapters as PEFT's PeftModel.from_pretrained reads them, a critic's head among them. tensors: by Hugging
     Face names. base: the model that they adapt. Raises OSError."""
     save_tensors({PEFT_PREFIX + name: tensor for name, tensor in tensors.items()}, folder / PEFT_WEIGHTS)
-    write_json(folder / PEFT_CONFIG, peft_config(config, spec, base, head))
+    projections = {
+        name.removesuffix(_WEIGHT).rpartition(".")[2] for entry in adapted_entries(spec, config) for name in entry.hf
+    }
+    settings = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM" if head == "lm" else "TOKEN_CLS",
+        "modules_to_save": None if head == "lm" else ["score"],
+        "base_model_name_or_path": base,
+        "r": config.rank,
+        "lora_alpha": config.alpha,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "target_modules": sorted(projections),
+        "inference_mode": True,
+    }
+    write_json(folder / PEFT_CONFIG, settings)
 
 
 def merged_weight(name: str, weight: Tensor, halves: Mapping[str, Tensor], scale: float) -> Tensor:
@@ -201,22 +215,3 @@ def base_identity(hf_dir: Path) -> str:
         digest.update(f"{name} {list(tensor.shape)}".encode())
         digest.update(tensor[:1].float().contiguous().numpy().tobytes() if tensor.shape else b"")
     return digest.hexdigest()[:32]
-
-
-def peft_config(config: AdapterConfig, spec: ModelSpec, base: str, head: Head = "lm") -> dict[str, Any]:
-    """adapter_config.json of PEFT."""
-    projections = {
-        name.removesuffix(_WEIGHT).rpartition(".")[2] for entry in adapted_entries(spec, config) for name in entry.hf
-    }
-    return {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM" if head == "lm" else "TOKEN_CLS",
-        "modules_to_save": None if head == "lm" else ["score"],
-        "base_model_name_or_path": base,
-        "r": config.rank,
-        "lora_alpha": config.alpha,
-        "lora_dropout": 0.0,
-        "bias": "none",
-        "target_modules": sorted(projections),
-        "inference_mode": True,
-    }

@@ -52,13 +52,18 @@ class Entry:
 
 def entries(spec: ModelSpec, head: Head) -> list[Entry]:
     """Every entry of a model from input to output: an order that no layout changes. Tied weights come once."""
-    layers = [entry for layer in range(spec.num_layers) for entry in _layer_entries(spec, layer)]
+    layers: list[Entry] = []
+    for layer in range(spec.num_layers):
+        layers += [Entry(rule, layer) for rule in spec.table.layer]
+        layers += [Entry(rule, layer, expert) for expert in range(spec.num_experts) for rule in spec.table.expert]
     return [Entry(EMBEDDING), *layers, Entry(FINAL_NORM), *map(Entry, spec.head_rules(head))]
 
 
-def _layer_entries(spec: ModelSpec, layer: int) -> list[Entry]:
-    experts = [Entry(rule, layer, expert) for expert in range(spec.num_experts) for rule in spec.table.expert]
-    return [*(Entry(rule, layer) for rule in spec.table.layer), *experts]
+def unwrapped(chunk: Any) -> Any:
+    """A chunk without what is wrapped around it for data parallelism."""
+    while hasattr(chunk, "module"):
+        chunk = chunk.module
+    return chunk
 
 
 def local_parameters(
@@ -85,8 +90,7 @@ def local_parameters(
 
 def _named(chunk: Any) -> Iterator[tuple[str, tuple[str, int | None, int | None], Parameter]]:
     """(full name, place, parameter); a place is the rule's name of it, and layer and expert in the whole model."""
-    while hasattr(chunk, "module"):
-        chunk = chunk.module
+    chunk = unwrapped(chunk)
     for name, parameter in chunk.named_parameters():
         if ADAPTER in name:
             continue

@@ -323,21 +323,16 @@ def read_rope(config: Mapping[str, Any], path: str) -> tuple[float, RopeScaling 
     theta = float(number("rope_theta", DEFAULT_THETA))
     if kind == "default":
         return theta, None
-    if kind == "linear":
-        return theta, RopeScaling("linear", number("factor"))
-    factor = number("factor")
-    original = int(number("original_max_position_embeddings", config.get("max_position_embeddings")))
+    values: dict[str, Any] = {"factor": number("factor")}
+    if kind != "linear":
+        context = number("original_max_position_embeddings", config.get("max_position_embeddings"))
+        values["original_max_position_embeddings"] = int(context)
     if kind == "llama3":
-        low, high = number("low_freq_factor"), number("high_freq_factor")
-        return theta, RopeScaling("llama3", factor, low, high, original)
-    return theta, RopeScaling(
-        "yarn",
-        factor,
-        original_max_position_embeddings=original,
-        beta_fast=number("beta_fast", 32.0),
-        beta_slow=number("beta_slow", 1.0),
-        truncate=bool(parameters.get("truncate", True)),
-    )
+        values |= {key: number(key) for key in ("low_freq_factor", "high_freq_factor")}
+    if kind == "yarn":
+        values |= {"beta_fast": number("beta_fast", 32.0), "beta_slow": number("beta_slow", 1.0)}
+        values["truncate"] = bool(parameters.get("truncate", True))
+    return theta, RopeScaling(kind, **values)
 
 
 def inverse_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> Tensor:

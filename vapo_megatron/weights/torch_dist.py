@@ -31,7 +31,7 @@ from vapo_megatron.config.model import AdapterConfig
 from vapo_megatron.errors import BadInput, RunFailed
 from vapo_megatron.weights.adapters import adapter_entries, has_adapters, sharded_adapters
 from vapo_megatron.weights.hf_writer import CONFIG, GENERATION_CONFIG, TOKENIZER_FILES, copy_carried
-from vapo_megatron.weights.mapping import Entry, entries
+from vapo_megatron.weights.mapping import Entry, entries, unwrapped
 from vapo_megatron.weights.model_files import CARD_FILE
 from vapo_megatron.weights.spec import Head, ModelSpec
 
@@ -127,7 +127,7 @@ def model_state(chunks: Sequence[Module]) -> dict[str, Any]:
         {"model0": that of the first chunk, "model1": ...}; these names do not show in the saved keys.
     """
     state = {}
-    for index, chunk in enumerate(map(_unwrapped, chunks)):
+    for index, chunk in enumerate(map(unwrapped, chunks)):
         groups = chunk.pg_collection
         for module in chunk.modules():
             # Megatron asks its global state, which is not set up here, where a module does not say its own.
@@ -144,7 +144,7 @@ def model_state(chunks: Sequence[Module]) -> dict[str, Any]:
 
 def put_model_state(chunks: Sequence[Module], state: dict[str, Any]) -> None:
     """Fill the chunks from dist_checkpointing.load of model_state(chunks). Raises RunFailed where they differ."""
-    for index, chunk in enumerate(map(_unwrapped, chunks)):
+    for index, chunk in enumerate(map(unwrapped, chunks)):
         missing, unexpected = chunk.load_state_dict(state[f"model{index}"], strict=False)
         if has_adapters(chunk):
             missing = [key for key in missing if key in _trained(chunk)]
@@ -161,12 +161,6 @@ def load_reason(error: BaseException) -> str:
 
 def _trained(chunk: Module) -> set[str]:
     return {name for name, parameter in chunk.named_parameters() if parameter.requires_grad}
-
-
-def _unwrapped(chunk: Any) -> Any:
-    while hasattr(chunk, "module"):
-        chunk = chunk.module
-    return chunk
 
 
 def _is_extra(key: str) -> bool:
