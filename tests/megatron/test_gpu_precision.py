@@ -54,7 +54,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
 
 
-def make(model_dir: Path, attention: str = "transformer_engine", **fields: Any) -> Trainable:
+def make(model_dir: Path, attention: str = "auto", **fields: Any) -> Trainable:
     return make_trainable(model_dir, "lm", dtype="bfloat16", attention=attention, optimizer={"lr": 1e-4}, **fields)
 
 
@@ -112,9 +112,9 @@ def phases(trainable: Trainable, sleeps: bool) -> list[Any]:
     "attention,precision",
     [
         ("sdpa", {}),
-        pytest.param("transformer_engine", {}, marks=needs_te),
-        pytest.param("transformer_engine", {"fp8": "tensorwise"}, marks=needs_te),
-        pytest.param("transformer_engine", {"fp8": "blockwise"}, marks=needs_te),
+        pytest.param("auto", {}, marks=needs_te),
+        pytest.param("auto", {"fp8": "tensorwise"}, marks=needs_te),
+        pytest.param("auto", {"fp8": "blockwise"}, marks=needs_te),
     ],
 )
 def test_training_goes_on_to_the_bit_after_sleep(model_dir: Path, attention: str, precision: dict[str, Any]) -> None:

@@ -80,7 +80,6 @@ OLD_CUDA = Chip("cuda", "nccl", "spawn", cuda=(12, 8))
         (A100, {"precision": {"fp8": "tensorwise"}}, {}, "compute capability 8.9, this one has 8.0: choose none"),
         (ADA, {"precision": {"fp8": "blockwise"}}, {}, "9.0, this one has 8.9: choose tensorwise"),
         (H100, {"precision": {"fp8": "tensorwise"}}, {"dtype": "float32"}, "set model.dtype=bfloat16"),
-        (H100, {"precision": {"fp8": "tensorwise"}, "layout": {"tp": 2}}, {}, "MLP columns a rank, 24"),
         (H100, {"recompute": {"granularity": "full", "layers": 5}}, {}, "recompute.layers=5"),
         (H100, {"recompute": {"granularity": "full", "layers": 3}}, {}, "recompute.layers=3 does not divide the 4"),
         (
@@ -91,12 +90,6 @@ OLD_CUDA = Chip("cuda", "nccl", "spawn", cuda=(12, 8))
         ),
         (H100, {}, {"dtype": "float32"}, "set model.attention=sdpa, or bfloat16"),
         (OLD_CUDA, {"precision": {"fp8": "blockwise"}}, {}, "CUDA 12.9 or later, this one is for 12.8"),
-        (
-            H100,
-            {"precision": {"fp8": "blockwise"}, "layout": {"tp": 2, "sequence_parallel": True}},
-            {},
-            "hidden size, 32, is no multiple of 128",
-        ),
     ],
 )
 def test_what_cannot_work_is_refused_by_name(

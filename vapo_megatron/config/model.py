@@ -232,6 +232,6 @@ class ModelConfig(Section):
     )
     dtype: Literal["float32", "bfloat16"] = Field("bfloat16", description="compute type of actor and critic")
     adapter: AdapterConfig = AdapterConfig()
-    attention: Literal["auto", "sdpa", "transformer_engine"] = Field(
+    attention: Literal["auto", "sdpa"] = Field(
         "auto", description="auto: Transformer Engine wherever it can be used, else PyTorch's"
     )

@@ -47,12 +47,6 @@ class _Event:
     def record_event(self, event: "_Event | None" = None) -> "_Event":
         return event or _Event()
 
-    def query(self) -> bool:
-        return True
-
-    def elapsed_time(self, _: "_Event") -> float:
-        return 0.0
-
 
 def _to_cpu(device: Any) -> Any:
     if device is None:
@@ -67,7 +61,6 @@ def _cuda_on_cpu() -> types.ModuleType:
     module.__dict__.update(torch.cuda.__dict__)
     stream = _Event()
     no_context = lambda *_, **__: contextlib.nullcontext()  # noqa: E731
-    zero = lambda *_, **__: 0  # noqa: E731
     module.__dict__.update(
         current_device=lambda: _CPU,
         device_count=lambda: 1,
@@ -82,10 +75,8 @@ def _cuda_on_cpu() -> types.ModuleType:
         set_rng_state=lambda state, *_, **__: torch.set_rng_state(state),
         manual_seed=torch.manual_seed,
         manual_seed_all=torch.manual_seed,
-        is_current_stream_capturing=lambda: False,
         nvtx=types.SimpleNamespace(range_push=_nothing, range_pop=_nothing, range=no_context),
-        **dict.fromkeys(("synchronize", "empty_cache", "reset_peak_memory_stats"), _nothing),
-        **dict.fromkeys(("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"), zero),
+        **dict.fromkeys(("synchronize", "empty_cache"), _nothing),
     )
     return module
 

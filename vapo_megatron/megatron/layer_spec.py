@@ -21,7 +21,6 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from vapo_megatron.data.microbatch import local_positions, natural_order
-from vapo_megatron.errors import BadInput
 from vapo_megatron.megatron.platform import Platform
 
 
@@ -248,12 +247,7 @@ class SDPACoreAttention(MegatronModule):
 
 
 def uses_transformer_engine(attention: str, platform: Platform) -> bool:
-    """Whether layers are Transformer Engine's: where it is there. Raises BadInput where it is asked for in vain."""
-    if attention == "transformer_engine" and not platform.has_transformer_engine:
-        raise BadInput(
-            "model.attention=transformer_engine: Transformer Engine is not usable here; install it on a CUDA machine "
-            "(requirements/h100.txt) or set model.attention=sdpa"
-        )
+    """Whether layers are Transformer Engine's; attention: ModelConfig.attention."""
     return attention != "sdpa" and platform.has_transformer_engine
 
 

@@ -75,22 +75,6 @@ def check_precision(
         )
     if model.dtype != "bfloat16":
         raise BadInput(f"{key} with dtype {model.dtype}: FP8 wants bfloat16 beside it, set model.dtype=bfloat16")
-    layout = section.layout
-    if precision.fp8 == "blockwise" and layout.sequence_parallel and spec.hidden_size % 128:
-        raise BadInput(
-            f"{key} with layout.sequence_parallel=true: the model's hidden size, {spec.hidden_size}, is no multiple of "
-            "128, the columns of a block that is gathered: set sequence_parallel=false, or choose tensorwise"
-        )
-    for part, size in (
-        ("hidden size", spec.hidden_size),
-        ("attention columns a rank", spec.num_heads * spec.head_dim // layout.tp),
-        ("key and value columns a rank", 2 * spec.num_kv_heads * spec.head_dim // layout.tp),
-        ("expert columns", spec.expert_ffn_size)
-        if spec.num_experts
-        else ("MLP columns a rank", spec.ffn_size // layout.tp),
-    ):
-        if size % 16:
-            raise BadInput(f"{key}: the model's {part}, {size}, are no multiple of 16: set fp8=none, or lower tp")
 
 
 def fp8_settings(precision: PrecisionConfig) -> dict[str, Any]:

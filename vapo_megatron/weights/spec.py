@@ -60,7 +60,6 @@ class ModelSpec:
 
     Attributes:
         family: config.json's model_type, a key of FAMILIES.
-        num_kv_heads: key-value heads (query groups).
         ffn_size: width of a dense model's gated MLP.
         vocab_size: words, padding rows aside.
         tied: whether the language-model head is the word embedding.
