@@ -13,7 +13,7 @@ import transformers
 from batches import LENGTHS, make_batch
 from hf_models import write_model
 from ranks import run_ranks
-from trainables import small_logit_chunks
+from trainables import loss_of, make_trainable, small_logit_chunks
 
 from vapo_megatron.config.model import (
     ActorConfig,
@@ -26,6 +26,7 @@ from vapo_megatron.config.model import (
 from vapo_megatron.config.policy import KlConfig, PolicyLossConfig
 from vapo_megatron.config.value import ValueLossConfig
 from vapo_megatron.data.batch import ExperienceBatch
+from vapo_megatron.megatron import schedule
 from vapo_megatron.megatron.mesh import make_mesh
 from vapo_megatron.megatron.trainable import Trainable
 from vapo_megatron.training.losses import PolicyLoss, ValueLoss
@@ -189,3 +190,19 @@ def test_training_equals_transformers_and_adamw(
             assert loss == pytest.approx(expected_loss, rel=2e-5, abs=2e-6)
             assert norm == pytest.approx(expected_norm, rel=2e-5)
         assert total == pytest.approx(expected_sum, rel=5e-5)
+
+
+def notes_of_progress(model_dir: Path) -> list[int]:
+    """How often the watchdog hears of progress while a batch is scored, and while it is trained on."""
+    trainable, batch, notes = make_trainable(model_dir, "lm", max_tokens_per_microbatch=40), make_batch(), []
+    count = len(trainable.microbatches(batch, range(batch.samples)))
+    schedule.note_progress = lambda: notes.append(1)  # type: ignore[attr-defined]
+    trainable.score(batch)
+    scored = len(notes)
+    trainable.train_step(batch, range(batch.samples), loss_of(trainable, batch))
+    return [count, scored, len(notes) - scored]
+
+
+def test_the_watchdog_hears_of_every_microbatch(tmp_path: Path) -> None:
+    ((count, scored, trained),) = run_ranks(1, notes_of_progress, write_model(tmp_path, "qwen3"))
+    assert count > 1 and count == scored == trained

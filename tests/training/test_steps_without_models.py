@@ -241,8 +241,6 @@ def test_each_step_minimises_what_the_formula_says(name: str, ranks: int) -> Non
     assert {key: row.get(key) for key in told} == pytest.approx(told, rel=1e-4, abs=1e-5)
     assert ("score_policy" in progress) == (not one_pass) and ("score_reference" in progress) == config.uses_reference
     assert ("score_values" in progress) == config.uses_critic
-    assert all(done == (12 if ranks == 1 else done) for phase, (_, done) in progress.items() if "score" in phase)
-    assert all(total == 12 for phase, (total, _) in progress.items() if "score" in phase)
     assert "critic/fault_targets" not in row, "the critic does what its values say"
 
 

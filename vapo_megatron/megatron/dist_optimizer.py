@@ -50,7 +50,6 @@ def load_training_state(trainable: Trainable, load: Load) -> None:
     """Collective: fill a prepared (or frozen) model, a portion of its optimizer's states after the other. Learning
     rates and decay follow the config of today, at the step that was saved. load: collective; a sharded state dict as
     dist_checkpointing.load fills it."""
-    _prime(trainable)
     loaded = load(_state(trainable))
     put_model_state(trainable.chunks, loaded)
     if trainable.optimizer is None:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from vapo_megatron.config.model import LayoutConfig
 from vapo_megatron.data.microbatch import MicroBatch, Packed
+from vapo_megatron.logs import note_progress
 from vapo_megatron.megatron.mesh import Mesh
 from vapo_megatron.megatron.moe import replay_experts, replaying
 from vapo_megatron.megatron.platform import current_platform
@@ -54,6 +55,7 @@ class Schedule:
 
         def forward_step(data: Iterator[MicroBatch], model: Any) -> tuple[Tensor, Callable[..., Any]]:
             microbatch = next(data)
+            note_progress()  # for the watchdog
             return self._forward(model, microbatch, temperature), partial(consume, microbatch)
 
         extra: dict[str, Any] = {}

@@ -93,11 +93,6 @@ def adapted_layers(chunk: Any) -> Iterator[tuple[str, int, Any]]:
             yield name, chunk.decoder.layers[index].layer_number - 1, module
 
 
-def adapters_by_weight(chunks: Sequence[Module]) -> dict[Parameter, Any]:
-    """The adapters (megatron.adapters.LowRank) of some chunks, by the weights they belong to."""
-    return {module.weight: module.adapter for chunk in chunks for _, _, module in adapted_layers(chunk)}
-
-
 def local_adapters(chunks: Sequence[Module], rank: int) -> dict[Entry, Parameter]:
     """Both halves of every adapter of this rank's chunks, each with its entry."""
     return {
@@ -106,11 +101,6 @@ def local_adapters(chunks: Sequence[Module], rank: int) -> dict[Entry, Parameter
         for _, layer, module in adapted_layers(chunk)
         for half, rule in adapter_rules(module.adapter.rule, rank).items()
     }
-
-
-def has_adapters(chunk: Any) -> bool:
-    """Whether a chunk has any."""
-    return any(True for _ in adapted_layers(chunk))
 
 
 def sharded_adapters(chunk: Any) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """A bucket of named tensors laid out as one flat run of bytes, and the memory that buckets are put into."""
 
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -40,11 +41,8 @@ class Place(NamedTuple):
     @property
     def nbytes(self) -> int:
         """Bytes of the tensor, without what aligns the next one."""
-        count = 1
-        for size in self.shape:
-            count *= size
         dtype: torch.dtype = getattr(torch, self.dtype)
-        return count * dtype.itemsize
+        return math.prod(self.shape) * dtype.itemsize
 
 
 def lay_out(tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]]) -> tuple[list[Place], int]:

@@ -29,9 +29,9 @@ from torch.nn import Module
 from vapo_megatron.config.atomic import atomic_write, cannot_write
 from vapo_megatron.config.model import AdapterConfig
 from vapo_megatron.errors import BadInput, RunFailed
-from vapo_megatron.weights.adapters import adapter_entries, has_adapters, sharded_adapters
+from vapo_megatron.weights.adapters import adapter_entries, sharded_adapters
 from vapo_megatron.weights.hf_writer import CONFIG, GENERATION_CONFIG, TOKENIZER_FILES, copy_carried
-from vapo_megatron.weights.mapping import Entry, entries, unwrapped
+from vapo_megatron.weights.mapping import ADAPTER, Entry, entries, unwrapped
 from vapo_megatron.weights.model_files import CARD_FILE
 from vapo_megatron.weights.spec import Head, ModelSpec
 
@@ -135,9 +135,9 @@ def model_state(chunks: Sequence[Module]) -> dict[str, Any]:
                 module.tp_group = groups.tp
         with _data_parallel_rank(groups.dp_cp.rank()):
             sharded = chunk.sharded_state_dict(metadata=CONTENT_METADATA | {"dp_cp_group": groups.dp_cp})
-        if has_adapters(chunk):
+        if adapters := sharded_adapters(chunk):
             names = _trained(chunk)
-            sharded = {key: value for key, value in sharded.items() if key in names} | sharded_adapters(chunk)
+            sharded = {key: value for key, value in sharded.items() if key in names} | adapters
         state[f"model{index}"] = {key: value for key, value in sharded.items() if not _is_extra(key)}
     return state
 
@@ -146,7 +146,7 @@ def put_model_state(chunks: Sequence[Module], state: dict[str, Any]) -> None:
     """Fill the chunks from dist_checkpointing.load of model_state(chunks). Raises RunFailed where they differ."""
     for index, chunk in enumerate(map(unwrapped, chunks)):
         missing, unexpected = chunk.load_state_dict(state[f"model{index}"], strict=False)
-        if has_adapters(chunk):
+        if any(ADAPTER in key for key in state[f"model{index}"]):
             missing = [key for key in missing if key in _trained(chunk)]
         wrong = [key for key in (*missing, *unexpected) if not _is_extra(key)]
         if wrong:
