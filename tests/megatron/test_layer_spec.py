@@ -3,9 +3,8 @@
 import torch
 from torch.nn import Module
 
-from vapo_megatron.megatron.layer_spec import parameters_of
+from vapo_megatron.megatron.layer_spec import freeze_attention
 
-PARTS = (".self_attention.",)
 # A layer's parameters by their Hugging Face names, under Megatron's own layers and under Transformer Engine's.
 LOCAL = {
     "norm": "decoder.layers.0.input_layernorm.weight",
@@ -28,7 +27,8 @@ def chosen(names: dict[str, str]) -> set[str]:
             at = getattr(at, part)
         at.register_parameter(last, torch.nn.Parameter(torch.ones(1)))
         by_identity[id(getattr(at, last))] = short
-    return {by_identity[id(parameter)] for parameter in parameters_of(model, PARTS)}
+    freeze_attention(model)
+    return {by_identity[id(parameter)] for parameter in model.parameters() if not parameter.requires_grad}
 
 
 def test_a_norm_held_by_a_linear_layer_is_no_part_of_attention() -> None:

@@ -5,7 +5,6 @@ sequence parallelism; the ones here take their places in its layer spec.
 """
 
 import weakref
-from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +17,6 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
-from torch.nn import Module, Parameter
 
 from vapo_megatron.data.microbatch import local_positions, natural_order
 from vapo_megatron.megatron.platform import Platform
@@ -281,9 +279,8 @@ def layer_spec(
     return spec, RMSNorm
 
 
-def parameters_of(model: Module, parts: Sequence[str]) -> Iterator[Parameter]:
-    """The parameters of some parts of a model, given as parts of their names, whichever layers it has: the norm that
-    Transformer Engine's linear layers hold is no part of the attention, or MLP."""
+def freeze_attention(model: torch.nn.Module) -> None:
+    """Leave attention modules untrained, but for the norm that Transformer Engine's linear layers hold."""
     for name, parameter in model.named_parameters():
-        if any(part in name for part in parts) and not name.endswith(".layer_norm_weight"):
-            yield parameter
+        if ".self_attention." in name and not name.endswith(".layer_norm_weight"):
+            parameter.requires_grad_(False)

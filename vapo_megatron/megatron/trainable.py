@@ -18,7 +18,7 @@ from vapo_megatron.data.balance import Cost, MicrobatchPlan, plan_microbatches
 from vapo_megatron.data.batch import ExperienceBatch
 from vapo_megatron.data.microbatch import MicroBatch, Packed, Share, planned_lengths
 from vapo_megatron.megatron.adapters import add_adapters, freeze_base, without_adapters
-from vapo_megatron.megatron.layer_spec import parameters_of
+from vapo_megatron.megatron.layer_spec import freeze_attention
 from vapo_megatron.megatron.mesh import Mesh, check_model_layout
 from vapo_megatron.megatron.model import build_model, transformer_config
 from vapo_megatron.megatron.offload import Offloader, Part, bytes_of, distinct_storages
@@ -111,14 +111,13 @@ class Trainable:
         self.base = actor.base = Offloader(tensors, current_platform(), sleeps, before_release)
         return self.base
 
-    def prepare(self, frozen: Sequence[str] = ()) -> None:
-        """Wrap the loaded shards for data parallelism and make the optimizer. Call once, after loading. frozen:
-        parts of parameters' names; those parameters keep their weights."""
+    def prepare(self, without_attention: bool = False) -> None:
+        """Wrap the loaded shards for data parallelism and make the optimizer. Call once, after loading.
+        without_attention: the attention modules keep their weights."""
         if self.adapter is not None:
             freeze_base(self._chunks, self.head)
-        for chunk in self._chunks:
-            for parameter in parameters_of(chunk, frozen):
-                parameter.requires_grad_(False)
+        for chunk in self._chunks if without_attention else ():
+            freeze_attention(chunk)
         self.wrapped = wrap(self._chunks, self.config, self.transformer, self.mesh)
         self._optimizer, self.scheduler = make_optimizer(self.config, self.wrapped, self.mesh, self.dtype)
         self._step = GuardedStep(self._optimizer)

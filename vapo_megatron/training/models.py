@@ -134,8 +134,7 @@ def _load(
     if name == "reference":
         model.freeze()
     else:
-        freezes = name == "critic" and config.critic.freeze_attention
-        model.prepare(frozen=(".self_attention.",) if freezes else ())
+        model.prepare(without_attention=name == "critic" and config.critic.freeze_attention)
     if resumed is not None and resumes:
         resumed.load(model, name)
     # The actor's frozen weights, where they are to be shared, must not have got a place of its own in host memory.
