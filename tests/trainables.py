@@ -58,6 +58,7 @@ def make_trainable(
     temperature: float = 0.9,
     attention: str = "sdpa",
     adapter: dict[str, Any] | None = None,
+    seed: int = 1,
     **section: Any,
 ) -> Trainable:
     """Collective: a loaded and prepared model, with adapters where their settings are given. section: fields of
@@ -69,7 +70,7 @@ def make_trainable(
     settings = {"path": str(model_dir), "dtype": dtype, "attention": attention, "adapter": adapter or {}}
     model = ModelConfig.model_validate(settings)
     name = "actor" if head == "lm" else "critic"
-    trainable = Trainable(spec, model, config, mesh, head, name=name, seed=1, temperature=temperature)
+    trainable = Trainable(spec, model, config, mesh, head, name=name, seed=seed, temperature=temperature)
     load_hf(trainable.chunks, spec, model_dir, mesh, head, head_init_std=0.05, seed=3)
     trainable.prepare()
     return trainable

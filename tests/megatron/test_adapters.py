@@ -22,6 +22,7 @@ from trainables import loss_of, make_trainable
 from vapo_megatron.config.model import ActorConfig, AdapterConfig
 from vapo_megatron.errors import BadInput
 from vapo_megatron.megatron.adapters import check_adapter, without_adapters
+from vapo_megatron.weights.adapters import adapted_layers, adapter_parameter_count
 from vapo_megatron.weights.export import save_adapters, save_hf, stream_hf
 from vapo_megatron.weights.spec import read_spec
 
@@ -135,6 +136,26 @@ def test_adapters_begin_as_those_of_peft(tmp_path: Path, model_dir: Path) -> Non
         assert not any(one.shape == other.shape and torch.equal(one, other) for other in scaled[:number])
 
 
+def drawn(model_dir: Path, head: Any, seed: int, layers: list[str]) -> tuple[set[str], np.ndarray, int, int]:
+    """Which linear layers have adapters, an A, and how many parameters are trained, counted in two ways."""
+    trainable = make_trainable(model_dir, head, adapter={"rank": 4, "layers": layers}, seed=seed)
+    assert trainable.adapter is not None
+    held = {name.rpartition(".")[2]: layer for c in trainable.chunks for name, _, layer in adapted_layers(c)}
+    trained = sum(p.numel() for chunk in trainable.chunks for p in chunk.parameters() if p.requires_grad)
+    counted = adapter_parameter_count(trainable.spec, trainable.adapter, head)
+    return set(held), held["linear_proj"].adapter.a.detach().numpy(), trained, counted
+
+
+def test_a_seed_and_layers_are_what_the_config_says(model_dir: Path) -> None:
+    """And the parameters that are trained are those that a checkpoint's size is worked out from."""
+    layers = ["linear_proj", "linear_fc2"]
+    ((names, first, trained, counted),) = run_ranks(1, drawn, model_dir, "lm", 1, layers)
+    assert names == set(layers) and trained == counted
+    ((_, again, *_),) = run_ranks(1, drawn, model_dir, "lm", 1, ["linear_proj"])
+    ((_, other, trained, counted),) = run_ranks(1, drawn, model_dir, "value", 2, ["linear_proj"])
+    assert np.array_equal(first, again) and not np.array_equal(first, other) and trained == counted
+
+
 def replays(model_dir: Path) -> tuple[bool, bool, bool]:
     trainable = make_trainable(model_dir, "lm", adapter={"rank": 4, "layers": ["linear_qkv", "linear_proj"]})
     before = trainable.replays
@@ -157,7 +178,9 @@ def test_what_is_exported_computes_what_was_trained(tmp_path: Path, model_dir: P
     np.testing.assert_allclose(logprobs(base).detach(), without, rtol=1e-4, atol=1e-4)
     assert np.abs(scores - without).max() > 1e-2
     config = json.loads((tmp_path / "after-adapter" / "adapter_config.json").read_text())
-    assert (config["r"], config["lora_alpha"]) == (4, 16.0) and "gate_proj" in config["target_modules"]
+    assert (config["r"], config["lora_alpha"]) == (4, 16.0)
+    projections = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    assert config["target_modules"] == sorted(projections), "PEFT leaves the weights of others unread"
 
 
 def test_a_critics_adapters_and_head_are_all_that_changes(tmp_path: Path, model_dir: Path) -> None:
