@@ -1,8 +1,8 @@
 """Low-rank adapters (LoRA, arXiv 2106.09685) in Megatron's linear layers, at any layout.
 
-An adapter is a module within its linear layer, and a hook on that layer adds what it computes: the layer itself, be it
-Megatron's or Transformer Engine's, stays as it is. A column-parallel layer has A on every tensor-parallel rank and its
-rows of B, a row-parallel one its columns of A and all of B. What goes between the two products is [tokens, rank].
+An adapter is a submodule of its linear layer, and a forward hook on that layer adds its output. The layer itself,
+Megatron's or Transformer Engine's, is unchanged. A column-parallel layer has all of A on every tensor-parallel rank and
+its rows of B; a row-parallel layer has its columns of A and all of B. Only [tokens, rank] goes between ranks.
 """
 
 import zlib
@@ -26,13 +26,13 @@ from vapo_megatron.weights.spec import Head, ModelSpec
 
 
 class LowRank(torch.nn.Module):
-    """A and B of one linear layer, as this rank holds them; B is 0 at first, so that the layer computes what it did."""
+    """A and B of one linear layer, as this rank holds them. B starts at 0, so that the layer's output is unchanged."""
 
     def __init__(
         self, rule: Rule, config: AdapterConfig, spec: ModelSpec, mesh: Mesh, like: Tensor, sequence_cut: bool
     ) -> None:
-        """rule: the rule of the layer's weight `like`, whose dtype and device both halves have. sequence_cut: whether
-        tensor-parallel ranks share out the tokens between layers (sequence parallelism)."""
+        """rule: the rule of the layer's weight `like`, which gives both halves their dtype and device. sequence_cut:
+        whether tensor-parallel ranks share the tokens between layers (sequence parallelism)."""
         super().__init__()
         self.rule, self.rank, self.scale = rule, config.rank, config.alpha / config.rank
         self.enabled, self.row, self.sequence_cut, self.tp_group = True, is_row_parallel(rule), sequence_cut, mesh.pg.tp
@@ -52,7 +52,7 @@ class LowRank(torch.nn.Module):
         self._rows = [size // self._groups for size in rows]  # of B, of each projection in a group
 
     def forward(self, x: Tensor) -> Tensor:
-        """What is added to the layer's output: x [..., in] -> [..., out], both cut as the layer has them."""
+        """The term to be added to the layer's output: x [..., in] -> [..., out], both cut as in the layer."""
         low = F.linear(x, self.a) * self.scale
         if self.row and self.sequence_cut:
             low = tensor_parallel.reduce_scatter_to_sequence_parallel_region(low, group=self.tp_group)
@@ -83,7 +83,7 @@ class LowRank(torch.nn.Module):
 
 
 def check_adapter(spec: ModelSpec, config: AdapterConfig, section: TrainableConfig, name: str) -> None:
-    """Raises BadInput where a model cannot have the adapters that are asked for; name is the config section."""
+    """Raises BadInput where a model cannot have the adapters of the config; name is the config section."""
     if section.kind == "model":
         return
     if spec.num_experts and any(layer.startswith("linear_fc") for layer in config.layers):
@@ -103,10 +103,8 @@ def check_adapter(spec: ModelSpec, config: AdapterConfig, section: TrainableConf
 def add_adapters(
     chunks: Sequence[Any], spec: ModelSpec, config: AdapterConfig, mesh: Mesh, transformer: Any, seed: int
 ) -> None:
-    """Give the linear layers of a model's chunks their adapters, whose values follow from the seed at any layout.
-
-    A's are drawn as PEFT draws them, uniformly within 1 / sqrt(in).
-    """
+    """Add adapters to the linear layers of a model's chunks. Their values depend on the seed alone, at any layout: A is
+    drawn as in PEFT, uniformly within 1 / sqrt(in)."""
     places = {(entry.layer, entry.rule): linear_layer(entry.rule) for entry in adapted_entries(spec, config)}
     for chunk in chunks:
         for layer in chunk.decoder.layers:
@@ -144,7 +142,7 @@ def _want_gradient(embedding: Any, inputs: Any, output: Tensor) -> Tensor:
 
 
 def freeze_base(chunks: Sequence[Any], head: Head) -> None:
-    """Leave adapters to be trained, and a critic's head, which is its own."""
+    """Freeze everything but the adapters and a critic's head."""
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
             of_critic = head == "value" and name.startswith("output_layer.")
@@ -153,7 +151,7 @@ def freeze_base(chunks: Sequence[Any], head: Head) -> None:
 
 @contextmanager
 def without_adapters(chunks: Sequence[Any]) -> Iterator[None]:
-    """Have a model compute what its frozen weights alone give."""
+    """Disable a model's adapters, so that it computes the output of its frozen weights."""
     adapters = [module.adapter for chunk in chunks for _, _, module in adapted_layers(chunk)]
     for adapter in adapters:
         adapter.enabled = False

@@ -1,11 +1,11 @@
-"""A mixture of experts as Megatron builds and trains it, and router replay.
+"""Megatron's settings for mixtures of experts, and router replay.
 
-Router replay sends tokens of the trainer through the experts that the engine chose for them. Engine and trainer compute
-a router's logits in other kernels, and where two experts are close a rounding difference chooses the other one: the
-same weights then give a token another log-prob. Replaying the choice, with weights still from the trainer's own logits,
-takes that difference away and lets the router's gradient flow (R3, arXiv 2510.11370, section 3). Megatron-Core has a
-class for this, whose instances are one list over all models of the process; with several models and pipeline schedules
-each router keeps its own here.
+Router replay sends the trainer's tokens through the experts that the engine chose for them. Engine and trainer compute
+a router's logits with different kernels. Where two experts are close, a rounding difference selects the other one, and
+the same weights then give a token another log-prob. Replaying the choice, with weights still from the trainer's own
+logits, removes that difference and lets the router's gradient flow (R3, arXiv 2510.11370, section 3). Megatron-Core has
+a class for this, but keeps its instances in one list for the whole process; here each router has its own, for several
+models and pipeline schedules.
 """
 
 from collections import deque
@@ -29,9 +29,10 @@ from vapo_megatron.weights.spec import ModelSpec
 def moe_settings(spec: ModelSpec, layout: LayoutConfig, grouped: bool) -> dict[str, Any]:
     """Fields of TransformerConfig for a model with experts.
 
-    No auxiliary loss and no dropped tokens: what is trained is what the engines sample
-    from. Logits and weights of the router are float32, as small differences choose other experts. Weights that are not
-    normalised (norm_topk_prob false) are the softmax over all experts (moe_router_pre_softmax), else over the chosen.
+    There is no auxiliary loss and no token is dropped, so that the trainer computes what the engines sample from. The
+    router's logits and weights are float32, since small differences select other experts. Weights that are not
+    normalised (norm_topk_prob false) are the softmax over all experts (moe_router_pre_softmax), otherwise over the
+    chosen ones.
 
     grouped: one grouped matrix product for all experts of a rank (Transformer Engine) rather than one each.
     """
@@ -50,9 +51,9 @@ def moe_settings(spec: ModelSpec, layout: LayoutConfig, grouped: bool) -> dict[s
 
 
 def mark_experts(model: Module) -> None:
-    """Tell Megatron which parameters are an expert's, hence reduced over the ranks that hold the same expert: it marks
-    them itself where ep > 1 alone. At ep 1 under sequence parallelism every tensor-parallel rank sends tokens of its
-    own through its copy, whose gradients have to be summed just so. Nor are they duplicates of rank 0's in the gradient
+    """Mark the experts' parameters, whose gradients are reduced over the ranks that hold the same expert. Megatron
+    marks them only where ep > 1. At ep 1 with sequence parallelism, every tensor-parallel rank sends its own tokens
+    through its copy, and those gradients have to be summed as well. Nor are they duplicates of rank 0's in the gradient
     norm."""
     for name, parameter in model.named_parameters():
         if ".mlp.experts." in name:
@@ -61,9 +62,9 @@ def mark_experts(model: Module) -> None:
 
 
 def complete_megatron() -> None:
-    """What Megatron-Core 0.16.1 lacks. For experts: without Transformer Engine a name that its router asks for, without
-    CUDA plain numbers of tokens to send to each rank, which it makes of tensors on their way from the device alone. For
-    weight gradients that Transformer Engine's layers add to the sum: an output layer that can be built without apex."""
+    """Fill gaps of Megatron-Core 0.16.1: a name that its router needs without Transformer Engine; plain numbers for the
+    token counts of each rank, which it otherwise makes only when it copies tensors from a GPU; and, for weight
+    gradients that Transformer Engine's layers accumulate themselves, an output layer that can be built without apex."""
     layers._grad_accum_fusion_available = True
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
@@ -72,12 +73,12 @@ def complete_megatron() -> None:
 
 
 def _on_cpu_already(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """maybe_move_tensor_to_cpu of what is there."""
+    """maybe_move_tensor_to_cpu for tensors that are on the CPU."""
     return tensor.numpy() if as_numpy and isinstance(tensor, Tensor) else tensor
 
 
 class ExpertReplay:
-    """Which experts the tokens of one layer are to go through; in the place of TopKRouter.router_replay."""
+    """The experts that the tokens of one layer go through, in place of TopKRouter.router_replay."""
 
     def __init__(self) -> None:
         self._chosen: Tensor | None = None
@@ -85,11 +86,11 @@ class ExpertReplay:
         self._again: deque[Tensor] = deque()
 
     def set(self, chosen: Tensor | None, training: bool) -> None:
-        """chosen: integers [t, k], of the next tokens; None: the router chooses. training: a backward pass follows."""
+        """chosen: integers [t, k] for the next tokens; None: the router chooses. training: a backward pass follows."""
         self._chosen, self._training = chosen, training
 
     def forget(self) -> int:
-        """Forget what was to be passed again; how many passes that were."""
+        """Drop what was kept for recomputation; returns the number of passes dropped."""
         left = len(self._again)
         self._again.clear()
         return left
@@ -102,10 +103,9 @@ class ExpertReplay:
         group_topk: int | None = None,
         default_compute_topk: Callable[..., tuple[Tensor, Tensor]] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Scores and indices [t, k] of the experts chosen (megatron.core's RouterReplay.get_replay_topk). A layer
-        whose activations are recomputed is passed twice: without gradients first, and with them in the backward
-        pass, by which time other micro-batches have gone forward. Backward passes follow in the order of the forward
-        ones."""
+        """Scores and indices [t, k] of the chosen experts (megatron.core's RouterReplay.get_replay_topk). A layer whose
+        activations are recomputed runs twice: first without gradients, then with them in the backward pass, after other
+        micro-batches have gone forward. Backward passes come in the order of the forward ones."""
         chosen = self._chosen
         if torch.is_grad_enabled() and self._again:
             chosen = self._again.popleft()
@@ -119,14 +119,14 @@ class ExpertReplay:
 
 
 def install_router_replay(model: Module) -> None:
-    """Make every router of a chunk able to replay."""
+    """Enable replay in every router of a chunk."""
     for _, router in _routers(model):
         router.router_replay = ExpertReplay()
 
 
 def replay_experts(model: Module, experts: Tensor | None, sequence_rank: int = 0, sequence_size: int = 1) -> None:
-    """Have a chunk's next forward pass go through experts, integers [t, layers of the whole model, k] of the
-    context-parallel rank's tokens, of which the router sees a part under sequence parallelism; None lets the routers
+    """Send a chunk's next forward pass through experts, integers [t, layers of the whole model, k] for the
+    context-parallel rank's tokens, of which the router sees a part under sequence parallelism. None lets the routers
     choose."""
     for layer, router in _routers(model):
         chosen = None if experts is None else experts[:, layer].chunk(sequence_size)[sequence_rank]
@@ -135,9 +135,9 @@ def replay_experts(model: Module, experts: Tensor | None, sequence_rank: int = 0
 
 @contextmanager
 def replaying(chunks: Sequence[Module]) -> Iterator[None]:
-    """Around the forward and backward passes of an update: none goes through what an earlier one has left behind.
-    Raises RunFailed where a layer's activations were to be computed again and were not: the next would be other
-    tokens'."""
+    """Wrap the forward and backward passes of an update, so that no pass uses what an earlier one left behind. Raises
+    RunFailed where a layer's activations were not recomputed although they should have been: later tokens would use the
+    wrong experts."""
     routers = [router for chunk in chunks for router in _routers(chunk)]
     for _, router in routers:
         router.router_replay.forget()

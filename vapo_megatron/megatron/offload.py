@@ -1,8 +1,8 @@
-"""Parts of models that leave the device and return, storage by storage, and which are on it in each phase of a step.
+"""Offloading of models in parts, storage by storage, and which parts are on the device in each phase of a step.
 
-A part's tensors keep their identity: their storages are emptied and filled again under them, so that views into
-Megatron's flat buffers, optimizer states and cached shards stay what they were. On CUDA copies go through pinned
-memory on a stream of their own; on the CPU the same code moves the same bytes.
+A part's tensors keep their identity: their storages are emptied and filled again, so that views into Megatron's flat
+buffers, optimizer states and cached shards stay valid. On CUDA, copies go through pinned memory on a stream of their
+own; on the CPU the same code moves the same bytes.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -30,7 +30,7 @@ class Footprint:
 
 
 class _HostBuffer:
-    """Bytes in host memory, in pieces; grows, never shrinks."""
+    """Bytes in host memory, in pieces; it grows and never shrinks."""
 
     def __init__(self, pinned: bool, piece_bytes: int = _PIECE_BYTES) -> None:
         self._pinned, self._piece_bytes = pinned, piece_bytes
@@ -41,7 +41,7 @@ class _HostBuffer:
         return sum(piece.numel() for piece in self._pieces)
 
     def reserve(self, size: int) -> None:
-        """Have at least `size` bytes. What was in it is lost where it grows."""
+        """Make room for at least `size` bytes. Growing loses the content."""
         if size > self.bytes:
             full, rest = divmod(size, self._piece_bytes)
             self._pieces = []  # freed before others are taken
@@ -49,7 +49,7 @@ class _HostBuffer:
             self._pieces = [torch.empty(n, dtype=torch.uint8, pin_memory=self._pinned) for n in sizes]
 
     def spans(self, start: int, size: int) -> Iterator[tuple[Tensor, int]]:
-        """The pieces' parts that make up bytes start .. start + size, each with its place in that range."""
+        """The parts of pieces that make up bytes start .. start + size, each with its offset in that range."""
         done = 0
         while done < size:
             piece, at = divmod(start + done, self._piece_bytes)
@@ -59,7 +59,7 @@ class _HostBuffer:
 
 
 def bytes_of(storage: UntypedStorage) -> Tensor:
-    """All of a storage, without its type."""
+    """A storage as a flat uint8 tensor."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
@@ -70,8 +70,8 @@ def distinct_storages(tensors: Iterable[Tensor]) -> dict[int, UntypedStorage]:
 
 
 class Offloader:
-    """Where the parts of one model are, or of what two models share. Every method may be called at any time; what is
-    where already stays."""
+    """Moves the parts of one model, or of what two models share. Every method may be called at any time; parts that are
+    already in place stay there."""
 
     def __init__(
         self,
@@ -80,9 +80,9 @@ class Offloader:
         enabled: bool,
         before_release: Callable[[], None] = lambda: None,
     ) -> None:
-        """tensors: all of a part, also of one that is offloaded; a storage that several parts share belongs to the
-        first of PARTS. enabled: without it everything stays onloaded, and is only accounted for. before_release: called
-        before anything leaves, to end what is under way on the tensors."""
+        """tensors: all tensors of a part, offloaded or not; a storage that several parts share belongs to the first of
+        PARTS. enabled: if false, everything stays on the device and is only accounted for. before_release: called
+        before anything leaves, to finish pending work on the tensors."""
         self._tensors, self._platform, self._enabled = tensors, platform, enabled
         self._before_release = before_release
         self._queue = platform.copy_queue()
@@ -96,7 +96,7 @@ class Offloader:
         return frozenset(part for part in PARTS if part not in self._offloaded)
 
     def onload_only(self, *parts: Part) -> None:
-        """Have exactly these parts on the device. Those that return may still be on their way: see require()."""
+        """Keep exactly these parts on the device. Parts that return may still be on their way: see require()."""
         if not self._enabled:
             return
         self._release([part for part in PARTS if part not in parts and part not in self._offloaded])
@@ -105,7 +105,7 @@ class Offloader:
                 self._restore(part)
 
     def require(self, *parts: Part) -> None:
-        """Before these parts are used: they are woken if they sleep, and the device waits for their copies."""
+        """Call before these parts are used: they are onloaded if needed, and the device waits for their copies."""
         for part in parts:
             self._restore(part)
             self._queue.hold_computation_until(self._arriving.pop(part, None))
@@ -201,16 +201,17 @@ _GIB = 2**30
 
 
 class MemoryPlan:
-    """Moves models between phases, and keeps what each phase held when it ended."""
+    """Moves models between phases, and records what each phase held when it ended."""
 
     def __init__(self, models: Mapping[str, Offloader], shares_device: bool = True) -> None:
-        """models by name, as ONLOADED has them. shares_device: with engines; else nothing sleeps for rollouts."""
+        """models: by name, as in ONLOADED. shares_device: whether engines use the same device; if not, nothing is
+        offloaded for rollouts."""
         self._models, self._shares_device = dict(models), shares_device
         self._phase: Phase | None = None
         self._held: dict[Phase, dict[tuple[str, Part], Footprint]] = {}
 
     def enter(self, phase: Phase) -> None:
-        """Have on the device what a phase needs of every model, and nothing else: first what goes, then what comes."""
+        """Have on the device exactly what a phase needs of every model; parts leave before others arrive."""
         self.settle()
         self._phase = phase
         if phase == "rollout" and not self._shares_device:
@@ -224,7 +225,7 @@ class MemoryPlan:
             model.onload_only(*needed.get(name, frozenset()))
 
     def settle(self) -> None:
-        """Take account of the phase that is going on."""
+        """Record what the current phase holds."""
         if self._phase is not None:
             self._held[self._phase] = {
                 (name, part): footprint

@@ -1,7 +1,7 @@
-"""AdamW on Megatron's distributed optimizer, its learning-rate schedule, and the buffers that data parallelism needs.
+"""AdamW on Megatron's distributed optimizer, its learning-rate schedule, and the buffers for data parallelism.
 
-With optimizer.overlap a bucket of gradients is summed as soon as the last micro-batch's backward pass has filled it, a
-bucket of updated weights gathered when the next forward pass reaches its layers.
+With optimizer.overlap, a bucket of gradients is summed as soon as the last micro-batch's backward pass has filled it,
+and a bucket of updated weights is gathered when the next forward pass reaches its layers.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +23,7 @@ BUCKET_ELEMENTS: int | None = None  # gradients that are summed together; none: 
 def wrap(
     chunks: Sequence[Any], section: TrainableConfig, transformer: Any, mesh: Mesh
 ) -> list[DistributedDataParallel]:
-    """Collective: a model's loaded chunks with their buffers; their weights are those of data-parallel rank 0.
+    """Collective: wrap a model's loaded chunks for data parallelism; all ranks get the weights of data-parallel rank 0.
     Megatron's config of the model gets the hook that keeps gradients from being summed before the last micro-batch."""
     asked = section.optimizer.overlap
     overlapped = current_platform().is_cuda if asked == "auto" else asked
@@ -49,7 +49,7 @@ def wrap(
 
 
 def sum_model_grads(model: list[Any], num_tokens: Tensor | None = None, **kwargs: Any) -> None:
-    """Megatron's reduction of gradients without its division by tokens: the loss weights hold the denominators."""
+    """Megatron's gradient reduction without its division by tokens: the loss weights hold the denominators."""
     finalize_model_grads(model, None, **kwargs)
 
 
@@ -87,7 +87,7 @@ def make_optimizer(
 
 
 def make_scheduler(settings: OptimizerSettings, optimizer: Any) -> OptimizerParamScheduler:
-    """The learning rates of an optimizer, one step for each of its own."""
+    """The learning-rate schedule of an optimizer."""
     return OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
@@ -104,7 +104,7 @@ def make_scheduler(settings: OptimizerSettings, optimizer: Any) -> OptimizerPara
 
 
 def optimizer_tensors(optimizer: Any) -> Iterator[Tensor]:
-    """Main weights and moments of Megatron's optimizer, those of every optimizer in a chain."""
+    """Main weights and moments of Megatron's optimizer, or of every optimizer in a chain."""
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         inner = getattr(part, "optimizer", None)  # none where this rank has nothing to optimise
         if inner is None:
@@ -116,8 +116,8 @@ def optimizer_tensors(optimizer: Any) -> Iterator[Tensor]:
 
 
 class GuardedStep:
-    """Stands between the two halves of an optimizer's step: gradients, their norm and the clip; then weights.
-    Megatron's own step runs; where it would begin to write (step_with_ready_grads), `accepts` is asked first."""
+    """Splits an optimizer's step in two: first gradients, their norm and the clip, then the weights. Megatron's own
+    step runs, and `accepts` is asked before it writes anything (step_with_ready_grads)."""
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer, self._apply = optimizer, optimizer.step_with_ready_grads
@@ -129,7 +129,8 @@ class GuardedStep:
         self._norms: list[float] = []
 
     def __call__(self, accepts: Callable[[float], bool]) -> tuple[float, bool]:
-        """Collective: the gradient's norm before its clip, and whether the step was made, on which all ranks agree."""
+        """Collective: returns the gradient norm before the clip, and whether the step was made, the same on all
+        ranks."""
         self._accepts = accepts
         self._norms.clear()
         updated, _, _ = self._optimizer.step()

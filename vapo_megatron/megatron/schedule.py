@@ -1,4 +1,5 @@
-"""Megatron's schedule over the micro-batches of one rank: forward, backward, and what goes between pipeline stages."""
+"""Runs Megatron's schedule over the micro-batches of one rank: forward, backward, and traffic between pipeline
+stages."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from vapo_megatron.weights.spec import Head, ModelSpec
 
 
 def packed_sequences(lengths: Sequence[int], device: torch.device) -> PackedSeqParams:
-    """For attention and rotary embedding of packed sequences; lengths: tokens of each over all context-parallel ranks,
+    """Packed sequences for attention and rotary embedding. lengths: tokens of each over all context-parallel ranks,
     padding included."""
     starts = torch.tensor((0, *lengths), dtype=torch.int32, device=device).cumsum(0, dtype=torch.int32)
     longest = max(lengths)
@@ -33,7 +34,7 @@ def packed_sequences(lengths: Sequence[int], device: torch.device) -> PackedSeqP
 
 @dataclass(frozen=True)
 class Schedule:
-    """How micro-batches go through the chunks of one model."""
+    """Runs micro-batches through the chunks of one model."""
 
     spec: ModelSpec
     mesh: Mesh
@@ -49,7 +50,7 @@ class Schedule:
         temperature: float,
         forward_only: bool = False,
     ) -> None:
-        """Collective. consume gets (micro-batch, last stage's output); models: this rank's chunks."""
+        """Collective. consume is called with (micro-batch, last stage's output); models: this rank's chunks."""
         for model in models:
             model.train(not forward_only)
 
