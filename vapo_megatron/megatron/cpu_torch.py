@@ -1,8 +1,8 @@
 """Megatron-Core on a machine without a GPU.
 
-Megatron-Core takes for granted that `torch.cuda` is there. On a CPU its modules are given a view of torch in
-which every spelling of "the accelerator" means the CPU; the rest of the process keeps the real torch. The view
-replaces names, never arithmetic: what Megatron computes here is what it computes on a GPU.
+Megatron-Core expects `torch.cuda`. On a CPU, its modules get a view of torch in which every spelling of "the
+accelerator" means the CPU; the rest of the process keeps the real torch. The view replaces names, never arithmetic:
+Megatron computes the same as on a GPU.
 """
 
 import contextlib
@@ -38,7 +38,7 @@ def _nothing(*_: Any, **__: Any) -> None:
 
 
 class _Event:
-    """A queue of work, or a mark in one, on a device that does everything at once."""
+    """An event or stream on a device that does everything at once."""
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
@@ -179,7 +179,7 @@ def _patch_once() -> None:
 
 
 def install() -> None:
-    """Hand the CPU view to every loaded module of megatron.core. Does nothing where CUDA works; may be repeated."""
+    """Give the CPU view to every loaded module of megatron.core. Does nothing if CUDA works; may be called again."""
     if current_platform().is_cuda:
         return
     _patch_once()

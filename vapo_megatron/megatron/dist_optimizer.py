@@ -1,11 +1,11 @@
 """The training state of a Trainable as one sharded state dict: weights, optimizer and schedule, for any layout.
 
-Optimizer states are written in the shapes of the parameters, under keys that begin with "optimizer.", so that they load
-at another tensor, pipeline, context or data-parallel size. Each data-parallel rank holds a range of most parameters; a
-parameter's states are put together on one rank, another one for each parameter, so that no rank holds more than its
-share. Megatron's own way ("fully_reshardable", 0.16.1) puts all of them together on every rank, or on the first: 12
-bytes a parameter of the whole model-parallel shard; and it takes them from wrong places where a buffer has padding
-between its parameters. Keys and shapes are the same, so either reads what the other wrote.
+Optimizer states are saved in the shapes of the parameters, under keys that begin with "optimizer.", so that they load
+at another tensor, pipeline, context or data-parallel size. Each data-parallel rank holds a range of most parameters. A
+parameter's states are put together on one rank, a different one for each parameter, so that no rank holds more than its
+share. Megatron's own way ("fully_reshardable", 0.16.1) puts all of them together on every rank, or on the first, which
+takes 12 bytes a parameter of the whole model-parallel shard; and it reads them from wrong places where a buffer has
+padding between its parameters. Keys and shapes are the same, so either can read what the other wrote.
 """
 
 import random
@@ -38,7 +38,7 @@ Load = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 def training_state(trainable: Trainable) -> dict[str, Any]:
-    """Collective: what dist_checkpointing saves of a model: of one without an optimizer (a reference) weights alone."""
+    """Collective: the state that dist_checkpointing saves; weights alone for a model without an optimizer."""
     state = _state(trainable)
     weights = {key: value for key, value in state.items() if key.startswith("model")}
     for part, saved in _optimizer_states(trainable, state):
@@ -47,9 +47,9 @@ def training_state(trainable: Trainable) -> dict[str, Any]:
 
 
 def load_training_state(trainable: Trainable, load: Load) -> None:
-    """Collective: fill a prepared (or frozen) model, a portion of its optimizer's states after the other. Learning
-    rates and decay follow the config of today, at the step that was saved. load: collective; a sharded state dict as
-    dist_checkpointing.load fills it."""
+    """Collective: load a prepared (or frozen) model; optimizer states are read in portions. Learning rates and decay
+    follow the current config, at the step that was saved. load: collective; fills a sharded state dict, as
+    dist_checkpointing.load does."""
     loaded = load(_state(trainable))
     put_model_state(trainable.chunks, loaded)
     if trainable.optimizer is None:
@@ -69,7 +69,7 @@ def load_training_state(trainable: Trainable, load: Load) -> None:
 
 
 def _state(trainable: Trainable) -> dict[str, Any]:
-    """All but the states that ranks hold in parts."""
+    """Everything but the states that ranks hold in parts."""
     state = model_state(trainable.chunks)
     if trainable.optimizer is None:
         return state
@@ -84,7 +84,7 @@ def _state(trainable: Trainable) -> dict[str, Any]:
 
 
 def _optimizer_states(trainable: Trainable, state: dict[str, Any]) -> list[tuple[Any, dict[str, Any]]]:
-    """Each optimizer of a model with what a state dict has of it."""
+    """Each optimizer of a model with its entry of a state dict."""
     if trainable.optimizer is None:
         return []
     parts, states = _parts(trainable), state["optimizer"]
@@ -92,8 +92,8 @@ def _optimizer_states(trainable: Trainable, state: dict[str, Any]) -> list[tuple
 
 
 def _load_states(part: Any, weights: dict[str, Any], load: Load) -> None:
-    """Collective: read a portion of the parameters after the other, so that a rank holds one at a time. All ranks read
-    equally often, whatever they hold; pipeline stages differ."""
+    """Collective: read one portion of the parameters after another, so that a rank holds one portion at a time. All
+    ranks read equally often, although pipeline stages differ in size."""
     portions = list(batches(whole_parameters(part, weights), lambda whole: whole.nbytes, _READ_BYTES))
     most = torch.tensor(len(portions), device=current_platform().device)
     dist.all_reduce(most, op=dist.ReduceOp.MAX)
@@ -110,8 +110,8 @@ def _parts(trainable: Trainable) -> list[Any]:
 
 
 def _prime(trainable: Trainable) -> None:
-    """Give an optimizer that has made no step yet the states that its first step would begin with. Megatron can
-    neither save nor load one without, and its own way to make them is a step."""
+    """Create the states of an optimizer that has made no step yet. Megatron can neither save nor load an optimizer
+    without them, and itself creates them by making a step."""
     for part in _parts(trainable) if trainable.optimizer is not None else ():
         inner = part.optimizer
         part.init_state_fn(inner, part.config)
@@ -153,7 +153,7 @@ def rng_state() -> dict[str, Any]:
 
 
 def set_rng_state(state: dict[str, Any]) -> None:
-    """Go on from rng_state() of a rank at the same place."""
+    """Restore rng_state()."""
     random.setstate(state["python"])
     kind, keys, position, has_gauss, gauss = state["numpy"]
     np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, gauss))
@@ -176,9 +176,9 @@ _GATHERED_BYTES = 256 << 20
 
 @dataclass(frozen=True)
 class WholeParameter:
-    """A parameter as a checkpoint sees it: its index among the optimizer's, the same on all data-parallel ranks; this
-    rank's parameter, whole as far as data parallelism goes; its place in the saved model; and the ranges [start, stop)
-    of the flattened parameter whose states each data-parallel rank holds, perhaps empty."""
+    """A parameter as a checkpoint sees it: its index in the optimizer, the same on all data-parallel ranks; this rank's
+    parameter, whole with respect to data parallelism; its place in the saved model; and the range [start, stop) of the
+    flattened parameter whose states each data-parallel rank holds, possibly empty."""
 
     index: int
     parameter: Tensor
@@ -187,7 +187,7 @@ class WholeParameter:
 
     @property
     def nbytes(self) -> int:
-        """Of its states in a checkpoint."""
+        """Bytes of its states in a checkpoint."""
         return self.parameter.numel() * _BYTES
 
     def empty(self) -> dict[str, Tensor]:
@@ -203,7 +203,7 @@ class WholeParameter:
 
 
 def whole_parameters(part: Any, model_state: Mapping[str, Any]) -> list[WholeParameter]:
-    """Those of an optimizer, in its order. model_state: weights.torch_dist.model_state of the same chunks."""
+    """The parameters of an optimizer, in its order. model_state: weights.torch_dist.model_state of the same chunks."""
     sharded, _ = extract_sharded_tensors_and_factories(dict(model_state))
     by_parameter = {id(value.data): value for value in nested_values(sharded)}
     count = part.data_parallel_group.size()
@@ -219,9 +219,9 @@ def whole_parameters(part: Any, model_state: Mapping[str, Any]) -> list[WholePar
 
 
 def gathered_states(part: Any, model_state: Mapping[str, Any]) -> dict[int, dict[str, Sharded]]:
-    """Collective: states to be saved, in host memory, by a parameter's index; each parameter's on one rank of its
-    own. Ranks that hold nothing but copies of what others save (tensor-parallel ones of a norm, the last pipeline
-    stage of tied embeddings) get none."""
+    """Collective: the states to be saved, in host memory, by parameter index; each parameter's states are on one rank.
+    Ranks that only hold copies of what others save (tensor-parallel ones of a norm, the last pipeline stage of tied
+    embeddings) get none."""
     group = part.data_parallel_group
     parameters = whole_parameters(part, model_state)
     # Whoever saves a parameter's states does so as the first of the ranks that hold them.
@@ -241,7 +241,7 @@ def gathered_states(part: Any, model_state: Mapping[str, Any]) -> dict[int, dict
 
 
 def put_states(part: Any, portion: Sequence[WholeParameter], loaded: Mapping[int, Mapping[str, Tensor]]) -> None:
-    """Take this rank's ranges of what was loaded."""
+    """Copy this rank's ranges of loaded states into the optimizer."""
     rank = part.data_parallel_group.rank()
     for whole in portion:
         start, stop = whole.ranges[rank]
@@ -255,9 +255,8 @@ def put_states(part: Any, portion: Sequence[WholeParameter], loaded: Mapping[int
 
 
 def _gather(part: Any, batch: Sequence[tuple[WholeParameter, int]]) -> dict[int, dict[str, Sharded]]:
-    """Collective over the data-parallel ranks: states of parameters, in host memory, each on its owner; one
-    exchange. A rank sends what it holds and no more, for each owner parameter by parameter, and of a parameter state
-    by state."""
+    """Collective over the data-parallel ranks, one exchange: the states of parameters, in host memory, each on its
+    owner. A rank sends only what it holds, ordered by owner, parameter and state."""
     group, device = part.data_parallel_group, current_platform().device
     rank, pieces, sent = group.rank(), [torch.empty(0, dtype=torch.float32, device=device)], [0] * group.size()
     for receiver in range(group.size()):

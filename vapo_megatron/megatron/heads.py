@@ -1,4 +1,4 @@
-"""The two heads: log-probs and entropy without ever holding the logits, and values."""
+"""The two heads: log-probs and entropy without holding the logits, and values."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -17,11 +17,11 @@ _CAST_ROWS = 4096
 
 
 class LogProbs(torch.autograd.Function):
-    """log p(label) and entropy of softmax(h W^T / temperature), W cut along the vocabulary over a group.
+    """log p(label) and entropy of softmax(h W^T / temperature), with W cut along the vocabulary over a group.
 
-    Forward and backward hold logits, in fp32, of at most `chunk` rows at a time, and two at most on the way from one
-    chunk to the next. The last chunk's log-probabilities stay from forward to backward, which begins with them; those
-    of the other chunks are computed again from the log-partition of each row, and so need no collective.
+    Forward and backward hold fp32 logits of at most `chunk` rows, and of two chunks only when going from one to the
+    next. The last chunk's log-probabilities are kept from forward to backward, which begins with them; those of the
+    other chunks are recomputed from the log-partition of each row and so need no collective.
     """
 
     @staticmethod
@@ -33,10 +33,8 @@ class LogProbs(torch.autograd.Function):
     def _rows(
         h: Tensor, words: Tensor, labels: Tensor, first: int, temperature: float, group: Any, keep: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """[3, rows] log p(label), entropy and log-partition; and, to be kept, log-probabilities [rows, words].
-
-        first: number of this rank's first word.
-        """
+        """[3, rows] log p(label), entropy and log-partition; with `keep` also the log-probabilities [rows, words].
+        first: number of this rank's first word."""
         logits = LogProbs._logits(h, words, temperature)
         # A rank of padding alone has no word: it adds nothing to any sum.
         top = logits.amax(-1) if len(words) else logits.new_full((len(h),), float("-inf"))
@@ -144,14 +142,14 @@ def _in_vocab_shard(labels: Tensor, first: int, count: int) -> tuple[Tensor, Ten
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    """a b, multiplied and summed in fp32 whatever type a and b have, and not rounded to that."""
+    """a b, multiplied and accumulated in fp32 whatever the type of a and b, and returned in fp32."""
     if a.dtype == torch.float32:
         return a @ b
     return torch.mm(a, b, out_dtype=torch.float32) if current_platform().is_cuda else a.float() @ b.float()
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a b, in fp32, of which never more than _CAST_ROWS rows stand beside total."""
+    """total += a b, in fp32, with at most _CAST_ROWS rows of the product in memory beside total."""
     if a.dtype == total.dtype:
         total.addmm_(a, b)
         return
@@ -160,10 +158,9 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 class LogProbHead(tensor_parallel.ColumnParallelLinear):
-    """The output layer; once labels are set it yields [s, b, 2] (log-prob, entropy) in place of logits.
+    """The output layer; once labels are set it returns [s, b, 2] (log-prob, entropy) in place of logits.
 
-    It takes the place of a built ColumnParallelLinear by `adopt`, so that names, initialisation and checkpoints stay
-    Megatron's.
+    `adopt` turns a built ColumnParallelLinear into it, so that names, initialisation and checkpoints stay Megatron's.
     """
 
     labels: Tensor | None
@@ -212,7 +209,7 @@ class LogProbHead(tensor_parallel.ColumnParallelLinear):
 
 
 class ValueHead(torch.nn.Module):
-    """n numbers for each position, in fp32: its value (n = 1), or logits of a histogram over values.
+    """n fp32 numbers for each position: its value (n = 1), or logits of a histogram over values.
 
     weight [n, hidden] and bias [n] are whole on every last-stage rank.
     """

@@ -1,7 +1,7 @@
-"""Which modules a transformer layer is made of, and core attention and norm for machines without Transformer Engine.
+"""The modules of a transformer layer, with core attention and norm for machines without Transformer Engine.
 
-Megatron's own DotProductAttention refuses context parallelism and packed sequences, its WrappedTorchNorm refuses
-sequence parallelism; the ones here take their places in its layer spec.
+Megatron's own DotProductAttention does not support context parallelism and packed sequences, and its WrappedTorchNorm
+does not support sequence parallelism; the ones here replace them in its layer spec.
 """
 
 import weakref
@@ -49,7 +49,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class RotaryTables:
-    """Cosines and sines of the positions that a context-parallel rank holds, shared by the layers of a model."""
+    """Cosines and sines of a context-parallel rank's positions, shared by the layers of a model."""
 
     def __init__(self, inv_freq: Tensor, cp_size: int, cp_rank: int) -> None:
         """inv_freq: float32 [d / 2], angle between neighbouring positions."""
@@ -58,8 +58,8 @@ class RotaryTables:
         self._tables: tuple[Tensor, Tensor] | None = None
 
     def of(self, cu_seqlens: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Both [t, 1, d / 2] in dtype, where cu_seqlens [sequences + 1] lies; kept from the last call where it is the
-        same tensor, which nobody must change."""
+        """Both [t, 1, d / 2] in dtype, on the device of cu_seqlens [sequences + 1]. They are cached for as long as
+        cu_seqlens is the same tensor, which must not be changed."""
         last = self._key() if self._key is not None else None
         if last is not cu_seqlens or self._tables is None or self._tables[0].dtype != dtype:
             lengths = (cu_seqlens[1:] - cu_seqlens[:-1]).tolist()
@@ -76,7 +76,8 @@ _LONG = 64
 
 
 class RMSNorm(torch.nn.Module):
-    """Root-mean-square norm whose weight gradient Megatron sums over tensor-parallel ranks under sequence parallel."""
+    """Root-mean-square norm; Megatron sums its weight gradient over tensor-parallel ranks under sequence
+    parallelism."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__()
@@ -108,7 +109,7 @@ class _GatherSequence(torch.autograd.Function):
 
 
 class Segment(NamedTuple):
-    """A run of queries of one sequence and the keys that they may see: the last query sees the last key."""
+    """A run of queries of one sequence and the keys they attend to: the last query sees the last key."""
 
     q_start: int
     q_length: int
@@ -135,7 +136,7 @@ def packed_segments(lengths: list[int], cp: int, rank: int) -> list[Segment]:
 
 
 def _batches(segments: list[Segment]) -> list[list[int]]:
-    """Segments grouped so that a batch padded to its longest is at most half padding."""
+    """Groups of segments, so that a batch padded to its longest is at most half padding."""
     order = sorted(range(len(segments)), key=lambda i: (segments[i].q_length, segments[i].k_length))
     batches: list[list[int]] = []
     for i in order:
@@ -197,8 +198,8 @@ def attend_packed(q: Tensor, k: Tensor, v: Tensor, segments: list[Segment], scal
 
 
 class SDPACoreAttention(MegatronModule):
-    """Megatron's core attention on torch's scaled_dot_product_attention: packed (thd), causal, context-parallel; given
-    rotary tables, it turns queries and keys by their positions before."""
+    """Megatron's core attention on torch's scaled_dot_product_attention: packed (thd), causal, context-parallel. With
+    rotary tables it first rotates queries and keys."""
 
     rotary: RotaryTables | None = None
 
@@ -252,10 +253,10 @@ def uses_transformer_engine(attention: str, platform: Platform) -> bool:
 def layer_spec(
     qk_norm: bool, transformer_engine: bool, num_experts: int = 0, adapters: bool = False
 ) -> tuple[Any, Any]:
-    """Megatron's own layer spec, and the class of the final norm. num_experts: of a layer, 0 for a dense model.
-    adapters: linear layers may have some, whose input is the norm's output: no norm is then fused with them. Without
-    Transformer Engine it is the local spec with norms and core attention exchanged; specs built by hand do not
-    survive Megatron's releases, these exchanges did from 0.16 to 0.19."""
+    """Megatron's own layer spec, and the class of the final norm. num_experts: experts of a layer, 0 for a dense model.
+    adapters: whether linear layers may have adapters, whose input is the norm's output: norms are then not fused into
+    them. Without Transformer Engine this is the local spec with norms and core attention replaced. Specs built by hand
+    break between Megatron's releases; these replacements worked from 0.16 to 0.19."""
     if transformer_engine:
         from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TENorm
 
@@ -280,7 +281,7 @@ def layer_spec(
 
 
 def freeze_attention(model: torch.nn.Module) -> None:
-    """Leave attention modules untrained, but for the norm that Transformer Engine's linear layers hold."""
+    """Freeze the attention modules, but not the norms that Transformer Engine's linear layers hold."""
     for name, parameter in model.named_parameters():
         if ".self_attention." in name and not name.endswith(".layer_norm_weight"):
             parameter.requires_grad_(False)

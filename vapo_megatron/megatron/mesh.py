@@ -50,8 +50,8 @@ class Mesh:
         return rank // (self.tp_size * self.cp_size) % self.dp_size
 
     def reporter(self, dp_rank: int) -> int:
-        """The rank of the world that has the outputs of a data-parallel rank's samples: the first of its output ranks,
-        where context-parallel ranks have brought theirs together."""
+        """The world rank that has the outputs of a data-parallel rank's samples: the first of its output ranks, where
+        the parts of context-parallel ranks are brought together."""
         return ((self.pp_size - 1) * self.dp_size + dp_rank) * self.cp_size * self.tp_size
 
     @property
@@ -66,7 +66,7 @@ class Mesh:
 
 
 def check_layout(layout: LayoutConfig, world_size: int, name: str) -> None:
-    """Raises BadInput where a replica's ranks do not divide the world's, or its experts' ranks a stage's."""
+    """Raises BadInput where the ranks of a replica do not divide the world, or those of experts a stage."""
     if world_size % layout.model_size:
         raise BadInput(
             f"{name}.layout: tp {layout.tp} x pp {layout.pp} x cp {layout.cp} = {layout.model_size} ranks a replica do "
@@ -80,7 +80,7 @@ def check_layout(layout: LayoutConfig, world_size: int, name: str) -> None:
 
 
 def check_model_layout(spec: ModelSpec, layout: LayoutConfig, name: str) -> None:
-    """Raises BadInput where a model cannot be cut as the layout asks; name is the config section."""
+    """Raises BadInput where the layout cannot cut the model; name is the config section."""
     for part, count in (
         ("attention heads", spec.num_heads),
         ("key-value heads", spec.num_kv_heads),
@@ -109,7 +109,7 @@ def check_model_layout(spec: ModelSpec, layout: LayoutConfig, name: str) -> None
 
 
 def make_mesh(layout: LayoutConfig, name: str = "model") -> Mesh:
-    """Collective over all ranks: make the groups of a layout. Raises BadInput where they do not divide the world."""
+    """Collective over all ranks: create the groups of a layout. Raises BadInput where they do not divide the world."""
     from megatron.core import parallel_state
     from megatron.core.hyper_comm_grid import HyperCommGrid
     from megatron.core.process_groups_config import ProcessGroupCollection
@@ -151,20 +151,20 @@ def make_mesh(layout: LayoutConfig, name: str = "model") -> Mesh:
 
 
 def world_timeout() -> timedelta:
-    """How long ranks wait for each other in the world's collectives: new groups have torch's default unless told."""
+    """Timeout of the world's collectives; new groups otherwise have torch's default."""
     world: Any = dist.group.WORLD
     timeout: timedelta = world._get_backend(torch.device("cpu")).options._timeout
     return timeout
 
 
 def group_timeout(backend: str) -> timedelta:
-    """How long a rank waits in a collective of the model's groups: NCCL's are entered by all ranks within minutes; what
-    takes hours (a rollout) is waited for in the world over gloo."""
+    """Timeout of collectives in a model's groups. All ranks enter NCCL's within minutes; waits that take hours (a
+    rollout) are in the world, over gloo."""
     return min(world_timeout(), NCCL_TIMEOUT) if backend == "nccl" else world_timeout()
 
 
 def shorten_nccl_waits() -> None:
-    """The same for the world's collectives over NCCL, where it has any."""
+    """Set the same timeout for the world's collectives over NCCL, if it has any."""
     if current_platform().backend == "nccl":
         world: Any = dist.group.WORLD
         world._get_backend(current_platform().device)._set_default_timeout(group_timeout("nccl"))

@@ -1,4 +1,4 @@
-"""Building actor and critic as Megatron models from a model spec and a mesh."""
+"""Builds actor and critic as Megatron models from a model spec and a mesh."""
 
 from typing import Any
 
@@ -58,15 +58,15 @@ def swiglu(x: Tensor) -> Tensor:
 
 
 def install_swiglu(model: torch.nn.Module) -> None:
-    """Give a built model's MLPs, experts too, this activation. Their config must have use_te_activation_func, by which
-    Megatron means that an MLP's activation takes the gate and what it gates in one tensor."""
+    """Use this activation in a built model's MLPs and experts. Their config must have use_te_activation_func, which in
+    Megatron means that an MLP's activation takes gate and up in one tensor."""
     for module in model.modules():
         if isinstance(module, MLP):
             module.activation_func = swiglu
 
 
 def transformer_config(spec: ModelSpec, model: ModelConfig, trainable: TrainableConfig) -> TransformerConfig:
-    """Megatron's config of a model. Fusions that need a GPU's kernels are off where there is none."""
+    """Megatron's config of a model. Fusions that need GPU kernels are off without a GPU."""
     layout, recompute = trainable.layout, trainable.recompute
     dtype = getattr(torch, model.dtype)
     fused = uses_transformer_engine(model.attention, current_platform())

@@ -1,4 +1,4 @@
-"""The one object that knows what kind of machine this is. Nothing else asks."""
+"""The platform: device, backends and what depends on them. No other module asks what the machine is."""
 
 import contextlib
 import ctypes
@@ -14,7 +14,7 @@ import torch
 
 @dataclass(frozen=True)
 class Platform:
-    """Device, collectives and the facts that depend on them."""
+    """Device, collectives and what depends on them."""
 
     device_type: Literal["cpu", "cuda"]
     backend: Literal["gloo", "nccl"]
@@ -22,13 +22,13 @@ class Platform:
 
     @property
     def is_cuda(self) -> bool:
-        """Whether tensors live on a GPU, and so do the engines that are started beside the ranks: they take turns."""
+        """Whether tensors, and the engines started beside the ranks, are on a GPU, which they then use in turns."""
         return self.device_type == "cuda"
 
     @property
     def world_backend(self) -> str:
-        """Backends of the world: words between ranks go over the CPU, so that a rank that waits for another one keeps
-        no kernel spinning on a GPU on which an engine generates."""
+        """Backends of the world. Messages between ranks go over the CPU, so that a waiting rank keeps no kernel
+        spinning on a GPU on which an engine generates."""
         return "cpu:gloo,cuda:nccl" if self.is_cuda else "gloo"
 
     @property
@@ -49,12 +49,12 @@ class Platform:
 
     @property
     def compute_capability(self) -> tuple[int, int]:
-        """Of this rank's GPU, such as (9, 0) for an H100; (0, 0) on the CPU."""
+        """Compute capability of this rank's GPU, such as (9, 0) for an H100; (0, 0) on the CPU."""
         return torch.cuda.get_device_capability() if self.is_cuda else (0, 0)
 
     @property
     def cuda_version(self) -> tuple[int, int]:
-        """Of CUDA, for which torch was built, such as (13, 0); (0, 0) on the CPU."""
+        """CUDA version that torch was built for, such as (13, 0); (0, 0) on the CPU."""
         if not self.is_cuda or torch.version.cuda is None:
             return (0, 0)
         major, minor = torch.version.cuda.split(".")[:2]
@@ -77,7 +77,7 @@ class Platform:
         return torch.cuda.device_count() if self.is_cuda else 0
 
     def bind(self, local_rank: int) -> None:
-        """Tie this process to its accelerator, or to one thread."""
+        """Bind this process to its accelerator, or to one thread."""
         if self.is_cuda:
             torch.cuda.set_device(local_rank)
         else:
@@ -90,32 +90,33 @@ class Platform:
             torch.cuda.synchronize()
 
     def empty_cache(self) -> None:
-        """Give cached blocks back, so that an engine in another process can have them."""
+        """Release cached blocks, so that an engine in another process can use them."""
         if self.is_cuda:
             torch.cuda.empty_cache()
         elif _c_library() is not None:
             _c_library().malloc_trim(0)
 
     def synchronize_stream(self) -> None:
-        """Wait for what this thread has enqueued on its current stream; other streams go on."""
+        """Wait for this thread's work on its current stream; other streams go on."""
         if self.is_cuda:
             torch.cuda.current_stream().synchronize()
 
     def release_ipc_memory(self) -> None:
-        """Give back memory of the device that other processes had opened and have closed."""
+        """Release device memory that other processes had opened and have closed."""
         if self.is_cuda:
             torch.cuda.ipc_collect()
         self.empty_cache()
 
     def memory_bytes(self) -> int:
-        """Bytes that this rank holds now: of the device, or resident on the CPU."""
+        """Bytes that this rank holds now: on the device, or resident on the CPU."""
         if self.is_cuda:
             return int(torch.cuda.memory_allocated())
         return int(psutil.Process().memory_info().rss)
 
     @contextlib.contextmanager
     def allocations_recorded(self) -> Iterator[Callable[[str], None]]:
-        """Keep the history of allocations inside; yields what writes it to a file, which does nothing off CUDA."""
+        """Record the history of allocations in the body; yields a function that writes it to a file, and does nothing
+        off CUDA."""
         if not self.is_cuda:
             yield lambda path: None
             return
@@ -126,21 +127,22 @@ class Platform:
             torch.cuda.memory._record_memory_history(enabled=None)
 
     def memory_gauges(self) -> dict[str, tuple[Callable[[], object], Callable[[], int]]]:
-        """High-water marks beside the host's, by name: how to reset one, and the bytes reached since."""
+        """High-water marks beside the host's, by name: a function that resets one, and one that reads it in bytes."""
         if not self.is_cuda:
             return {}
         return {"device_memory": (torch.cuda.reset_peak_memory_stats, torch.cuda.max_memory_allocated)}
 
 
 class CopyQueue:
-    """Copies beside the computation, on a stream of their own; where there are no streams, all is done at once."""
+    """Copies beside the computation, on their own stream; without streams they are done at once."""
 
     def __init__(self, stream: torch.cuda.Stream | None) -> None:
         self._stream = stream
 
     @contextlib.contextmanager
     def behind_computation(self) -> Iterator[None]:
-        """Kernels launched in here go to this queue's stream, after all that the computation's stream has so far."""
+        """Kernels launched in the body go to this queue's stream, after everything on the computation's stream so
+        far."""
         if self._stream is None:
             yield
             return
@@ -153,27 +155,26 @@ class CopyQueue:
         return self._stream.record_event() if self._stream is not None else None
 
     def hold_computation_until(self, mark: torch.cuda.Event | None) -> None:
-        """Kernels that the computation's stream gets from now on wait for a mark; this process does not."""
+        """Kernels launched on the computation's stream from now on wait for a mark; this process does not."""
         if mark is not None:
             torch.cuda.current_stream().wait_event(mark)
 
     def finish(self) -> None:
-        """Wait, in this process, for all that is in the queue."""
+        """Wait, in this process, for everything in the queue."""
         if self._stream is not None:
             self._stream.synchronize()
 
 
 @functools.cache
 def _c_library() -> Any:
-    """The C library of this process, where it is glibc."""
+    """The C library of this process, if it is glibc."""
     library = ctypes.CDLL(None)
     return library if hasattr(library, "malloc_trim") else None
 
 
 def _keep_freed_memory() -> None:
-    """Let the heap keep up to 1 GiB of what a micro-batch frees for the next one, until empty_cache. glibc by itself
-    gives it back to the system whenever the end of the heap happens to be free; to fault it in again takes up to a
-    tenth of a step."""
+    """Keep up to 1 GiB of freed heap for the next micro-batch, until empty_cache. By default glibc returns it to the
+    system whenever the end of the heap happens to be free, and faulting it in again takes up to a tenth of a step."""
     mmap_threshold, trim_threshold = -3, -1  # <malloc.h>; setting one of them ends glibc's own choice of both
     if _c_library() is not None:
         _c_library().mallopt(mmap_threshold, 32 << 20)

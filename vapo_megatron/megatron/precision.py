@@ -1,4 +1,4 @@
-"""FP8 through Transformer Engine: what this machine can do, and Megatron's settings for it."""
+"""FP8 through Transformer Engine: checks of the machine, and Megatron's settings."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -21,7 +21,7 @@ BLOCKWISE_CUDA = (12, 9)
 def check_trainable(
     spec: ModelSpec, model: ModelConfig, section: TrainableConfig, name: str, platform: Platform
 ) -> None:
-    """Raises BadInput where kernels, recomputation or precision of a section need what this machine has not."""
+    """Raises BadInput where the kernels, recomputation or precision of a section are not possible on this machine."""
     fused = uses_transformer_engine(model.attention, platform)
     check_adapter(spec, model.adapter, section, name)
     _check_recompute(spec, section, name)
@@ -47,7 +47,7 @@ def _check_recompute(spec: ModelSpec, section: TrainableConfig, name: str) -> No
 def check_precision(
     spec: ModelSpec, model: ModelConfig, section: TrainableConfig, name: str, platform: Platform
 ) -> None:
-    """Raises BadInput where a model cannot compute as its section asks; name is the config section."""
+    """Raises BadInput where a section's precision is not possible; name is the config section."""
     precision = section.precision
     key = f"{name}.precision.fp8={precision.fp8}"
     if precision.fp8 == "none":
@@ -85,8 +85,8 @@ def fp8_settings(precision: PrecisionConfig) -> dict[str, Any]:
 
 
 def drop_fp8_copies(chunks: Iterable[torch.nn.Module]) -> None:
-    """Free the FP8 copies of a step's weights, which Transformer Engine's layers keep from the first micro-batch on and
-    make again in the next forward pass."""
+    """Free the FP8 copies of a step's weights, which Transformer Engine's layers make in the first micro-batch and
+    keep; the next forward pass makes them again."""
     for chunk in chunks:
         for module in chunk.modules():
             copies = getattr(module, "_fp8_workspaces", None)

@@ -1,8 +1,8 @@
 """A critic without a model: a small head on the actor's hidden states (after POISE, arXiv 2605.07579).
 
-The pass that computes log-probs hands out the last hidden states of response tokens (Trainable.score), without their
-gradient, and they stay with their samples until the critic's update. Every rank has the whole head, and computes the
-samples that are at home with it: how actor and rollout are cut plays no part here.
+The pass that computes log-probs returns the last hidden states of response tokens (Trainable.score), without gradients,
+and they stay with their samples until the critic's update. Every rank has the whole head and computes its own samples
+with it, so the layouts of actor and rollout play no part.
 """
 
 from collections.abc import Callable, Sequence

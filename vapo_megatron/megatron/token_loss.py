@@ -1,4 +1,4 @@
-"""How a loss meets the layout (a model's outputs at local positions), and the numbers that ranks report together."""
+"""The interface between a loss and the layout (a model's outputs at local positions), and sums over ranks."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,7 +30,7 @@ class TokenLoss(Protocol):
 
 
 class LocalTokens(Protocol):
-    """The t positions of a model's outputs, as a loss sees them; it need not know how sequences are cut."""
+    """The t positions of a model's outputs as a loss sees them, whatever way sequences are cut."""
 
     def gather(self, values: Tensor) -> Tensor:
         """A tensor over response tokens [T] at these positions [t]; 0 where no response token is."""
@@ -66,7 +66,7 @@ class PackedTokens:
 
 @dataclass
 class StepResult:
-    """What one optimizer step reports, the same on every rank. updated: it was made, and not refused."""
+    """The result of one optimizer step, the same on every rank. updated: false where the step was refused."""
 
     grad_norm: float
     lr: float
@@ -76,12 +76,12 @@ class StepResult:
 
 
 def sum_over_ranks(values: Tensor, group: Any = None) -> Tensor:
-    """Collective: sum over all ranks, or those of a model's group, of CPU tensors; one contributes to each token."""
+    """Collective: sum of CPU tensors over all ranks, or over those of a model's group."""
     return _over_ranks(values, dist.ReduceOp.SUM, group)
 
 
 def largest_over_ranks(*values: float) -> list[float]:
-    """Collective: the largest that any rank has of each value."""
+    """Collective: the maximum over ranks of each value."""
     largest: list[float] = _over_ranks(torch.tensor(values), dist.ReduceOp.MAX).tolist()
     return largest
 
@@ -100,8 +100,8 @@ def in_place(
     width: int,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Collective: outputs of micro-batches of some samples at their response tokens of a batch, [T, width]; of a Share
-    on the ranks that have its outputs, and [0, width] on the others."""
+    """Collective: outputs of micro-batches of some samples, put at their response tokens of a batch, [T, width]. For a
+    Share, on the ranks that have its outputs, and [0, width] on the others."""
     if isinstance(samples, Share) and not mesh.is_output_rank:
         return torch.zeros(0, width, dtype=dtype)
     outputs = torch.zeros(batch.response_tokens, width, dtype=dtype)
@@ -113,21 +113,21 @@ def in_place(
 
 
 class MetricTotals:
-    """A loss's metrics: added up, or compared, over micro-batches on the device and over ranks at the end."""
+    """Sums and maxima of a loss's metrics: over micro-batches on the device, and over ranks at the end."""
 
     def __init__(self, loss: TokenLoss, device: torch.device) -> None:
         self._sums = {name: torch.zeros((), device=device) for name in loss.sums}
         self._maxima = {name: torch.full((), float("-inf"), device=device) for name in loss.maxima}
 
     def add(self, metrics: Mapping[str, Tensor]) -> None:
-        """Take in what the loss said of one micro-batch."""
+        """Add the metrics of one micro-batch."""
         for name, total in self._sums.items():
             total += metrics[name]
         for name, largest in self._maxima.items():
             self._maxima[name] = torch.maximum(largest, metrics[name])
 
     def over_ranks(self) -> dict[str, float]:
-        """Collective: the metrics of all ranks, the same on each. Waits for the device."""
+        """Collective: the metrics over all ranks, the same on each. Waits for the device."""
         totals: dict[str, float] = {}
         for metrics, op in ((self._sums, dist.ReduceOp.SUM), (self._maxima, dist.ReduceOp.MAX)):
             if metrics:

@@ -1,7 +1,7 @@
-"""A model that is scored and trained: Megatron shards, optimizer and schedule under one roof.
+"""A model that is scored and trained: Megatron shards, optimizer and schedule.
 
-Actor and critic are two of these, each with a mesh of its own. What is to be minimised comes in as a token loss, a
-function of local tensors; everything about layout stays in here.
+Actor and critic are two of these, each with its own mesh. The objective is given as a token loss, a function of local
+tensors; everything about layout stays in here.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -39,7 +39,7 @@ from vapo_megatron.weights.spec import Head, ModelSpec
 
 
 class Trainable:
-    """One sharded model; with its optimizer, unless it is frozen (a reference policy)."""
+    """One sharded model, with its optimizer unless it is frozen (a reference policy)."""
 
     def __init__(
         self,
@@ -89,8 +89,8 @@ class Trainable:
         self._shared: set[int] = set()
 
     def share_base(self, actor: "Trainable") -> Offloader:
-        """Have the frozen weights of an actor with adapters in place of this critic's, which start from the same files
-        at the same layout. Call once, before this model's weights are loaded, and while the actor's are onloaded."""
+        """Use the frozen weights of an actor with adapters in place of this critic's, which come from the same files at
+        the same layout. Call once, before this model's weights are loaded and while the actor's are onloaded."""
         shared: list[Tensor] = []
         for mine, theirs in zip(self._chunks, actor.chunks, strict=True):
             frozen = dict(theirs.named_parameters())
@@ -132,8 +132,8 @@ class Trainable:
 
     @property
     def chunks(self) -> list[Any]:
-        """This rank's shards, one a virtual pipeline stage, their weights onloaded and complete. Collective after a
-        train_step whose gather of updated weights is still to come (optimizer.overlap)."""
+        """This rank's shards, one a virtual pipeline stage, with their weights onloaded and complete. Collective after
+        a train_step whose gather of updated weights is still pending (optimizer.overlap)."""
         self._finish_gathering()
         self._require("weights")
         return self._chunks
@@ -147,11 +147,11 @@ class Trainable:
 
     @property
     def updates(self) -> int:
-        """Optimizer steps that were made, those of earlier attempts included."""
+        """Optimizer steps made so far, earlier attempts included."""
         return int(self.scheduler.num_steps)
 
     def head_has_gradient(self) -> bool:
-        """Collective: whether the last train_step brought the head a gradient."""
+        """Collective: whether the last train_step gave the head a gradient."""
         largest = torch.zeros(1)
         for chunk in self._chunks:
             for parameter in chunk.output_layer.parameters() if chunk.post_process else ():
@@ -162,17 +162,17 @@ class Trainable:
 
     @torch.no_grad()
     def copy_from(self, other: "Trainable") -> None:
-        """Take the weights of a model of the same spec, head and layout, shard by shard."""
+        """Copy the weights of a model of the same spec, head and layout, shard by shard."""
         for mine, theirs in zip(self.chunks, other.chunks, strict=True):
             for parameter, source in zip(mine.parameters(), theirs.parameters(), strict=True):
                 parameter.copy_(source)
 
     def weights_on_host(self) -> list[Tensor]:
-        """A copy of this rank's weights, byte by byte, which must be onloaded."""
+        """A copy of this rank's weights, byte by byte."""
         return [bytes_of(storage).to("cpu", copy=True) for storage in self._weights()]
 
     def put_weights(self, copy: Sequence[Tensor]) -> None:
-        """Have the weights that weights_on_host() gave. The optimizer has weights of its own, and keeps them."""
+        """Restore weights from weights_on_host(). The optimizer keeps its own main weights."""
         for storage, kept in zip(self._weights(), copy, strict=True):
             bytes_of(storage).copy_(kept)
         drop_fp8_copies(self._chunks)
@@ -211,14 +211,14 @@ class Trainable:
 
     @property
     def replays(self) -> bool:
-        """Whether tokens go through the engine's experts where these are known. A critic's experts and those of a
-        reference policy have other weights: they choose for themselves."""
+        """Whether tokens go through the engine's experts where these are known. A critic and a reference policy have
+        other weights, so their routers choose for themselves."""
         trained = self._optimizer is not None and not self._is_base
         return bool(self.spec.num_experts) and self.head == "lm" and trained
 
     @contextmanager
     def as_base(self) -> Iterator[None]:
-        """Have it compute what its frozen weights give without their adapters: the policy that the run started from."""
+        """Compute with the frozen weights alone, without adapters: the policy that the run started from."""
         self._is_base = True
         try:
             with without_adapters(self._chunks):
@@ -228,15 +228,15 @@ class Trainable:
 
     @property
     def cost(self) -> Cost:
-        """Work of a sequence: weights times tokens, and causal attention."""
+        """Cost of a sequence: weights times tokens, plus causal attention."""
         return Cost(
             float(self.spec.active_parameter_count()),
             float(self.spec.num_layers * self.spec.num_heads * self.spec.head_dim),
         )
 
     def plan(self, lengths: Tensor, samples: Sequence[int], segments: Tensor | None = None) -> MicrobatchPlan:
-        """Which data-parallel rank computes which of some samples. lengths: int64 [S], of all of them by number;
-        segments: int64 [S], sequences of each, which are padded one by one; None: one each."""
+        """Assigns samples to data-parallel ranks and micro-batches. lengths: int64 [S], of all samples by number;
+        segments: int64 [S], sequences per sample, each padded on its own; None: one each."""
         layout = self.config.layout
         return plan_microbatches(
             samples,
@@ -250,7 +250,7 @@ class Trainable:
         )
 
     def microbatches(self, batch: ExperienceBatch, samples: Sequence[int]) -> Packed:
-        """This rank's part of some samples of a batch, all of them where they are a Share; packed when asked for."""
+        """This rank's part of some samples of a batch, or all of them if they are a Share; packed on demand."""
         share = samples
         if not isinstance(share, Share):
             share = Share(self.plan(batch.lengths, samples, batch.segments)[self.mesh.dp_rank], len(samples))
@@ -313,10 +313,10 @@ class Trainable:
     def train_step(
         self, batch: ExperienceBatch, samples: Sequence[int], loss: TokenLoss, keep_outputs: bool = False
     ) -> StepResult:
-        """Collective: one optimizer step on some samples of a batch; none where `accepts` refuses it, by the model's
-        name, gradient norm and the loss's metrics: weights, optimizer and schedule then stay as they are. Samples
-        may be a Share of the batch, which is this rank's alone. keep_outputs: also return what score() would have
-        returned before the step, for these samples; 0 elsewhere."""
+        """Collective: one optimizer step on some samples of a batch. `accepts`, given the model's name, the gradient
+        norm and the loss's metrics, may refuse it: weights, optimizer and schedule then stay as they are. Samples may
+        be a Share of the batch that is this rank's alone. keep_outputs: also return what score() would have returned
+        before the step for these samples, and 0 elsewhere."""
         kept: list[tuple[MicroBatch, Tensor]] | None = [] if keep_outputs else None
         totals = self._backward(batch, samples, loss, kept)
         self.offloader.require("optimizer")
@@ -338,7 +338,7 @@ class Trainable:
 
     def gradients(self, batch: ExperienceBatch, samples: Sequence[int], loss: TokenLoss) -> dict[str, float]:
         """Collective: train_step() without the update; returns the loss's metrics. Gradients are left in main_grad of
-        the parameters, in fp32; of a model that was not prepared, in grad, and of this rank's samples alone."""
+        the parameters, in fp32; for a model that was not prepared, in grad and for this rank's samples alone."""
         for chunk in self._chunks if not self.wrapped else ():
             for module in chunk.modules():
                 if hasattr(module, "fuse_wgrad_accumulation"):  # Transformer Engine's: there is no main_grad to add to
@@ -352,7 +352,7 @@ class Trainable:
         loss: TokenLoss,
         kept: list[tuple[MicroBatch, Tensor]] | None = None,
     ) -> MetricTotals:
-        """Forward and backward over this rank's part of some samples, whose outputs are added to `kept`."""
+        """Forward and backward passes over this rank's part of some samples; outputs are appended to `kept`."""
         self._require("weights", "gradients")
         for chunk in self.wrapped:
             chunk.zero_grad_buffer()
