@@ -1,8 +1,8 @@
-"""Low-rank adapters (LoRA, arXiv 2106.09685) beside the rules of the weights that they adapt.
+"""Low-rank adapters (LoRA, arXiv 2106.09685) and the rules of the weights that they adapt.
 
-An adapted weight is W + (alpha / rank) B A. Every Hugging Face projection has a pair of its own, A [rank, in] and
-B [out, rank], as PEFT has it: where Megatron fuses projections (query, key and value; gate and up), a rank holds their
-As above each other, and their Bs in the rows that the projections have in the fused weight.
+An adapted weight is W + (alpha / rank) B A. As in PEFT, every Hugging Face projection has its own pair, A [rank, in]
+and B [out, rank]. Where Megatron fuses projections (query, key and value; gate and up), a rank stacks their As, and
+holds their Bs in the rows that the projections have in the fused weight.
 """
 
 import hashlib
@@ -37,7 +37,8 @@ PEFT_CONFIG, PEFT_WEIGHTS, PEFT_PREFIX = "adapter_config.json", "adapter_model.s
 
 
 def linear_layer(rule: Rule) -> str | None:
-    """The path, within a transformer layer, of the linear layer whose weight this is; None of experts and all else."""
+    """The path, within a transformer layer, of the linear layer with this weight; None for experts and other
+    weights."""
     path = rule.megatron.removesuffix(_WEIGHT)
     folder, _, name = path.partition(".")
     return (
@@ -46,12 +47,12 @@ def linear_layer(rule: Rule) -> str | None:
 
 
 def is_row_parallel(rule: Rule) -> bool:
-    """Whether tensor-parallel ranks share out the input features, hence A; else the output features, hence B."""
+    """Whether tensor-parallel ranks cut the input features, and so A; otherwise the output features, and so B."""
     return rule.cut == 1
 
 
 def adapter_rules(rule: Rule, rank: int) -> dict[str, Rule]:
-    """Rules of both halves, `a` and `b`, of the adapter of a linear layer's weight."""
+    """Rules of both halves, `a` and `b`, of a linear layer's adapter."""
     path = rule.megatron.removesuffix(_WEIGHT)
 
     def names(half: str) -> tuple[str, ...]:
@@ -79,13 +80,13 @@ def adapter_entries(spec: ModelSpec, config: AdapterConfig) -> list[Entry]:
 
 
 def adapter_parameter_count(spec: ModelSpec, config: AdapterConfig, head: Head) -> int:
-    """Parameters of all adapters of a model, and of a critic's head, which is trained beside them."""
+    """Parameters of a model's adapters and, for a critic, of its head, which is trained with them."""
     rules = [entry.rule for entry in adapter_entries(spec, config)]
     return sum(rule.count(spec) for rule in (*rules, *(spec.head_rules(head) if head == "value" else ())))
 
 
 def adapted_layers(chunk: Any) -> Iterator[tuple[str, int, Any]]:
-    """(name in the chunk, layer in the whole model, linear layer) of everything that has an adapter in a chunk."""
+    """(name in the chunk, layer in the whole model, linear layer) of each adapted layer of a chunk."""
     chunk = unwrapped(chunk)
     for name, module in chunk.named_modules():
         if isinstance(getattr(module, "adapter", None), Module):
@@ -104,7 +105,7 @@ def local_adapters(chunks: Sequence[Module], rank: int) -> dict[Entry, Parameter
 
 
 def sharded_adapters(chunk: Any) -> dict[str, Any]:
-    """What megatron.core.dist_checkpointing saves of a chunk's adapters, by parameter; no layout shows in the keys."""
+    """A chunk's adapters by parameter, for megatron.core.dist_checkpointing; the keys do not depend on the layout."""
     groups = chunk.pg_collection
     state: dict[str, Any] = {}
     for name, layer, module in adapted_layers(chunk):
@@ -124,8 +125,8 @@ def sharded_adapters(chunk: Any) -> dict[str, Any]:
 
 
 def read_peft(folder: Path, spec: ModelSpec) -> tuple[AdapterConfig, dict[str, Tensor]]:
-    """A PEFT directory's adapters of a language model, each half by its Hugging Face name. Raises BadInput where it
-    holds anything else, or layers that Megatron fuses have adapters in part."""
+    """The adapters of a PEFT directory for a language model, each half by its Hugging Face name. Raises BadInput where
+    it holds anything else, or adapters for only some of the projections that Megatron fuses."""
     path = folder / PEFT_CONFIG
     settings = read_config(folder, PEFT_CONFIG)
     for key, expected in (("peft_type", "LORA"), ("use_rslora", False), ("alpha_pattern", {})):
@@ -168,7 +169,7 @@ def read_peft(folder: Path, spec: ModelSpec) -> tuple[AdapterConfig, dict[str, T
 def write_peft(
     folder: Path, tensors: Mapping[str, Tensor], config: AdapterConfig, spec: ModelSpec, head: Head, base: str
 ) -> None:
-    """Write adapters as PEFT's PeftModel.from_pretrained reads them, a critic's head among them. tensors: by Hugging
+    """Write adapters, and a critic's head, in the form that PEFT's PeftModel.from_pretrained reads. tensors: by Hugging
     Face names. base: the model that they adapt. Raises OSError."""
     save_tensors({PEFT_PREFIX + name: tensor for name, tensor in tensors.items()}, folder / PEFT_WEIGHTS)
     projections = {
@@ -190,14 +191,14 @@ def write_peft(
 
 
 def merged_weight(name: str, weight: Tensor, halves: Mapping[str, Tensor], scale: float) -> Tensor:
-    """A Hugging Face weight with its adapter in it, where it has one: in float32, not rounded yet."""
+    """A Hugging Face weight with its adapter, if it has one, merged in float32 and not yet rounded."""
     a, b = (halves.get(name.removesuffix(_WEIGHT) + NAMES_IN_HF[half]) for half in "ab")
     return weight if a is None or b is None else (b.float() @ a.float()).mul_(scale).add_(weight)
 
 
 @cache
 def base_identity(hf_dir: Path) -> str:
-    """A digest of a model's type and of each tensor's name, shape and first row, which tells weights apart."""
+    """A digest of a model's type and of each tensor's name, shape and first row, to recognise its weights."""
     tensors = HFTensors(hf_dir)
     digest = hashlib.sha256(str(read_config(hf_dir).get("model_type")).encode())
     for name in sorted(tensors.names):

@@ -1,4 +1,4 @@
-"""A bucket of named tensors laid out as one flat run of bytes, and the memory that buckets are put into."""
+"""Buckets of named tensors in one flat run of bytes, and the memory for them."""
 
 import math
 import os
@@ -17,7 +17,7 @@ _ALIGNMENT = 16  # bytes: a slice can be viewed as any dtype
 
 
 def batches(items: Iterable[T], nbytes: Callable[[T], int], limit: int) -> Iterator[list[T]]:
-    """Consecutive items of together at most limit bytes, or one that is larger."""
+    """Groups consecutive items up to `limit` bytes together; a larger item is a group of its own."""
     batch: list[T] = []
     size = 0
     for item in items:
@@ -40,13 +40,13 @@ class Place(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensor, without what aligns the next one."""
+        """Bytes of the tensor, alignment not included."""
         dtype: torch.dtype = getattr(torch, self.dtype)
         return math.prod(self.shape) * dtype.itemsize
 
 
 def lay_out(tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]]) -> tuple[list[Place], int]:
-    """Places for tensors of given names, dtypes and shapes, and the bytes they take together."""
+    """Places for tensors of these names, dtypes and shapes, and their total bytes."""
     places = []
     end = 0
     for name, dtype, shape in tensors:
@@ -72,7 +72,7 @@ class Bucket(list[tuple[str, Tensor]]):
         self._checksums: list[int] | None = None
 
     def checksums(self) -> list[int]:
-        """checksum() of each tensor, as it was when they were asked for first; on a GPU all at once."""
+        """checksum() of each tensor, computed on the first call; on a GPU in one go."""
         if self._checksums is None:
             sums = [_sum_of_words(tensor.reshape(-1).view(torch.uint8)) for _, tensor in self]
             self._checksums = torch.stack(sums).tolist() if sums else []
@@ -80,7 +80,7 @@ class Bucket(list[tuple[str, Tensor]]):
 
 
 def pack(bucket: NamedTensors, memory: "Memory") -> Bucket:
-    """Copy tensors, wherever they are, into memory that is large enough."""
+    """Copy tensors from any device into memory that is large enough."""
     places, size = lay_out((name, tensor.dtype, tensor.shape) for name, tensor in bucket)
     packed = Bucket(memory, places, size)
     for (_, target), (_, tensor) in zip(packed, bucket, strict=True):
@@ -94,7 +94,7 @@ def packed_size(bucket: NamedTensors) -> int:
 
 
 def checksum(tensor: Tensor) -> int:
-    """The sum of a contiguous tensor's bytes as 64-bit words, modulo 2^64: any one damaged word changes it."""
+    """The sum of a contiguous tensor's bytes as 64-bit words, modulo 2^64: damage to any single word changes it."""
     return int(_sum_of_words(tensor.reshape(-1).view(torch.uint8)))
 
 
@@ -105,21 +105,21 @@ def _sum_of_words(raw: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Memory:
-    """A run of bytes for one bucket. path: of the file that other processes of this machine map to read the same."""
+    """Bytes for one bucket. path: the file that other processes of this machine map to read them."""
 
     buffer: Tensor
     path: str | None = None
 
 
 class DeviceSlots:
-    """Two buffers on a device that are filled in turn, and grow to the largest bucket. What was put there two
-    buckets before is gone."""
+    """Two buffers on a device, filled in turn, which grow to the largest bucket. A bucket is overwritten by the next
+    but one."""
 
     def __init__(self, device: torch.device) -> None:
         self._buffers = [torch.empty(0, dtype=torch.uint8, device=device) for _ in range(2)]
 
     def take(self, index: int, nbytes: int) -> Memory:
-        """The buffer whose turn it is, at least so large."""
+        """The next buffer, with at least this size."""
         if self._buffers[index % 2].numel() < nbytes:
             # The old one is dropped first, so that both are never there at once.
             self._buffers[index % 2] = self._buffers[index % 2].new_empty(0)
@@ -127,20 +127,20 @@ class DeviceSlots:
         return Memory(self._buffers[index % 2])
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Release the memory."""
         self._buffers = [buffer.new_empty(0) for buffer in self._buffers]
 
 
 class SharedSlots:
-    """Two buffers of host memory that any process of the same user can map. Anonymous (memfd): they go with the
-    processes that hold them, however these end, and are not bound by the size of /dev/shm."""
+    """Two buffers of host memory that any process of the same user can map. They are anonymous (memfd): they vanish
+    with the processes that hold them, however those end, and the size of /dev/shm does not limit them."""
 
     def __init__(self) -> None:
         self._fds = [os.memfd_create(f"vapo-weights-{i}") for i in range(2)]
         self._buffers = [torch.empty(0, dtype=torch.uint8) for _ in self._fds]
 
     def take(self, index: int, nbytes: int) -> Memory:
-        """The buffer whose turn it is, at least so large."""
+        """The next buffer, with at least this size."""
         slot = index % 2
         path = f"/proc/{os.getpid()}/fd/{self._fds[slot]}"
         if self._buffers[slot].numel() < nbytes:
@@ -149,7 +149,7 @@ class SharedSlots:
         return Memory(self._buffers[slot], path)
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Release the memory."""
         self._buffers = [torch.empty(0, dtype=torch.uint8) for _ in self._buffers]
         for fd in self._fds:
             os.close(fd)

@@ -1,6 +1,7 @@
-"""Between Hugging Face directories and torch_dist checkpoints, in streams: memory of one file, not of the model.
+"""Streaming conversion between Hugging Face directories and torch_dist checkpoints: memory of one file, not of the
+model.
 
-Names, shapes and dtypes are checked before anything is written; the output has its name only once it is whole.
+Names, shapes and dtypes are checked before anything is written, and the output gets its name only when it is complete.
 """
 
 from collections.abc import Callable
@@ -40,7 +41,7 @@ BeginStage = Callable[[str, int], Advance]
 
 @dataclass(frozen=True)
 class Converted:
-    """What was made: parameters, their bytes, files of weights."""
+    """The result: parameters, their bytes, and files of weights."""
 
     parameters: int
     nbytes: int
@@ -48,7 +49,7 @@ class Converted:
 
     @property
     def described(self) -> str:
-        """For the person who asked for it."""
+        """A summary for the user."""
         size = f"{self.parameters:,} parameters, {self.nbytes / 2**30:.2f} GiB"
         return f"{size} in {self.files} file{'s' if self.files > 1 else ''}"
 
@@ -114,9 +115,9 @@ def megatron_to_hf(
     shard_bytes: int = 2 << 30,
 ) -> Converted:
     """Write a Hugging Face directory that transformers and SGLang load, from a checkpoint saved at any layout.
-    Arguments and errors are those of hf_to_megatron, the other way round. A language model becomes ...ForCausalLM, a
-    value model ...ForTokenClassification with a label for each of its numbers. Adapters are merged into base, a
-    Hugging Face directory of the weights that they adapt, or come out as a PEFT directory where there is none."""
+    Arguments and errors are as in hf_to_megatron, in the other direction. A language model becomes ...ForCausalLM, a
+    value model ...ForTokenClassification with a label for each output. Adapters are merged into base, a Hugging Face
+    directory of the weights that they adapt; without base the output is a PEFT directory."""
     card = read_model_card(checkpoint)
     card = replace(card, spec=replace(card.spec, vocab_divisible_by=1))
     reader = PartReader(checkpoint)
@@ -178,12 +179,11 @@ _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF
 
 
 class HFSource:
-    """Every parameter of a model, whole, from a directory whose names and shapes are checked on opening. Raises
-    BadInput for what load_hf refuses and, where no dtype is asked for, tensors of one Megatron key that differ in
-    theirs."""
+    """Whole parameters of a model from a directory, whose names and shapes are checked on opening. Raises BadInput as
+    load_hf does and, if no dtype is given, where tensors of one Megatron key have different dtypes."""
 
     def __init__(self, hf_dir: Path, spec: ModelSpec, head: Head, dtype: torch.dtype | None) -> None:
-        """dtype: of what comes out; None leaves each tensor as it is. A new value head has the spec's."""
+        """dtype: of the output; None keeps each tensor's. A new value head has the spec's."""
         self.spec, self.head = spec, head
         self._tensors = HFTensors(hf_dir)
         value_head: Literal["new", "saved"] = "saved" if head == "value" and score_names(self._tensors) else "new"
@@ -205,7 +205,7 @@ class HFSource:
         return _DTYPES[self._tensors[self._names[name]].dtype]
 
     def dtype(self, entry: Entry) -> torch.dtype:
-        """Of what parameter() gives."""
+        """dtype of parameter()."""
         return self._dtypes[place_of(entry, self.spec).key]
 
     def nbytes(self, entry: Entry) -> int:
@@ -213,7 +213,7 @@ class HFSource:
         return entry.rule.count(self.spec) * self.dtype(entry).itemsize
 
     def tensors(self, entry: Entry) -> list[Tensor]:
-        """The entry's Hugging Face tensors, whole, as the files have them."""
+        """The entry's Hugging Face tensors, whole, as in the files."""
         return [self._tensors[self._names[name]][:] for name in entry.hf]
 
     def parameter(self, entry: Entry) -> Tensor:
@@ -225,7 +225,7 @@ class HFSource:
 
 
 class PeftSource(HFSource):
-    """Of a PEFT directory its adapters."""
+    """The adapters of a PEFT directory."""
 
     def __init__(self, folder: Path, spec: ModelSpec, dtype: torch.dtype | None) -> None:
         self.spec = spec
@@ -242,8 +242,8 @@ class PeftSource(HFSource):
 
 
 def check_saved_model(reader: PartReader, card: ModelCard) -> None:
-    """Raises BadInput where a checkpoint's keys and shapes are not those of the model, its optimizer's aside. A
-    vocabulary's table may be longer than the vocabulary: it is padded to suit the layout that it was saved at."""
+    """Raises BadInput where a checkpoint's keys and shapes, those of its optimizer aside, are not the model's. The
+    table of a vocabulary may be longer than the vocabulary, padded for the layout it was saved at."""
     expected_places = {entry: place_of(entry, card.spec) for entry in card.entries}
     expected = {place.key: place.full for place in expected_places.values()}
     padded = {place.key for entry, place in expected_places.items() if isinstance(entry.rule, Vocabulary)}

@@ -1,6 +1,7 @@
-"""Megatron shards as whole Hugging Face tensors, in a stream of bounded buckets, and as directories.
+"""Streams Megatron shards as whole Hugging Face tensors, in bounded buckets, and writes them to directories.
 
-The one way out of a live model: exports, which transformers and PEFT load, and the weight sync read this stream.
+Everything that leaves a live model goes through this stream: exports, which transformers and PEFT load, and the weight
+sync.
 """
 
 import itertools
@@ -81,7 +82,7 @@ def stream_hf(
 def stream_adapters(
     chunks: Sequence[Module], spec: ModelSpec, mesh: MeshView, config: AdapterConfig
 ) -> Iterator[Bucket]:
-    """The adapters of a model under PEFT's names for them, without the prefix of its classes; else as stream_hf."""
+    """The adapters of a model under PEFT's names without the prefix of its classes; otherwise as stream_hf."""
     local = local_adapters(chunks, config.rank)
     device = next(iter(local.values())).device
     source = ShardReader(local, {}, spec, mesh, device)
@@ -91,7 +92,7 @@ def stream_adapters(
 def _stream(
     source: ShardReader, every: list[Entry], bucket_bytes: int, slots: DeviceSlots | SharedSlots, times: PartTimes
 ) -> Iterator[Bucket]:
-    """every: the entries to stream, in order, those of all stages."""
+    """every: the entries to stream, in order, of all stages."""
     piece = max(1, bucket_bytes // PIECES)
     # A piece is under way at most, with the shards that this rank adds to it.
     for i, batch in enumerate(batches(_owners(source, every), lambda shard: shard.nbytes, bucket_bytes - 2 * piece)):
@@ -100,12 +101,12 @@ def _stream(
 
 
 def make_slots(device: torch.device) -> DeviceSlots | SharedSlots:
-    """Two places for the buckets of a rank's streams, to be closed at the end. Without a GPU engines can map them."""
+    """Two buffers for a rank's streams, to be closed at the end. Without a GPU, engines can map them."""
     return SharedSlots() if device.type == "cpu" else DeviceSlots(device)
 
 
 def _owners(source: ShardReader, every: list[Entry]) -> list[ParamShard]:
-    """Every entry with the first stage that holds it; the same on every rank."""
+    """Every entry with the first stage that holds it, the same on every rank."""
     local, spec, mesh = source.local, source.spec, source.mesh
     mine = {i: local[entry].dtype for i, entry in enumerate(every) if entry in local}
     if mesh.ep_size > 1:  # the experts of the other ranks of this stage too
@@ -157,15 +158,15 @@ def save_hf(
 
 
 def adapter_folder(exported: Path) -> Path:
-    """Where the adapters of an exported model go, whose weights have them merged."""
+    """The directory for the adapters of an exported model, beside that of the merged weights."""
     return exported.with_name(f"{exported.name}_adapter")
 
 
 def save_adapters(
     chunks: Sequence[Module], spec: ModelSpec, mesh: MeshView, config: AdapterConfig, source_dir: Path, out_dir: Path
 ) -> None:
-    """Write a language model's adapters as PEFT's PeftModel.from_pretrained reads them; collective as save_hf.
-    adapter_config.json names source_dir, the model that they adapt. Raises BadInput where the file system refuses."""
+    """Write a language model's adapters in the form that PEFT's PeftModel.from_pretrained reads; collective as save_hf.
+    adapter_config.json names source_dir as the base model. Raises BadInput where the file system refuses."""
     tensors: dict[str, Tensor] = {}
     for bucket in stream_adapters(chunks, spec, mesh, config) if mesh.in_first_model_parallel_group else ():
         if dist.get_rank() == 0:

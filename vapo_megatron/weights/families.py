@@ -1,5 +1,5 @@
-"""The model families, by the model_type of their config.json: a table of rules each, and the few facts that config.json
-leaves unsaid. A new family is a table at the end of this file, and a place in FAMILIES."""
+"""The model families, by the model_type of their config.json: a table of rules each, and facts that config.json does
+not state. To add a family, add a table at the end of this file and an entry in FAMILIES."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace

@@ -31,8 +31,8 @@ _QUANTIZED = re.compile(
 @dataclass(frozen=True)
 class BlockFp8:
     """How weights are quantised. power_of_two rounds scales up to powers of two, as Transformer Engine's blockwise
-    recipe does by default: a block then has the values that the trainer's own matrix products use, if it is a block
-    there as well (docs/weight_sync.md)."""
+    recipe does by default: a block then has the values that the trainer's own matrix products use, provided it is a
+    block there too (docs/weight_sync.md)."""
 
     power_of_two: bool = False
 
@@ -41,7 +41,7 @@ class BlockFp8:
         return _QUANTIZED.fullmatch(name) is not None
 
     def convert(self, buckets: Iterable[NamedTensors]) -> Iterator[list[tuple[str, Tensor]]]:
-        """Buckets with values and scales in the places of the tensors that are quantised; tensors of their own."""
+        """Buckets in which values and scales replace the quantised tensors; the results are new tensors."""
         for bucket in buckets:
             converted: list[tuple[str, Tensor]] = []
             for name, tensor in bucket:
@@ -53,7 +53,7 @@ class BlockFp8:
             yield converted
 
     def config(self) -> dict[str, Any]:
-        """What config.json has as quantization_config."""
+        """quantization_config of config.json."""
         return {
             "quant_method": "fp8",
             "fmt": "e4m3",
@@ -91,7 +91,7 @@ def dequantize(values: Tensor, scales: Tensor) -> Tensor:
 def check_blocks(
     spec: ModelSpec, engine_tp: int, expert_tp: int | None = None, attention_tp: int | None = None
 ) -> None:
-    """Raises BadInput where a tensor-parallel rank of an engine would hold parts of blocks. expert_tp, attention_tp:
+    """Raises BadInput where a tensor-parallel rank of an engine would hold part of a block. expert_tp, attention_tp:
     ranks that an expert, or attention, is cut over; None: all of them."""
     attention_tp = attention_tp or engine_tp
     for part, size, ranks in (

@@ -1,4 +1,4 @@
-"""Shards of a model-parallel group's ranks become buckets of whole Hugging Face tensors, gathered in pieces."""
+"""Gathers the shards of a model-parallel group, in pieces, into buckets of whole Hugging Face tensors."""
 
 import itertools
 import math
@@ -26,7 +26,7 @@ class PartTimes:
 
     @contextmanager
     def part(self, name: str, device: torch.device | None = None) -> Iterator[None]:
-        """Add the seconds of the body to a part; with a CUDA device until its current stream has done the work."""
+        """Add the seconds of the body to a part; on a CUDA device, until its current stream is done."""
         start = time.perf_counter()
         yield
         if device is not None and device.type == "cuda":
@@ -60,7 +60,7 @@ def lay_out_entries(batch: list[ParamShard], spec: ModelSpec) -> tuple[list[Plac
 
 @dataclass(frozen=True)
 class ShardReader:
-    """What is gathered: this rank's parameters and their adapters, and their layout over ranks."""
+    """The source of a stream: this rank's parameters, their adapters, and the layout over ranks."""
 
     local: Mapping[Entry, Parameter]
     adapters: Mapping[Parameter, Any]
@@ -69,7 +69,7 @@ class ShardReader:
     device: torch.device
 
     def shard(self, entry: Entry) -> Tensor:
-        """This rank's shard of an entry; of an adapted one the sum with its adapter."""
+        """This rank's shard of an entry, with its adapter merged if it has one."""
         parameter, adapter = self.local[entry].detach(), self.adapters.get(self.local[entry])
         return parameter if adapter is None else adapter.merged(parameter)
 
@@ -98,7 +98,7 @@ def assemble(
 
 
 def _gather(source: ShardReader, piece: list[ParamShard]) -> Tensor:
-    """The shards of a piece, one after the other: [ranks that hold one, elements]."""
+    """The shards of a piece, one after another: [ranks that hold one, elements]."""
     mesh, first = source.mesh, piece[0]
     size = sum(math.prod(shard.entry.rule.shard_shape(source.spec, mesh.tp_size)) for shard in piece)
     holders = mesh.tp_size if first.expert_rank is None else 1
@@ -119,6 +119,6 @@ def _gather(source: ShardReader, piece: list[ParamShard]) -> Tensor:
 
 
 def _pieces(bucket: list[ParamShard], limit: int) -> Iterator[list[ParamShard]]:
-    """Like batches, and all of one dtype and held by the same ranks: what a single collective can move."""
+    """As batches, but each of one dtype and held by the same ranks, so that one collective can move it."""
     for _, alike in itertools.groupby(bucket, key=lambda shard: (shard.stage, shard.expert_rank, shard.dtype)):
         yield from batches(alike, lambda shard: shard.nbytes, limit)

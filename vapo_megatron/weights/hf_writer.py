@@ -1,4 +1,4 @@
-"""A Hugging Face directory in the making: shards of bounded size as tensors come, all of it or nothing."""
+"""Writes Hugging Face directories: shards of bounded size, all or nothing."""
 
 import json
 import os
@@ -32,7 +32,7 @@ TOKENIZER_FILES = (
 
 
 def check_replaceable(directory: Path, mark: str = CONFIG) -> None:
-    """Raises BadInput where something is there that is neither empty nor a model's directory, which holds `mark`."""
+    """Raises BadInput where the directory is neither empty nor a model's, which contains `mark`."""
     is_empty = directory.is_dir() and not any(directory.iterdir())
     if directory.exists() and not (directory / mark).is_file() and not is_empty:
         raise BadInput(f"{directory}: exists and is not a model directory; name another place")
@@ -40,9 +40,9 @@ def check_replaceable(directory: Path, mark: str = CONFIG) -> None:
 
 @contextmanager
 def new_directory(target: Path, replace: bool = True) -> Iterator[Path]:
-    """A folder beside `target` that takes its place on leaving without an exception, and else vanishes. Without
-    `replace` target must not exist, and one process at a time can make it. Raises BadInput where the file system
-    refuses (full disk, no permission), in the body too."""
+    """A temporary directory beside `target`: it replaces target when the body succeeds, and is removed otherwise.
+    Without `replace`, target must not exist and only one process at a time can create it. Raises BadInput where the
+    file system refuses (full disk, no permission), in the body too."""
     temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}" if replace else f"{target.name}.partial")
     old = target.with_name(f"{temporary.name}.old")
     if not replace:
@@ -71,14 +71,14 @@ def new_directory(target: Path, replace: bool = True) -> Iterator[Path]:
 
 
 def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
-    """Write a safetensors file, and have it on the disk. Raises OSError or SafetensorError."""
+    """Write a safetensors file and flush it to disk. Raises OSError or SafetensorError."""
     save_file(tensors, path, metadata={"format": "pt"})
     follow_umask(path)
     sync(path)
 
 
 class _Shards:
-    """Files of a folder, each written when it is full. Memory: one of them."""
+    """The weight files of a directory, each written when it is full. Memory: one of them."""
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
         self._folder, self._max_bytes = folder, max_bytes
@@ -87,7 +87,7 @@ class _Shards:
         self._names: list[list[str]] = []
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Take a tensor; it is copied off its device now and written when its shard is full."""
+        """Add a tensor; it is copied off its device now and written when its shard is full."""
         size = tensor.numel() * tensor.element_size()
         if self._pending and self._pending_bytes + size > self._max_bytes:
             self._write()
@@ -95,7 +95,7 @@ class _Shards:
         self._pending_bytes += size
 
     def finish(self) -> None:
-        """Write what is left, name the files by their number, and write their index."""
+        """Write the rest, number the files, and write their index."""
         self._write()
         for i, name in enumerate(shard_names(len(self._names))):
             os.replace(self._folder / f"{i:05d}", self._folder / name)
@@ -103,7 +103,7 @@ class _Shards:
 
     @property
     def count(self) -> int:
-        """How many files there are so far."""
+        """Files written so far."""
         return len(self._names)
 
     def _write(self) -> None:
@@ -122,9 +122,9 @@ def hf_writer(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     replace: bool = True,
 ) -> Iterator[_Shards]:
-    """Something to add() tensors to; on leaving they are a model directory, in place of one that is there. config:
-    content of config.json. carried: names that are copied from source_dir where they are there. replace: see
-    new_directory. Raises BadInput: the file system refuses, or out_dir holds something that is not a model."""
+    """Yields an object to add() tensors to; when the body ends they become a model directory, replacing an existing
+    one. config: content of config.json. carried: names to copy from source_dir where they exist. replace: see
+    new_directory. Raises BadInput where the file system refuses, or out_dir holds something that is not a model."""
     if replace:
         check_replaceable(out_dir)
     with new_directory(out_dir, replace) as folder:
@@ -136,12 +136,13 @@ def hf_writer(
 
 
 def carried_files(head: Head) -> tuple[str, ...]:
-    """Names, of files and folders, that an export takes over as they are."""
+    """Files and folders that an export copies unchanged."""
     return TOKENIZER_FILES if head == "value" else (GENERATION_CONFIG, *TOKENIZER_FILES)
 
 
 def copy_carried(source_dir: Path, folder: Path, names: Sequence[str]) -> None:
-    """Copy what is there of names, files or directories, from source_dir into folder, which is made. Raises OSError."""
+    """Copy those of names, files or directories, that exist from source_dir into folder, which is created. Raises
+    OSError."""
     folder.mkdir(parents=True, exist_ok=True)
     for name in names:
         source, target = source_dir / name, folder / name
@@ -154,7 +155,7 @@ def copy_carried(source_dir: Path, folder: Path, names: Sequence[str]) -> None:
 
 
 def exported_config(source: dict[str, Any], spec: ModelSpec, head: Head, dtype: torch.dtype) -> dict[str, Any]:
-    """config.json of an exported model: the source's, with class, labels, layers and dtype as they are now."""
+    """config.json of an exported model: the source's, with the current class, labels and dtype."""
     config = {key: value for key, value in source.items() if key not in ("auto_map", "_name_or_path")}
     table = spec.table
     config["architectures"] = [table.causal_lm if head == "lm" else table.token_classification]
@@ -170,14 +171,14 @@ def exported_config(source: dict[str, Any], spec: ModelSpec, head: Head, dtype: 
 
 
 def shard_names(count: int) -> list[str]:
-    """Names of the weight files of a directory with so many of them."""
+    """Names of a directory's `count` weight files."""
     if count == 1:
         return [SINGLE_FILE]
     return [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
 
 
 def write_index(folder: Path, shards: Sequence[Sequence[str]], total_size: int) -> None:
-    """Write the index of several shards; one alone needs none. Raises OSError. shards: names of the tensors in each.
+    """Write the index of several shards; a single one needs none. Raises OSError. shards: names of the tensors in each.
     total_size: bytes of all of them."""
     if len(shards) == 1:
         return
@@ -187,6 +188,6 @@ def write_index(folder: Path, shards: Sequence[Sequence[str]], total_size: int) 
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write a file in the form transformers has, and have it on the disk. Raises OSError."""
+    """Write a JSON file as transformers formats it, and flush it to disk. Raises OSError."""
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     sync(path)

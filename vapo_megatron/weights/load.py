@@ -1,4 +1,4 @@
-"""Filling Megatron shards from a Hugging Face directory, at any tensor- and pipeline-parallel layout."""
+"""Loads Megatron shards from a Hugging Face directory, at any tensor- and pipeline-parallel layout."""
 
 import re
 from collections.abc import Sequence
@@ -65,14 +65,14 @@ def load_hf(
 
 
 def check_weights(hf_dir: Path, spec: ModelSpec, head: Head, *, value_head: Literal["new", "saved"] = "new") -> None:
-    """Raises BadInput for all that load_hf would; reads the headers of the files alone."""
+    """Raises BadInput in every case where load_hf would; reads only the headers of the files."""
     checked_names(HFTensors(hf_dir), spec, head, value_head)
 
 
 def checked_names(
     tensors: HFTensors, spec: ModelSpec, head: Head, value_head: Literal["new", "saved"]
 ) -> dict[str, str]:
-    """For each Hugging Face name that is read, its name in the directory. A new head's are not among them."""
+    """Maps each Hugging Face name that is read to its name in the directory. A new head's are not included."""
     shapes = {
         name: shape
         for entry in entries(spec, head)
@@ -113,12 +113,12 @@ def checked_names(
 
 
 def score_names(tensors: HFTensors) -> list[str]:
-    """Names of the weights of value heads in a directory, which may carry a prefix."""
+    """Names of value-head weights in a directory, which may have a prefix."""
     return [name for name in tensors.names if name == SCORE_WEIGHT or name.endswith("." + SCORE_WEIGHT)]
 
 
 def _saved_head(tensors: HFTensors, outputs: int) -> dict[str, str]:
-    """Names of the value head's tensors; checked to have a label for each output."""
+    """Names of the value head's tensors, which must have a label for each output."""
     scores = score_names(tensors)
     if len(scores) != 1:
         raise BadInput(
@@ -138,7 +138,7 @@ def _saved_head(tensors: HFTensors, outputs: int) -> dict[str, str]:
 
 
 def new_head(entry: Entry, spec: ModelSpec, std: float, seed: int) -> Tensor:
-    """A fresh value head's weight or bias, in float32 on the CPU."""
+    """A new value head's weight or bias, in float32 on the CPU."""
     shape = entry.rule.hf_shapes(spec)[0]
     if entry.rule is VALUE_HEAD_BIAS or std == 0.0:
         return torch.zeros(shape)

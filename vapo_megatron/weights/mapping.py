@@ -1,4 +1,4 @@
-"""The whole correspondence of a model: every rule with its layer, and the Megatron parameters that it governs here."""
+"""All rules of a model with their layers, and the Megatron parameters of this rank that they describe."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -33,8 +33,8 @@ _EXPERT_NAMES = (
 
 @dataclass(frozen=True)
 class Entry:
-    """A rule at its place: in a layer (counted over the whole model), or outside the layers (None); in an expert
-    (counted over the whole layer), or outside the experts."""
+    """A rule with its place: the layer (counted over the whole model; None outside the layers) and the expert (counted
+    over the whole layer; None outside the experts)."""
 
     rule: Rule
     layer: int | None = None
@@ -51,7 +51,8 @@ class Entry:
 
 
 def entries(spec: ModelSpec, head: Head) -> list[Entry]:
-    """Every entry of a model from input to output: an order that no layout changes. Tied weights come once."""
+    """Every entry of a model from input to output, in an order that does not depend on the layout. Tied weights come
+    once."""
     layers: list[Entry] = []
     for layer in range(spec.num_layers):
         layers += [Entry(rule, layer) for rule in spec.table.layer]
@@ -60,7 +61,7 @@ def entries(spec: ModelSpec, head: Head) -> list[Entry]:
 
 
 def unwrapped(chunk: Any) -> Any:
-    """A chunk without what is wrapped around it for data parallelism."""
+    """A chunk without its data-parallel wrapper."""
     while hasattr(chunk, "module"):
         chunk = chunk.module
     return chunk
@@ -69,9 +70,9 @@ def unwrapped(chunk: Any) -> Any:
 def local_parameters(
     chunks: Sequence[Module], spec: ModelSpec, head: Head, tp_size: int
 ) -> list[tuple[Entry, Parameter]]:
-    """The parameters of this rank's chunks, wrapped or not, each with its entry; adapters are not among them. A
-    stage that keeps a copy of tied word embeddings yields it with the embedding's entry. Raises RunFailed where the
-    model was not built from this spec: a parameter that no rule knows, or that has another shape."""
+    """The parameters of this rank's chunks, wrapped or not, each with its entry, without adapters. A stage that keeps a
+    copy of tied word embeddings yields it with the embedding's entry. Raises RunFailed where the model was not built
+    from this spec: no rule describes a parameter, or its shape differs."""
     by_place = {(entry.rule.megatron, entry.layer, entry.expert): entry for entry in entries(spec, head)}
     if spec.tied and head == "lm":
         by_place[LM_HEAD.megatron, None, None] = Entry(EMBEDDING)

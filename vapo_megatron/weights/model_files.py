@@ -1,4 +1,4 @@
-"""What can be said of a model's directory without importing torch, which takes longer than reading it."""
+"""Reads a model directory without importing torch, which would take longer than the reading."""
 
 import json
 from pathlib import Path
@@ -10,7 +10,7 @@ CARD_FILE = "model.json"
 
 
 def read_config(hf_dir: Path, name: str = "config.json") -> dict[str, Any]:
-    """config.json of a Hugging Face directory. Raises BadInput where it is not there, or not a JSON object."""
+    """config.json of a Hugging Face directory. Raises BadInput where it is missing or not a JSON object."""
     path = hf_dir / name
     if not hf_dir.is_dir():
         raise BadInput(f"{hf_dir}: no such directory; give a Hugging Face model directory ({name}, *.safetensors)")
@@ -26,6 +26,6 @@ def read_config(hf_dir: Path, name: str = "config.json") -> dict[str, Any]:
 
 
 def check_absent(out: Path) -> None:
-    """Raises BadInput where there is something that would be written over."""
+    """Raises BadInput where the output would overwrite something."""
     if out.exists() or out.is_symlink():
         raise BadInput(f"{out}: exists already; name another place, or remove it")

@@ -1,4 +1,5 @@
-"""The experts that an engine says each token went through: decoded and checked in its server, not by rank 0 for all."""
+"""The experts that an engine reports for each token, decoded and checked in its server rather than by rank 0 for
+all."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +14,7 @@ from vapo_megatron.weights.spec import ModelSpec
 
 @dataclass(frozen=True)
 class ExpertChoices:
-    """Of how many experts a layer's router chooses how many, in how many layers."""
+    """The shape of a model's routing: layers, experts of a layer, and experts chosen per token."""
 
     layers: int
     experts: int
@@ -21,7 +22,7 @@ class ExpertChoices:
 
     @classmethod
     def of(cls, spec: ModelSpec) -> "ExpertChoices":
-        """Those of a model."""
+        """The shape for a model."""
         return cls(spec.num_layers, spec.num_experts, spec.experts_per_token)
 
     @property
@@ -30,8 +31,8 @@ class ExpertChoices:
         return np.uint8 if self.experts <= 256 else np.int16
 
     def decode(self, flat: NDArray[Any] | None, rows: int) -> NDArray[Any]:
-        """In a server: what SGLang says of `rows` tokens, whole numbers, layer by layer, as uint8 or int16 [rows *
-        layers * per_token]. Raises ValueError saying what is wrong with it."""
+        """In a server: SGLang's experts of `rows` tokens, integers, layer by layer, as uint8 or int16 [rows * layers *
+        per_token]. Raises ValueError with the reason where they are invalid."""
         flat = self._all(flat, rows)
         if int(flat.min()) < 0 or int(flat.max()) >= self.experts:
             raise ValueError(
@@ -40,8 +41,8 @@ class ExpertChoices:
         return flat.astype(self.dtype)
 
     def read(self, sent: NDArray[Any] | None, rows: int) -> Tensor:
-        """In the trainer: what decode() made of `rows` tokens, as uint8 or int16 [rows, layers * per_token]. Raises
-        ValueError saying what is wrong with it."""
+        """In the trainer: decode()'s result for `rows` tokens, as uint8 or int16 [rows, layers * per_token]. Raises
+        ValueError with the reason where it is invalid."""
         sent = self._all(sent, rows)
         if sent.dtype != self.dtype:
             raise ValueError(f"routed experts came as {sent.dtype}, expected {np.dtype(self.dtype)}")

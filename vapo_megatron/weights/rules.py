@@ -1,7 +1,7 @@
-"""How one Megatron parameter is made of Hugging Face tensors, and these again of its tensor-parallel shards.
+"""How a Megatron parameter is made from Hugging Face tensors, and these from its tensor-parallel shards.
 
-A rule is both directions of one correspondence. It is pure: tensors in, tensors out; which rank owns what and how
-shards travel is not its business.
+A rule is both directions of one correspondence. It is pure: tensors in, tensors out. It knows nothing about which rank
+owns a tensor or how shards travel.
 """
 
 import math
@@ -21,7 +21,7 @@ Dimension = int | str
 
 
 class SliceableTensor(Protocol):
-    """A Hugging Face tensor of which parts can be taken: a torch.Tensor, or one that still lies in a file."""
+    """A Hugging Face tensor that can be sliced: a torch.Tensor, or one in a file."""
 
     def __getitem__(self, index: Any) -> Tensor: ...
 
@@ -47,7 +47,7 @@ class Rule:
     cut: ClassVar[int | None] = 0
 
     def groups(self, spec: "ModelSpec") -> int:
-        """Groups of rows, over all ranks; where there are several, a rank holds whole ones."""
+        """Groups of rows over all ranks; if there are several, a rank holds whole groups."""
         return 1
 
     def hf_shapes(self, spec: "ModelSpec") -> list[tuple[int, ...]]:
@@ -60,21 +60,21 @@ class Rule:
         return (sum(rows for rows, *_ in shares), *shares[0][1:])
 
     def to_shard(self, sources: Sequence[SliceableTensor], spec: "ModelSpec", tp_rank: int, tp_size: int) -> Tensor:
-        """What a tensor-parallel rank holds; of each source only the rows or columns of this rank are read."""
+        """A tensor-parallel rank's parameter; only this rank's rows or columns of each source are read."""
         groups, mine = max(1, self.groups(spec) // tp_size), self._mine(spec, tp_rank, tp_size)
         shares = [source[index].unflatten(0, (groups, -1)) for source, index in zip(sources, mine, strict=True)]
         return (shares[0] if len(shares) == 1 else torch.cat(shares, dim=1)).flatten(0, 1)
 
     def to_hf(self, shards: Sequence[Tensor], spec: "ModelSpec") -> list[Tensor]:
-        """The Hugging Face tensors, contiguous, in the order of `hf`, from the shards of all ranks in their order."""
+        """The Hugging Face tensors, contiguous, in the order of `hf`, from the shards of all ranks in order."""
         wholes = [shards[0].new_empty(shape) for shape in self.hf_shapes(spec)]
         for rank, shard in enumerate(shards):
             self.place(shard, wholes, spec, rank, len(shards))
         return wholes
 
     def place(self, shard: Tensor, wholes: Sequence[Tensor], spec: "ModelSpec", tp_rank: int, tp_size: int) -> None:
-        """Copy a rank's shard to where it belongs in the Hugging Face tensors, which are contiguous. The shards of all
-        ranks fill them, in any order; where each rank has all of it, rank 0's does."""
+        """Copy a rank's shard to its place in the Hugging Face tensors, which are contiguous. The shards of all ranks
+        fill them, in any order; where every rank has all of it, only rank 0's is used."""
         if self.cut is None and tp_rank > 0:
             return
         groups, mine = max(1, self.groups(spec) // tp_size), self._mine(spec, tp_rank, tp_size)
@@ -88,7 +88,7 @@ class Rule:
         return sum(math.prod(shape) for shape in self.hf_shapes(spec))
 
     def _share(self, shape: tuple[int, ...], tp_size: int) -> tuple[int, ...]:
-        """Shape of what a rank holds of a tensor."""
+        """Shape of a rank's share of a tensor."""
         return tuple(size // tp_size if dim == self.cut else size for dim, size in enumerate(shape))
 
     def _mine(self, spec: "ModelSpec", tp_rank: int, tp_size: int) -> list[tuple[slice, ...]]:
@@ -103,7 +103,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class Replicated(Rule):
-    """Whole on every tensor-parallel rank: norms, the router, the value head, the way back out of an expert's MLP."""
+    """Whole on every tensor-parallel rank: norms, the router, the value head, the output projection of an expert."""
 
     cut = None
 

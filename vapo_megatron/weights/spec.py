@@ -50,7 +50,7 @@ class RopeScaling:
 
     @property
     def attention_factor(self) -> float:
-        """By which rotated queries, and rotated keys, are multiplied (YaRN, section 3.4)."""
+        """Factor of rotated queries and rotated keys (YaRN, section 3.4)."""
         return 0.1 * math.log(self.factor) + 1.0 if self.kind == "yarn" and self.factor > 1 else 1.0
 
 
@@ -130,22 +130,22 @@ class ModelSpec:
 
     @property
     def softmax_scale(self) -> float:
-        """Of attention scores: 1 / sqrt(head_dim), and YaRN's factor once for queries and once for keys."""
+        """Scale of attention scores: 1 / sqrt(head_dim), times YaRN's factor once for queries and once for keys."""
         stretch = 1.0 if self.rope_scaling is None else self.rope_scaling.attention_factor
         return stretch**2 * self.head_dim**-0.5
 
     def head_rules(self, head: Head) -> tuple[Rule, ...]:
-        """Rules of the output layer's own parameters: none where a language model's is tied."""
+        """Rules of the output layer's own parameters; none if a language model's is tied."""
         if head == "value":
             return (VALUE_HEAD_WEIGHT, VALUE_HEAD_BIAS)
         return () if self.tied else (LM_HEAD,)
 
     def parameter_count(self, head: Head = "lm") -> int:
-        """Parameters of the whole model, padding rows and tied copies not counted."""
+        """Parameters of the whole model, without padding rows and tied copies."""
         return self._parameter_count(head, self.num_experts)
 
     def active_parameter_count(self, head: Head = "lm") -> int:
-        """Parameters that a token goes through: of the experts, those it is routed to."""
+        """Parameters that a token uses: of the experts, those it is routed to."""
         return self._parameter_count(head, self.experts_per_token)
 
     def _parameter_count(self, head: Head, experts: int) -> int:
@@ -156,7 +156,7 @@ class ModelSpec:
 
 
 class _HFConfig(BaseModel):
-    """What is read of config.json."""
+    """The keys of config.json that are read."""
 
     model_config = ConfigDict(extra="ignore", protected_namespaces=())
 
@@ -188,9 +188,9 @@ class _HFConfig(BaseModel):
 
 
 def read_spec(hf_dir: Path, *, vocab_divisible_by: int = 1, value_outputs: int = 1) -> ModelSpec:
-    """The spec of a Hugging Face model directory (causal LM, sequence or token classification alike). Raises
-    BadInput: the directory or its config.json is missing, a value is missing or of the wrong kind, the family is
-    unknown, or the model has a feature that Megatron's layers here cannot represent."""
+    """The spec of a Hugging Face model directory (causal LM, sequence or token classification). Raises BadInput where
+    the directory or its config.json is missing, a value is missing or of the wrong kind, the family is unknown, or the
+    layers here do not support a feature of the model."""
     config, path = read_config(hf_dir), hf_dir / "config.json"
     family = _family(config.get("model_type"), path)
     try:

@@ -72,9 +72,9 @@ def hf_config(shape: TinyModel, tokenizer: PreTrainedTokenizerBase) -> PreTraine
 
 
 def save_tiny_model(shape: TinyModel, tokenizer: PreTrainedTokenizerBase, directory: Path) -> int:
-    """Write config, float32 weights drawn from shape.seed, and tokenizer to directory; return the parameter count. It
-    appears whole or not at all, in place of a model if there is one. Raises BadInput where the tokenizer does not fit
-    the vocabulary or the place cannot be written."""
+    """Write config, float32 weights drawn from shape.seed, and tokenizer to directory, all or nothing, replacing a
+    model that is there; returns the parameter count. Raises BadInput where the tokenizer is larger than the vocabulary
+    or the directory cannot be written."""
     if len(tokenizer) > shape.vocab_size:
         raise BadInput(
             f"vocab_size {shape.vocab_size}: the tokenizer has {len(tokenizer)} tokens; give at least that many"

@@ -47,9 +47,9 @@ CONTENT_METADATA = {"singleton_local_shards": False, "chained_optim_avoid_prefix
 
 @dataclass(frozen=True)
 class ModelCard:
-    """What a saved model is. spec.dtype is that of the Hugging Face directory it came from, dtype that of the saved
-    parameters; hf_dir has config.json, tokenizer and so on, without weights. Of adapters: which they are, and base,
-    which tells the frozen weights that they belong to from others (adapters.base_identity)."""
+    """Describes a saved model. spec.dtype is that of the Hugging Face directory it came from, dtype that of the saved
+    parameters; hf_dir has config.json, tokenizer and so on, without weights. For adapters: their config, and base,
+    which identifies the frozen weights (adapters.base_identity)."""
 
     spec: ModelSpec
     head: Head
@@ -60,7 +60,7 @@ class ModelCard:
 
     @property
     def entries(self) -> list[Entry]:
-        """The parameters that the saved model holds, its optimizer's aside."""
+        """The parameters of the saved model, without its optimizer."""
         if self.adapter is None:
             return entries(self.spec, self.head)
         trained_head = map(Entry, self.spec.head_rules("value") if self.head == "value" else ())
@@ -85,7 +85,7 @@ def write_model_card(
 
 
 def read_model_card(folder: Path) -> ModelCard:
-    """The card of a saved model. Raises BadInput where it is missing, of another format or cannot be read."""
+    """The card of a saved model. Raises BadInput where it is missing, unreadable or of another format."""
     path = folder / CARD_FILE
     if not folder.is_dir():
         raise BadInput(
@@ -154,7 +154,7 @@ def put_model_state(chunks: Sequence[Module], state: dict[str, Any]) -> None:
 
 
 def load_reason(error: BaseException) -> str:
-    """One line on why a load failed with one of LOAD_ERRORS: what the first rank that failed met."""
+    """Why a load failed with one of LOAD_ERRORS, in one line: the error of the first rank that failed."""
     failures = list(error.failures.values()) if isinstance(error, CheckpointException) else []
     return " ".join(str(failures[0][0] if failures else error).split())[:300]
 
@@ -169,7 +169,7 @@ def _is_extra(key: str) -> bool:
 
 @contextmanager
 def _data_parallel_rank(rank: int) -> Iterator[None]:
-    """Megatron's global answer for the data-parallel rank, which tied embeddings ask for on a last stage."""
+    """Set Megatron's global data-parallel rank, which tied embeddings read on a last stage."""
     before = parallel_state._MPU_DATA_PARALLEL_RANK
     parallel_state.set_data_parallel_rank(rank)
     try:

@@ -1,11 +1,10 @@
-"""The files of a torch_dist checkpoint, part by part: writing without ever holding a model, reading what is asked for.
+"""The files of a torch_dist checkpoint, part by part: written without holding a model, and read on demand.
 
-The format is torch.distributed.checkpoint's, and so are reader and writer; only the planning is done here, because
-tensors are made when their turn comes.
+Format, reader and writer are torch.distributed.checkpoint's. Only the planning is done here, because each tensor is
+made when its turn comes.
 
-Megatron stacks layers of one kind: the parameters of all layers are one tensor with the layer as first axis; those of
-experts have the expert as second. Keys
-carry the names of Transformer Engine's fused layers whatever the layers are
+Megatron stacks layers of one kind: the parameters of all layers are one tensor with the layer as first axis, and those
+of experts have the expert as second. Keys have the names of Transformer Engine's fused layers whatever the layers are
 (TransformerLayerSubmodules.sharded_state_dict_keys_map). tests/weights/test_saved_keys.py compares this with the
 sharded_state_dict of live models.
 """
@@ -94,7 +93,7 @@ class _LazyPlanner(DefaultSavePlanner):
 
 @dataclass(frozen=True)
 class LazyTensor:
-    """A tensor that is made, on the CPU, when it is written, and its place."""
+    """A tensor that is made on the CPU when it is written, and its place."""
 
     place: Place
     dtype: torch.dtype
@@ -102,7 +101,7 @@ class LazyTensor:
 
 
 def write_parts(folder: Path, parts: Sequence[Sequence[LazyTensor]], common: dict[str, Any]) -> None:
-    """Write a checkpoint, a file for each part, tensor by tensor. common: content of common.pt. Raises OSError, or
+    """Write a checkpoint tensor by tensor, one file for each part. common: content of common.pt. Raises OSError, or
     RuntimeError from torch's own writer, where the file system refuses."""
     writer = FileSystemWriter(folder, per_thread_copy_ahead=0)
     plans, metadata = create_default_global_save_plan([SavePlan([*map(_write_item, part)]) for part in parts])
@@ -133,7 +132,7 @@ def _write_item(tensor: LazyTensor) -> WriteItem:
 
 
 class _IntoTensor(DefaultLoadPlanner):
-    """Copies what is read to where it belongs in one tensor."""
+    """Copies what is read into its place in one tensor."""
 
     def __init__(self, target: Tensor) -> None:
         super().__init__()
@@ -150,9 +149,9 @@ class _IntoTensor(DefaultLoadPlanner):
 
 
 class PartReader:
-    """The tensors of a torch_dist checkpoint, saved at whatever layout. Opening reads its metadata alone, which is a
-    pickle, as Megatron has it: open only what you would run. Raises BadInput where there is no such checkpoint, or a
-    file is missing or shorter than the metadata says."""
+    """Reads the tensors of a torch_dist checkpoint saved at any layout. Opening reads only its metadata, which is a
+    pickle, as in Megatron: open only checkpoints that you trust. Raises BadInput where there is no such checkpoint, or
+    a file is missing or shorter than the metadata says."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -189,12 +188,12 @@ class PartReader:
                 raise BadInput(f"{path}: truncated, {size} bytes, expected {end}; copy the checkpoint again")
 
     def dtype(self, key: str) -> torch.dtype:
-        """Of the tensor of a key."""
+        """dtype of a key's tensor."""
         return self.tensors[key].properties.dtype
 
     def read(self, place: Place) -> Tensor:
-        """Part of a tensor, without its stacked axes, on the CPU and in the dtype that it is saved in. Raises BadInput
-        where it is not there in full, or its file is damaged."""
+        """Part of a tensor without its stacked axes, on the CPU, in its saved dtype. Raises BadInput where it is
+        incomplete or its file is damaged."""
         chunk = ChunkStorageMetadata(offsets=torch.Size(place.offsets), sizes=torch.Size(place.sizes))
         items = create_read_items_for_chunk_list(place.key, self._near(place), [chunk])
         if sum(item.lengths.numel() for item in items) != chunk.sizes.numel():
@@ -208,7 +207,7 @@ class PartReader:
         return target.view(place.shape)
 
     def _near(self, place: Place) -> TensorStorageMetadata:
-        """The metadata of only the chunks at the place's stacked indices, of which experts make thousands."""
+        """The tensor's metadata with only the chunks at the place's stacked indices; experts have thousands."""
         whole, stacked = self.tensors[place.key], len(place.stacked)
         if place.key not in self._chunks:
             groups: dict[tuple[int, ...], list[ChunkStorageMetadata]] = {}
