@@ -1,4 +1,4 @@
-"""Models and data sets that a config names on the Hugging Face Hub, as files of its cache here."""
+"""Downloads models and data sets that a config names on the Hugging Face Hub."""
 
 import re
 from collections.abc import Sequence
@@ -42,9 +42,9 @@ def hub_files(name: str, key: str = "") -> list[Path]:
 
 
 def with_models_from_hub(values: Any) -> None:
-    """Put the folders of models here for hub:OWNER/NAME[@REVISION] into what a config holds, in place.
+    """Replace hub:OWNER/NAME[@REVISION] in a config's values by the downloaded model's directory, in place.
 
-    A model is downloaded once, whichever process asks first: the others wait for its lock. Raises BadInput.
+    A model is downloaded once: other processes wait for the lock of the first. Raises BadInput.
     """
     for key in _MODEL_KEYS:
         *sections, last = key.split(".")

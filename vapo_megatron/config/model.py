@@ -111,10 +111,11 @@ _FP8_ROWS = {"none": 1, "tensorwise": 16, "blockwise": 128}
 
 
 class PrecisionConfig(Section):
-    """In what a model computes. Heads, loss, gradients' sums and optimizer states are in float32 always."""
+    """Precision of a model's computation. Heads, loss, sums of gradients and optimizer states are always float32."""
 
     fp8: Fp8Recipe = Field(
-        "none", description="scales of FP8 matrix products: of a tensor (tensorwise), or of blocks (blockwise)"
+        "none",
+        description="scales of FP8 matrix products: one for each tensor (tensorwise), or for each block (blockwise)",
     )
 
     @property
@@ -130,16 +131,16 @@ class AdapterConfig(Section):
     """Low-rank adapters (LoRA): what is trained of actor and critic where their kind is adapter (docs/lora.md)."""
 
     rank: int = Field(32, ge=1, description="columns of A and rows of B, of each Hugging Face projection")
-    alpha: float = Field(32.0, gt=0, description="B A is added to a weight alpha / rank times")
+    alpha: float = Field(32.0, gt=0, description="the product B A is scaled by alpha / rank")
     layers: tuple[AdaptedLayer, ...] = Field(
         ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"),
         min_length=1,
-        description="the linear layers that have adapters, by Megatron's names; experts have none",
+        description="linear layers with adapters, by Megatron's names; experts have none",
     )
 
 
 class TrainableConfig(Section):
-    """What actor and critic share."""
+    """Settings that actor and critic have in common."""
 
     kind: Literal["model", "adapter"] = Field(
         "model", description="what is trained: the whole model, or adapters (model.adapter) on its frozen weights"
@@ -151,7 +152,7 @@ class TrainableConfig(Section):
     max_tokens_per_microbatch: int = Field(16384, ge=1, description="padded tokens of one packed micro-batch")
     offload: Literal["auto", "always", "never"] = Field(
         "auto",
-        description="what a phase does not need of the model goes to host memory; auto: on GPUs",
+        description="parts of the model that a phase does not need go to host memory; auto: on GPUs",
     )
 
     @property
