@@ -306,7 +306,7 @@ def read_rope(config: Mapping[str, Any], path: str) -> tuple[float, RopeScaling 
     share = parameters.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
     if share != 1:
         raise BadInput(f"{path}: partial_rotary_factor is {share!r}, expected 1.0: choose another checkpoint")
-    kind = parameters.get("rope_type") or parameters.get("type") or "default"
+    kind: Any = parameters.get("rope_type") or parameters.get("type") or "default"
     if kind not in SUPPORTED:
         raise BadInput(
             f"{path}: rope scaling {kind!r} cannot be represented in Megatron, which takes {', '.join(SUPPORTED)}; "
