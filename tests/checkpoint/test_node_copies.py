@@ -22,7 +22,7 @@ from vapo_megatron import logs
 from vapo_megatron.checkpoint import checkpointer as checkpoint
 from vapo_megatron.checkpoint import nodes
 from vapo_megatron.checkpoint.manifest import Manifest, file_facts
-from vapo_megatron.checkpoint.nodes import NodeCopy, Nodes, fetch_files
+from vapo_megatron.checkpoint.nodes import NodeCopy, Nodes
 from vapo_megatron.config.sft import SftConfig
 from vapo_megatron.errors import TryAgain
 from vapo_megatron.run import launch
@@ -146,11 +146,8 @@ def fetched(folder: Path, file: str, changes: bool) -> str:
     copy = NodeCopy(path, manifest, Nodes.of(path), dist.group.WORLD)
     copy.look()
     try:
-        if dist.get_rank() == 0:
-            fetch_files(copy.nodes, copy.path, {}, copy.held, copy.group)
-        else:
-            copy._note = lambda names: None  # type: ignore[method-assign]  # rank 0 has other things to do
-            copy.fetch([file])
+        copy._note = lambda names: None  # type: ignore[method-assign]  # one rank may have raised
+        copy.fetch([file] if dist.get_rank() else [])
         return ""
     except TryAgain as error:
         return str(error)

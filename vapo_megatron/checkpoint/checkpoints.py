@@ -17,7 +17,6 @@ from typing import Self
 from vapo_megatron.config.atomic import atomic_write, sync
 from vapo_megatron.config.run import RetentionConfig
 from vapo_megatron.config.run_directory import HF_FOLDER
-from vapo_megatron.errors import BadInput
 
 CHECKPOINT_FOLDER = "checkpoints"
 # What value pretraining has recorded, of which checkpoints name files.
@@ -120,28 +119,19 @@ _STEP_FILE = "step.json"
 
 
 def final_dir(run_dir: Path) -> Path:
-    """Where it lies: a folder for each model."""
+    """The folder of the final model, with one for each model in it."""
     return run_dir / HF_FOLDER / FINAL
 
 
 def final_step(run_dir: Path) -> int | None:
-    """The step that the final model is of; None where it is missing, or was not written to the end."""
+    """The step of the final model; None where it is missing, or was not written to its end."""
     try:
         return int(json.loads((final_dir(run_dir) / _STEP_FILE).read_text(encoding="utf-8"))["step"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
-def begin_final(run_dir: Path) -> None:
-    """The final model is about to be replaced: until end_final it is of no step. Raises BadInput."""
-    path = final_dir(run_dir) / _STEP_FILE
-    try:
-        path.unlink(missing_ok=True)
-    except OSError as error:
-        raise BadInput(f"{path}: cannot be removed ({error.strerror}): make the folder writable") from error
-
-
-def end_final(run_dir: Path, step: int) -> None:
-    """All of the final model is written. Raises BadInput where the file system refuses."""
+def mark_final(run_dir: Path, step: int | None) -> None:
+    """Say which step the final model is of; None while it is written. Raises BadInput where that fails."""
     with atomic_write(final_dir(run_dir) / _STEP_FILE) as file:
         json.dump({"step": step}, file)

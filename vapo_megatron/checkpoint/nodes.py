@@ -3,7 +3,7 @@
 import logging
 import os
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -87,38 +87,6 @@ def send_to_keepers(nodes: Nodes, folder: Path, own: Mapping[str, int], group: A
     return failed
 
 
-def fetch_files(
-    nodes: Nodes, folder: Path, wanted: Mapping[str, int], held: Sequence[set[str]], group: Any
-) -> OSError | None:
-    """Collective: files that this rank's node lacks come from nodes that hold them; what was in the way here.
-
-    Args:
-        nodes: of the run.
-        folder: of this node.
-        wanted: bytes of files that this rank needs, by their path; those that are here already do not come.
-        held: names of files by rank: those that its node has.
-        group: a CPU process group of all ranks.
-    """
-    rank, failed = dist.get_rank(), None
-    missing = {name: size for name, size in wanted.items() if name not in held[rank]}
-    # One rank of a node asks for all of it; the same order everywhere, so that nobody waits for a circle.
-    first: dict[tuple[str, str], tuple[int, int]] = {}
-    for asking, names in enumerate(gather_values(missing, group)):
-        for name, size in names.items():
-            first.setdefault((name, nodes.places[asking]), (asking, size))
-    for number, ((name, _), (target, size)) in enumerate(sorted(first.items())):
-        holders = [holder for holder, names in enumerate(held) if name in names]
-        source = holders[number % len(holders)]
-        if rank == source:
-            for work, _ in _send(folder / name, size, target, group):
-                work.wait()
-        elif rank == target:
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            failed = receive_file(folder / name, size, source, group) or failed
-    dist.barrier(group=group)
-    return failed
-
-
 def receive_file(path: Path, size: int, source: int, group: Any) -> OSError | None:
     """Take a file that another rank sends; where it cannot be written it is taken all the same, and left."""
     failed: OSError | None = None
@@ -183,12 +151,28 @@ class NodeCopy:
         Raises:
             TryAgain: it cannot be written here, or has changed on its way.
         """
+        rank, failed, nodes = dist.get_rank(), None, self.nodes
         sizes = {name: self.manifest.files[name].bytes for name in names}
-        failed = fetch_files(self.nodes, self.path, sizes, self.held, self.group)
+        missing = {name: size for name, size in sizes.items() if name not in self.held[rank]}
+        # One rank of a node asks for all of it. The order is the same everywhere, so that no ranks wait in a circle.
+        requests: dict[tuple[str, str], tuple[int, int]] = {}
+        for asking, wanted in enumerate(gather_values(missing, self.group)):
+            for name, size in wanted.items():
+                requests.setdefault((name, nodes.places[asking]), (asking, size))
+        for number, ((name, _), (target, size)) in enumerate(sorted(requests.items())):
+            holders = [holder for holder, held in enumerate(self.held) if name in held]
+            source = holders[number % len(holders)]
+            if rank == source:
+                for work, _ in _send(self.path / name, size, target, self.group):
+                    work.wait()
+            elif rank == target:
+                (self.path / name).parent.mkdir(parents=True, exist_ok=True)
+                failed = receive_file(self.path / name, size, source, self.group) or failed
+        dist.barrier(group=self.group)
         if failed is not None:
             raise TryAgain(f"{self.path}: cannot be written ({failed.strerror}): start the same command again")
-        come = {self.path / name: self.manifest.files[name] for name in sizes if name not in self.held[dist.get_rank()]}
-        if (wrong := check_contents(self.path, come)) is not None:
+        wrong = check_contents(self.path, {self.path / name: self.manifest.files[name] for name in missing})
+        if wrong is not None:
             raise TryAgain(f"{self.path}: {wrong}, on its way between nodes: start the same command again")
         self._note(sizes)
 

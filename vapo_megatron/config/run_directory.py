@@ -14,32 +14,16 @@ from vapo_megatron.errors import BadInput
 _ROOM_BYTES = 64 << 20
 # An empty file that only make_run_dir writes: without it a directory is never emptied.
 MARKER = ".vapo_run"
-# What a run has made before its first step ends.
-_BEFORE_RESULTS = {
-    MARKER,
-    "config.yaml",
-    "environment.json",
-    "logs",
-    "metrics.jsonl",
-    "mlflow_run_id",
-    "samples",
-    "tensorboard",
-    "wandb",
-}
 PROFILE = "profile"  # folder of traces
 HF_FOLDER = "hf"  # of exported models
+# What a run has made before its first step ends.
+_BEFORE_RESULTS = {
+    *(MARKER, "config.yaml", "environment.json", "logs", "metrics.jsonl", "mlflow_run_id"),
+    *("samples", "tensorboard", "wandb"),
+}
 # What commands leave in a run directory in the end.
 _RESULTS = {
-    *(
-        "checkpoints",
-        "critic_probes",
-        "curves.png",
-        "evaluation",
-        "evaluation.json",
-        HF_FOLDER,
-        PROFILE,
-        "recorded_rollouts",
-    ),
+    *("checkpoints", "critic_probes", "evaluation", "evaluation.json", HF_FOLDER, PROFILE, "recorded_rollouts"),
     "report.html",
 }
 

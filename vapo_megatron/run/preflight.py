@@ -33,8 +33,6 @@ from vapo_megatron.training.user_functions import check_functions
 from vapo_megatron.weights.fp8 import BlockFp8
 from vapo_megatron.weights.spec import read_spec
 
-# Well above what any model of ours, the smallest included, was trained with (3e-3).
-_LARGEST_LR = 1e-2
 # Share of training rows with a problem of their own; the usual sets have a few rows twice.
 _FEWEST_DISTINCT = 0.9
 
@@ -53,8 +51,6 @@ def cautions(
     if config.algorithm.uses_critic:
         sections.append(("critic", config.critic))
     for name, section in sections:
-        if section.optimizer.lr > _LARGEST_LR:
-            yield f"{name}.optimizer.lr={section.optimizer.lr:g} is far above what trains a language model (1e-6..1e-3)"
         warmup, updates = (
             config.trainable(name).optimizer.warmup_steps,
             config.run.steps * config.updates_per_rollout(name),
@@ -73,24 +69,12 @@ def cautions(
             f"data.train={files} holds {len(prompts)} rows and {len(problems)} different "
             f"problem{'s' if len(problems) > 1 else ''}: the others repeat them"
         )
-    elif len(prompts) < config.batch.prompts_per_step:
-        yield (
-            f"data.train={files} holds {len(prompts)} prompts and batch.prompts_per_step="
-            f"{config.batch.prompts_per_step}: each step has some of them several times"
-        )
     for name, rows in evaluations.items():
         if seen := sum(prompt.problem in problems for prompt in rows):
             yield (
                 f"data.eval: {seen} of the {len(rows)} problems of {name} are in data.train: their accuracy says "
                 "nothing of new problems (tools/prepare_data.py --against leaves them out)"
             )
-    update, unit = config.algorithm.update, config.algorithm.update.minibatch_unit
-    rollout = config.batch.prompts_per_step * (1 if unit == "groups" else config.batch.samples_per_prompt)
-    if update.minibatch_size is not None and update.minibatch_size > rollout:
-        yield (
-            f"algorithm.update.minibatch_size={update.minibatch_size} is above the {rollout} {unit} of a step: each "
-            "pass over a rollout is one update"
-        )
     yield from proportions_left(config)
 
 

@@ -1,5 +1,7 @@
 """The ranks of a run: how those of one machine are started and ended."""
 
+import ctypes
+import gc
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -8,7 +10,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
@@ -19,12 +21,12 @@ from vapo_megatron import logs
 from vapo_megatron.errors import BadInput, RunFailed, TryAgain, VapoError
 from vapo_megatron.megatron.mesh import shorten_nccl_waits
 from vapo_megatron.megatron.platform import current_platform
-from vapo_megatron.run.children import begin_child, end_children
 from vapo_megatron.run.failures import DeviceFault, LostPeer, explain
 from vapo_megatron.run.place import RankPlace, node_name
 from vapo_megatron.run.watchdog import Hang
 from vapo_megatron.signals import (
     STOP_SIGNALS,
+    end_with_parent,
     heeded_signals,
     leave_terminal,
     listen,
@@ -37,6 +39,10 @@ _MEETING_TIMEOUT = timedelta(minutes=15)
 # How long the end of a rank may take that others have noticed already.
 _PATIENCE_SECONDS = 60
 _LOOK_SECONDS = 2.0
+_PR_SET_NAME = 15
+_GRACE_SECONDS = 15
+# How the starter ends its processes; the stop signals ask for a save first.
+_END_NOW = signal.SIGUSR2
 # Exit code of a rank whose device is broken: slurm/lib.sh leaves its node out, and tries again as after 75.
 DEVICE_FAULT = 76
 # Exit code by which a rank says that it failed for want of another one: whoever started them may start them again.
@@ -236,3 +242,33 @@ def _killed(rank: Any) -> RankKilled:
 def machine_default_ranks(model_sizes: list[int]) -> int:
     """Ranks to start by hand: every accelerator, or on the CPU just what the largest replica takes."""
     return current_platform().device_count() or max(model_sizes)
+
+
+def begin_child(level: logs.LogLevel) -> None:
+    """First thing in a child: it ends with its starter, however that one ends, and in order where that one asks.
+
+    `ps -e` and `top` show its name.
+    """
+    # What this process was forked with is never collected: the end of a process group waits for threads that only its
+    # own process has.
+    gc.freeze()
+    end_with_parent()
+    ctypes.CDLL(None).prctl(_PR_SET_NAME, multiprocessing.current_process().name.encode())
+    logs.configure(level)  # a spawned process does not have it yet
+    # Ctrl-C reaches the whole terminal group; the starter turns it into one orderly end.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(_END_NOW, lambda *_: sys.exit(143))
+
+
+def end_children(children: Iterable[Any]) -> None:
+    """End processes in order, and those that do not by force."""
+    children = list(children)
+    for child in children:
+        if child.is_alive():
+            os.kill(child.pid, _END_NOW)
+            os.kill(child.pid, signal.SIGCONT)  # one that is stopped would not hear of it
+    for child in children:
+        child.join(_GRACE_SECONDS)
+        if child.is_alive():
+            child.kill()
+            child.join()

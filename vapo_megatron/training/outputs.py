@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import torch.distributed as dist
 
-from vapo_megatron.checkpoint.checkpoints import FINAL, HF_FOLDER, begin_final, end_final, final_dir, final_step
+from vapo_megatron.checkpoint.checkpoints import FINAL, HF_FOLDER, final_dir, final_step, mark_final
 from vapo_megatron.collectives import on_rank_zero
 from vapo_megatron.config.atomic import atomic_write
 from vapo_megatron.config.data import EvalSet
@@ -85,9 +85,9 @@ def save_models(models: Models, engines: Engines, chosen: list[Trainable | Probe
 
 
 def _save_final(models: Models, engines: Engines, config: ExportConfig, state: RunState) -> None:
-    on_rank_zero(partial(begin_final, state.run_dir))
+    on_rank_zero(partial(mark_final, state.run_dir, None))
     save_models(models, engines, chosen_models(models, config), state, FINAL)
-    on_rank_zero(partial(end_final, state.run_dir, state.step))
+    on_rank_zero(partial(mark_final, state.run_dir, state.step))
 
 
 def evaluate(

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from vapo_megatron.checkpoint.checkpointer import Checkpointer
-from vapo_megatron.checkpoint.checkpoints import begin_final, end_final, final_dir
+from vapo_megatron.checkpoint.checkpoints import final_dir, mark_final
 from vapo_megatron.checkpoint.manifest import Progress
 from vapo_megatron.checkpoint.resume import SavedModel, Start, open_resumed, restore_run_files
 from vapo_megatron.checkpoint.state_saver import SavedRun, Snapshot, run_id_of
@@ -183,11 +183,11 @@ def sft_rank(config: SftConfig, run_dir: Path, start: Start) -> None:
                     last=last,
                 )
         final = final_dir(run_dir) / "actor"
-        on_rank_zero(partial(begin_final, run_dir))
+        on_rank_zero(partial(mark_final, run_dir, None))
         save_hf(actor.chunks, spec, mesh, "lm", Path(config.model.path), final)
         if actor.adapter is not None:
             save_adapters(actor.chunks, spec, mesh, actor.adapter, Path(config.model.path), adapter_folder(final))
-        on_rank_zero(partial(end_final, run_dir, max(steps, first - 1)))
+        on_rank_zero(partial(mark_final, run_dir, max(steps, first - 1)))
         recorder.console.closing(
             f"{config.run.name} finished",
             {"loss": " -> ".join(f"{loss:.3f}" for loss in (*losses[:1], *losses[-1:])), "model": final},

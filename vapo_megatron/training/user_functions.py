@@ -4,7 +4,7 @@ import importlib
 import math
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -181,21 +181,13 @@ def scored_responses(batch: ExperienceBatch) -> ScoredResponses:
     assert batch.shaped_rewards is not None, "no shaped rewards: estimate_advantages comes first"
     assert batch.old_logprobs is not None and batch.entropies is not None, "the policy has not scored the batch"
     places = [batch.cu_seqlens[sample] + batch.response_places(sample) for sample in range(batch.samples)]
-    return ScoredResponses(
-        cu_seqlens=batch.response_cu_seqlens,
-        tokens=batch.tokens[torch.cat(places)],
-        rewards=batch.shaped_rewards,
-        correct=batch.correct,
-        truncated=batch.truncated,
-        group_ids=batch.group_ids,
-        rollout_logprobs=batch.rollout_logprobs,
-        old_logprobs=batch.old_logprobs,
-        entropies=batch.entropies,
-        values=batch.values,
-        ref_logprobs=batch.ref_logprobs,
-        advantages=batch.advantages,
-        returns=batch.returns,
-    )
+    chosen = {
+        "cu_seqlens": batch.response_cu_seqlens,
+        "tokens": batch.tokens[torch.cat(places)],
+        "rewards": batch.shaped_rewards,
+    }
+    same = {f.name: getattr(batch, f.name) for f in fields(ScoredResponses) if f.name not in chosen}
+    return ScoredResponses(**chosen, **same)
 
 
 def _check(found: object, shape: tuple[int, ...], who: str, expected: str, floating: bool) -> None:
