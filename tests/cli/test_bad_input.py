@@ -80,14 +80,11 @@ def test_a_check_says_what_a_run_would_meet_and_writes_nothing(
 @pytest.mark.parametrize(
     ("overrides", "named"),
     [
-        (["critic.optimizer.lr=1e6"], "critic.optimizer.lr=1e+06"),
-        (["algorithm.update.minibatch_size=5"], "algorithm.update.minibatch_size=5 is above the 4 samples"),
         (["actor.optimizer.warmup_steps=101"], "actor.optimizer.warmup_steps=101 (101 updates) is longer than the run"),
         (
             ["run.steps=2", "actor.optimizer.warmup_steps=1", "critic.optimizer.warmup_steps=53"],
             "critic.optimizer.warmup",
         ),
-        (["batch.prompts_per_step=9"], "holds 8 prompts and batch.prompts_per_step=9"),
         (['data.eval=[{name: same, path: "${data.train}"}]'], "8 of the 8 problems of same are in data.train"),
     ],
 )

@@ -181,12 +181,12 @@ def scored_responses(batch: ExperienceBatch) -> ScoredResponses:
     assert batch.shaped_rewards is not None, "no shaped rewards: estimate_advantages comes first"
     assert batch.old_logprobs is not None and batch.entropies is not None, "the policy has not scored the batch"
     places = [batch.cu_seqlens[sample] + batch.response_places(sample) for sample in range(batch.samples)]
-    chosen = {
+    chosen: dict[str, Any] = {
         "cu_seqlens": batch.response_cu_seqlens,
         "tokens": batch.tokens[torch.cat(places)],
         "rewards": batch.shaped_rewards,
     }
-    same = {f.name: getattr(batch, f.name) for f in fields(ScoredResponses) if f.name not in chosen}
+    same: dict[str, Any] = {f.name: getattr(batch, f.name) for f in fields(ScoredResponses) if f.name not in chosen}
     return ScoredResponses(**chosen, **same)
 
 
