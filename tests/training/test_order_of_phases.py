@@ -60,12 +60,12 @@ class Counted(Planner):
     def score(self, batch: ExperienceBatch, read: Callable[[Tensor], Tensor] | None = None, **_: Any) -> Tensor:
         if read is None:
             return torch.full((batch.response_tokens, 2), -1.0)
-        right = [RIGHT in ids.tolist() for ids in batch.tokens.split(batch.cu_seqlens.diff().tolist())]
+        right = [ids[-2] == RIGHT for ids in batch.tokens.split(batch.cu_seqlens.diff().tolist())]
         values = torch.tensor([0.2 * self.updates * (1.0 if ok else -1.0) for ok in right])
         return read(values.repeat_interleave(batch.response_lengths)[:, None])[:, None]
 
     def train_step(self, batch: ExperienceBatch, share: Any, loss: Any, keep_outputs: bool = False) -> StepResult:
-        cut = torch.tensor([CUT in ids.tolist() for ids in batch.tokens.split(batch.cu_seqlens.diff().tolist())])
+        cut = torch.tensor([bool(ids[-1] == CUT) for ids in batch.tokens.split(batch.cu_seqlens.diff().tolist())])
         self.carried_of_cut.append(float(loss.weights[cut.repeat_interleave(batch.response_lengths)].sum()))
         self.updates += 1
         return StepResult(1.0, 0.1, {"value_loss": 1.0} if self.name == "critic" else {})
