@@ -129,37 +129,20 @@ def _last_marker(text: str, answer_format: AnswerFormat) -> Extraction:
         if start >= 0:
             candidates[start] = Extraction(content, "boxed")
     if anything or answer_format == "answer_line":
-        line = _last_answer_line(text)
-        if line is not None:
-            opening = _OPENING_LINES.match(text, line.start("body"))
+        lines = list(_ANSWER_LINE.finditer(text))
+        if lines:
+            opening = _OPENING_LINES.match(text, lines[-1].start("body"))
             assert opening is not None
             answer = _inside(text[opening.end() :].partition("\n")[0], "answer_line")
             # Prose after a box ("The answer is \boxed{5}. Check the answer: it fits.") does not take the box back.
             if not candidates or is_bare(answer.text):
-                candidates[line.start()] = answer
+                candidates[lines[-1].start()] = answer
     if anything or answer_format == "hash":
         matches = _HASH.finditer(text) if "####" in text else iter(())
         hashes = [match for match in matches if is_bare(match["body"]) or answer_format == "hash"]
         if hashes:
             candidates[hashes[-1].start()] = _inside(hashes[-1]["body"], "hash")
     return candidates[max(candidates)] if candidates else NOTHING
-
-
-def _last_answer_line(text: str) -> re.Match[str] | None:
-    lowered = text.lower()
-    if len(lowered) != len(text):  # a letter whose small form is longer: positions would not agree
-        return next(reversed(list(_ANSWER_LINE.finditer(text))), None)
-    # From the end, and by plain search: the pattern over a whole long response takes ten times as long.
-    matches = (_last_match(text, lowered, "answer"), _last_match(text, text, "A:"))
-    return max((match for match in matches if match), key=re.Match.start, default=None)
-
-
-def _last_match(text: str, searched: str, beginning: str) -> re.Match[str] | None:
-    position = len(text)
-    while (position := searched.rfind(beginning, 0, position)) >= 0:
-        if match := _ANSWER_LINE.match(text, position):
-            return match
-    return None
 
 
 def _inside(body: str, marker: Marker) -> Extraction:

@@ -1,4 +1,4 @@
-r"""The values of formulas, without a computer algebra system: \frac{2\sqrt{3}}{3}, 2(x+1)^2, (0, \pi/2], y = 2x + 3.
+r"""The values of formulas, without a computer algebra system: \frac{2\sqrt{3}}{3}, 2(x+1)^2, (0, \pi/2].
 
 Formulas of rational numbers are evaluated exactly, others in floating point, letters at fixed points. That settles many
 answers in microseconds where parsing them for sympy takes tens of milliseconds. Whatever is not plainly arithmetic, or
@@ -30,7 +30,6 @@ _FUNCTIONS = {r"\sin": cmath.sin, r"\cos": cmath.cos, r"\tan": cmath.tan}
 _REPEATING = re.compile(r"(?<![\d.])(?P<whole>\d*)\.(?P<first>\d*)\\overline\{(?P<again>\d+)\}")
 _ENDS = ("", "+", "-", ")", "}", "]", "*", "/")
 _BRACKETED = re.compile(r"(?P<open>[(\[]|\\\{)(?P<inside>.*)(?P<close>[)\]]|\\\})", re.DOTALL)
-_NAMED = re.compile(r"(?P<name>[a-zA-Z](?:\([a-z]\))?)=(?P<value>[^=]+)")
 
 _Number = Fraction | complex
 
@@ -42,18 +41,12 @@ class _Unread(Exception):
 def same_value(ground_truth: str, answer: str) -> bool | None:
     """Whether two formulas, tuples, intervals, lists or sets of them have the same value; None: it cannot tell.
 
-    Both are texts in normal form. A name before the value (x = 5) may be left out.
+    Both are texts in normal form.
     """
     if max(len(ground_truth), len(answer)) > _LONGEST:
         return None
-    truth, answered = _NAMED.fullmatch(ground_truth), _NAMED.fullmatch(answer)
-    if truth and answered and truth["name"] != answered["name"]:
-        return None
-    true_value, value = (
-        named["value"] if named else text for named, text in ((truth, ground_truth), (answered, answer))
-    )
-    true_opens, true_entries, true_closes = _entries(true_value)
-    opens, entries, closes = _entries(value)
+    true_opens, true_entries, true_closes = _entries(ground_truth)
+    opens, entries, closes = _entries(answer)
     if (true_opens, true_closes, len(true_entries)) != (opens, closes, len(entries)):
         return None
     if len(entries) == 1 or opens in ("(", "["):
