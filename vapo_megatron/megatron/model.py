@@ -21,12 +21,7 @@ from vapo_megatron.megatron import cpu_torch
 from vapo_megatron.megatron.heads import LogProbHead, ValueHead
 from vapo_megatron.megatron.layer_spec import RotaryTables, SDPACoreAttention, layer_spec, uses_transformer_engine
 from vapo_megatron.megatron.mesh import Mesh
-from vapo_megatron.megatron.moe import (
-    complete_megatron,
-    install_router_replay,
-    mark_experts,
-    moe_settings,
-)
+from vapo_megatron.megatron.moe import complete_megatron, install_router_replay, mark_experts, moe_settings
 from vapo_megatron.megatron.platform import current_platform
 from vapo_megatron.megatron.precision import fp8_settings
 from vapo_megatron.weights.spec import Head, ModelSpec

@@ -69,12 +69,9 @@ def complete_megatron() -> None:
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
     if not current_platform().is_cuda:
-        token_dispatcher.maybe_move_tensor_to_cpu = _on_cpu_already
-
-
-def _on_cpu_already(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """maybe_move_tensor_to_cpu for tensors that are on the CPU."""
-    return tensor.numpy() if as_numpy and isinstance(tensor, Tensor) else tensor
+        token_dispatcher.maybe_move_tensor_to_cpu = lambda tensor, as_numpy=False, record_stream=False: (
+            tensor.numpy() if as_numpy and isinstance(tensor, Tensor) else tensor
+        )
 
 
 class ExpertReplay:

@@ -24,24 +24,19 @@ def check_trainable(
     """Raises BadInput where the kernels, recomputation or precision of a section are not possible on this machine."""
     fused = uses_transformer_engine(model.attention, platform)
     check_adapter(spec, model.adapter, section, name)
-    _check_recompute(spec, section, name)
+    if section.recompute.granularity == "full":
+        layers = spec.num_layers // (section.layout.pp * (section.layout.vpp or 1))
+        key, block = f"{name}.recompute.layers={section.recompute.layers}", section.recompute.layers
+        if block > layers:
+            raise BadInput(f"{key} is above the {layers} layers that a rank has in one piece: lower it")
+        if layers % block:
+            raise BadInput(f"{key} does not divide the {layers} layers that a rank has in one piece: choose a divisor")
     check_precision(spec, model, section, name, platform)
     if fused and model.dtype == "float32":
         raise BadInput(
             f"{name}: dtype float32 with Transformer Engine's layers, whose attention of packed sequences takes 16 "
             "bits: set model.attention=sdpa, or bfloat16"
         )
-
-
-def _check_recompute(spec: ModelSpec, section: TrainableConfig, name: str) -> None:
-    recompute, layout = section.recompute, section.layout
-    if recompute.granularity == "full":
-        layers = spec.num_layers // (layout.pp * (layout.vpp or 1))
-        key = f"{name}.recompute.layers={recompute.layers}"
-        if recompute.layers > layers:
-            raise BadInput(f"{key} is above the {layers} layers that a rank has in one piece: lower it")
-        if layers % recompute.layers:
-            raise BadInput(f"{key} does not divide the {layers} layers that a rank has in one piece: choose a divisor")
 
 
 def check_precision(
