@@ -54,8 +54,8 @@ def engines_agree(models: Models, batch: ShardedBatch, config: AlgorithmConfig, 
     step = max(1, min(_ONE_OF, batch.samples // seat()[1]))
     part = batch.part(models.actor, range(0, batch.samples, step))
     models.memory.enter("score_policy")
-    with recorder.phase("score_policy", total=part.whole.samples) as advance:
-        outputs = models.actor.score(part.batch, on_done=advance, share=part.share)
+    with recorder.phase("score_policy"):
+        outputs = models.actor.score(part.batch, share=part.share)
     sums = torch.zeros(4, dtype=torch.float64)
     if len(part.reported[seat()[0]]):
         logprobs, entropies = outputs.double().unbind(1)
