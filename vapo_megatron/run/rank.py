@@ -116,7 +116,7 @@ def pretrain_critic_rank(config: CriticPretrainingConfig, run_dir: Path, start: 
         state = RunState(config.run, config.checkpoint, run_dir, checkpointer, updates, resumed)
         if resumed is not None:
             recorder.console.note(f"goes on from {resumed.checkpoint}")
-        memory, records = MemoryPlan({"critic": critic}), Records(config, tokenizer, policy.vocab_size)
+        memory, records = MemoryPlan({"critic": critic.offloader}), Records(config, tokenizer, policy.vocab_size)
         pretraining, algorithm = config.value_pretraining, config.pretraining_algorithm
         pretrain_value(critic, memory, None, pretraining, algorithm, config.batch, state, recorder, records)
         memory.enter("export_critic")
