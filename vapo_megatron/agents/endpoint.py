@@ -32,13 +32,13 @@ class Episode:
     """One run of an agent.
 
     Attributes:
-        request: what is asked for each turn, but for its prompt and its seed.
-        seed: of the direct way's response; that of the first turn.
-        recording: what was said so far.
-        limit: the limit that ended it ("turns", "tokens"); its answer was cut short.
-        fault: why it must not be trained on ("template", say).
-        failure: of the engines, which is the run's.
-        turns: figures of each turn; answered: when the last one was.
+        request: of each turn, except its prompt and seed.
+        seed: that of a response without an agent, and of the first turn.
+        recording: of the conversation so far.
+        limit: the limit that ended it ("turns", "tokens").
+        fault: why it must not be trained on, such as "template".
+        failure: an error of the engines, which ends the run.
+        turns: figures of each turn; answered: time of the last answer.
     """
 
     request: GroupRequest
@@ -54,13 +54,13 @@ class Episode:
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def end_tool(self, now: float) -> None:
-        """What the agent did since the last answer has ended: its seconds are those of that turn's tools."""
+        """Count the seconds since the last answer as tool time of that turn."""
         if self.turns:
             self.turns[-1]["tool_seconds"] = now - self.answered
 
 
 class _Refused(Exception):
-    """A request that gets an error for an answer."""
+    """A request that is answered by an error."""
 
     def __init__(self, message: str, code: str, status: int = 400) -> None:
         super().__init__(message)
@@ -92,7 +92,7 @@ class Endpoint:
         return f"http://{_ADDRESS}:{self._port}"
 
     def close(self, base_url: str) -> None:
-        """Answer nothing of an episode any more."""
+        """Refuse further requests of an episode."""
         self._episodes.pop(base_url.split("/")[-2]).closed = True
 
     async def stop(self) -> None:
@@ -190,7 +190,7 @@ class Endpoint:
         return _completion(f"chatcmpl-{turn.seed:x}", message, reason, len(context), len(turn.response_ids))
 
     def _observation(self, segment: Segment, new: list[Message], tools: list[Message] | None) -> list[int]:
-        """Tokens of what came after the policy's last answer; its end token is there already where it drew one."""
+        """Tokens of the messages after the policy's last answer, without its end token if it drew one."""
         text = text_after_answer(lambda messages: self._tokenizer.messages_text(messages, tools), new)
         last = segment.turns[-1]
         if not last.truncated:
@@ -215,7 +215,7 @@ class Endpoint:
         return turn
 
     async def _parsed(self, turn: Sample, tools: list[Message] | None) -> tuple[str, list[Message]]:
-        """The text of a response and the tool calls in it, as SGLang's parser reads them in the engine's process."""
+        """The text of a response and its tool calls, as SGLang's parser in the engine's process reads them."""
         ids = turn.response_ids.tolist()
         if not tools or self._limits.tool_parser is None:
             return self._tokenizer.decode(ids), []
@@ -271,7 +271,7 @@ def _error(message: str, code: str, status: int = 400) -> tuple[int, str, bytes]
 
 
 def _as_stream(answer: dict[str, Any]) -> bytes:
-    """The whole answer as one chunk, and its end: agents that stream get what others get."""
+    """The whole answer as one chunk, for agents that stream."""
     (choice,) = answer["choices"]
     delta = dict(choice["message"])
     if "tool_calls" in delta:

@@ -1,4 +1,4 @@
-"""Groups of episodes in place of groups of responses: runs the user's agent and makes samples of what it recorded."""
+"""Episodes in place of responses: runs the user's agent and turns its recordings into samples."""
 
 import asyncio
 import contextlib
@@ -35,8 +35,8 @@ def is_environment(kind: type) -> bool:
 
 
 def run_environment(kind: type) -> Callable[[dict[str, Any], str, Any], Awaitable[dict[str, Any]]]:
-    """An agent that plays an environment to its end. A step's reward is that of its turn; where the last one is None,
-    the verifier grades the last message.
+    """An agent that plays an environment to its end. A step's reward is that of its turn; if the last one is None, the
+    verifier grades the last message.
 
     A class attribute `tools` is sent with every request.
     """
@@ -63,7 +63,7 @@ def run_verifiers_environment(name: str) -> Callable[[dict[str, Any], str, Any],
     """An agent that plays an environment of the library verifiers (the extra `verifiers`), by the name of its module:
     its rollout against our endpoint, and the reward of its rubric.
 
-    Of a row it is given `prompt` (or else the messages of the direct way), `answer`, `task` and `info`.
+    It gets a row's `prompt` (or else the messages that a run without an agent sends), `answer`, `task` and `info`.
 
     Raises:
         ImportError, ValueError, RuntimeError: verifiers is not installed, or it cannot load the environment.
@@ -99,8 +99,8 @@ Agent = Callable[[dict[str, Any], str, Any], Awaitable[Any]]
 
 
 def load_agent(path: str) -> Agent:
-    """The async function at package.module:name, or the run of the environment class that stands there; of
-    verifiers:NAME the run of that environment of theirs.
+    """The async function at package.module:name, or one that plays the environment class there, or the environment
+    verifiers:NAME.
 
     Raises:
         BadInput: it cannot be imported, is not async, or is an environment without a method that is needed.
@@ -128,10 +128,10 @@ def load_agent(path: str) -> Agent:
 
 
 class Agents:
-    """Runs episodes. The user's code has a thread and an event loop of its own: it cannot hold up the engines.
+    """Runs episodes. The user's code has its own thread and event loop, so it cannot hold up the engines.
 
     Attributes:
-        broken: episodes that must not be trained on, by cause, so far.
+        broken: number of episodes that must not be trained on, by cause.
     """
 
     def __init__(self, dispatcher: Dispatcher, tokenizer: TextTokenizer, config: RolloutConfig) -> None:
@@ -145,11 +145,11 @@ class Agents:
         self.broken: Counter[str] = Counter()
 
     async def generate(self, group: GroupRequest) -> list[Sample]:
-        """One episode for each response that is wanted. Those that broke have no tokens and is_whole() names them.
+        """One episode for each requested response. Broken ones have no tokens (is_whole).
 
         Raises:
             RunFailed: one group after another broke.
-            VapoError: what the engines failed of.
+            VapoError: the engines failed.
         """
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -261,7 +261,7 @@ class Agents:
 
 
 def task_of(prompt: Prompt, tokenizer: TextTokenizer) -> dict[str, Any]:
-    """What an agent is given of a row; messages are those that the direct way sends."""
+    """The task of a row; messages are those that a run without an agent sends."""
     messages = tokenizer.messages(prompt.problem)
     return {
         **prompt.extra,
@@ -273,12 +273,12 @@ def task_of(prompt: Prompt, tokenizer: TextTokenizer) -> dict[str, Any]:
 
 
 def is_whole(group: Sequence[Sample]) -> bool:
-    """Whether no episode of a group broke: one that did has no tokens, and its group is not trained on."""
+    """Whether no episode of a group broke. A broken one has no tokens, and its group is not trained on."""
     return not any(sample.grade_reason.startswith(BROKEN) for sample in group)
 
 
 def episode_metrics(samples: Sequence[Sample]) -> dict[str, float]:
-    """Means over the episodes of a step; a turn's are over those that have it, and their share is `episodes`."""
+    """Means over the episodes of a step; a turn's over the episodes that have it, whose share is `episodes`."""
     rows = [sample.episode for sample in samples if sample.episode is not None]
     columns: dict[str, list[float]] = {}
     for row in rows:

@@ -1,4 +1,4 @@
-"""What an episode's requests add up to: the tokens of its messages, those of the policy as they were drawn."""
+"""The tokens of an episode, recorded from its requests; those of the policy as they were drawn."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +18,7 @@ class Segment:
     """One growing context: every request that continues it appends to it.
 
     Attributes:
-        messages: of the last request, and the policy's answer, as they are compared with the next request.
+        messages: of the last request and its answer, to compare with the next request.
         tools: of every request.
         prompt_ids: the first request's tokens.
         token_ids, logprobs, mask: what follows the prompt; mask is True on tokens that the policy wrote.
@@ -36,7 +36,7 @@ class Segment:
     ends: list[tuple[int, int]] = field(default_factory=list)
 
     def continues_in(self, messages: list[Compared], tools: list[Message]) -> bool:
-        """Whether a request's messages begin with all that was recorded, and add something."""
+        """Whether a request's messages extend the recorded ones."""
         count = len(self.messages)
         return tools == self.tools and len(messages) > count and messages[:count] == self.messages
 
@@ -47,7 +47,7 @@ class Segment:
         self.mask += [False] * len(token_ids)
 
     def write(self, turn: Sample, number: int, messages: list[Compared]) -> None:
-        """Append what the policy wrote in the turn of this number, and remember the conversation as it now is."""
+        """Append what the policy wrote in the turn of this number, and update the conversation."""
         self.token_ids += turn.response_ids.tolist()
         self.logprobs += turn.rollout_logprobs.tolist()
         self.mask += [True] * len(turn.response_ids)
@@ -73,16 +73,16 @@ class Recording:
 
     @property
     def ordered(self) -> list[Segment]:
-        """Segments in the order in which their last turns were written: the episode's last turn is the last one's."""
+        """Segments in the order of their last turns."""
         return sorted(self.segments, key=lambda segment: segment.ends[-1][0])
 
     @property
     def tokens(self) -> int:
-        """Tokens that models read of the episode: of all segments, prompts included."""
+        """Number of tokens that models read, over all segments, prompts included."""
         return sum(len(segment.prompt_ids) + len(segment.token_ids) for segment in self.segments)
 
     def figures(self) -> dict[str, float]:
-        """What the episode came to, for metrics. Rewritten: prompts of the segments after the first."""
+        """The episode's metrics. Rewritten: prompt tokens of the segments after the first."""
         written = sum(sum(segment.mask) for segment in self.segments)
         rewritten = sum(len(segment.prompt_ids) for segment in self.segments[1:])
         return {
@@ -128,7 +128,7 @@ class Recording:
 
 
 def comparable(messages: Sequence[Message]) -> list[Compared]:
-    """Messages as they are compared: what a template reads, whichever of a client's spellings it came in."""
+    """Messages in a form to compare: what a template reads, however a client spells it."""
     return [_read(message) for message in messages]
 
 
@@ -145,10 +145,10 @@ _MARK = "vapomegatronmark"
 
 
 def text_after_answer(render: Callable[[list[Message]], str], new: Sequence[Message]) -> str:
-    """What a chat template puts behind an assistant's text, up to where the assistant begins again.
+    """What a chat template puts between an assistant's text and the assistant's next turn.
 
-    It is read off a conversation of one question and a mark, so that nothing depends on how the template spells what
-    the policy wrote before: that stays as it was drawn.
+    It is taken from a conversation of one question and a mark, so that earlier tokens of the policy stay as drawn,
+    however the template spells them.
 
     Raises:
         ValueError: the template does not repeat an assistant's message.

@@ -1,4 +1,4 @@
-"""Tools in the box: Python in a process with limits, and search over a local corpus."""
+"""Built-in tools: Python in a process with limits, and search over a local corpus."""
 
 import asyncio
 import math
@@ -45,7 +45,7 @@ exec(compile(sys.stdin.read(), "<tool>", "exec"), {"__name__": "__main__"})
 
 
 async def run_python(code: str, seconds: float = 10.0, memory_mib: int = 512) -> tuple[str, bool]:
-    """Run Python code in a process of its own; what it printed, cut to 16 KiB, and whether it ended well.
+    """Run Python code in a process of its own; its output, cut to 16 KiB, and whether it succeeded.
 
     The process has an empty folder, no environment, limits of time, memory, file size and open files, and no core file;
     it and all its descendants are killed when the time is over. Network, child processes and files outside that folder
@@ -91,7 +91,7 @@ async def run_python(code: str, seconds: float = 10.0, memory_mib: int = 512) ->
 
 
 async def _talk(process: asyncio.subprocess.Process, code: bytes) -> tuple[bytes, str]:
-    """What a process prints, as far as there is room."""
+    """The output of a process, up to the limit."""
     assert process.stdin is not None and process.stdout is not None
     process.stdin.write(code)
     process.stdin.write_eof()
@@ -125,7 +125,7 @@ class Search:
         self._documents = Counter(word for counts in self._counts for word in counts)
 
     def find(self, query: str, most: int = 3) -> list[str]:
-        """The best texts for a query, best first; those that share no word with it are left out."""
+        """The best texts for a query, best first, without those that share no word with it."""
         words = set(_WORDS.findall(query.lower()))
         scores = [(self._score(words, place), -place) for place in range(len(self._texts))]
         best = sorted((score for score in scores if score[0] > 0), reverse=True)[:most]

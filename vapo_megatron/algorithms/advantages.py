@@ -1,4 +1,4 @@
-"""Advantages from one reward per response. Each says how a response compares with the others of its prompt."""
+"""Advantages from one reward per response, compared with the other responses to its prompt."""
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from vapo_megatron.algorithms.segments import place_terminal, segment_sum
 def grpo(rewards: Tensor, group_ids: Tensor, eps: float = 1e-6) -> Tensor:
     """(R - mean) / (std + eps) in each group, std unbiased (GRPO, arXiv 2402.03300; DAPO, arXiv 2503.14476, eq. 9).
 
-    rewards [S] floating point, group_ids int64 [S] with any numbers. A group of one has mean 0 and std 1.
+    rewards [S] floating point, group_ids int64 [S]. A group of one has mean 0 and std 1.
     Returns [S], dtype of rewards. Raises ValueError where the shapes differ.
     """
     owner, sizes, sums = grouped(rewards, group_ids)
@@ -42,7 +42,7 @@ def rloo(rewards: Tensor, group_ids: Tensor) -> Tensor:
 
 
 def batch_baseline(rewards: Tensor, group_ids: Tensor) -> Tensor:
-    """R - mean reward of the other responses of the group, of the whole batch in a group of one. [S], [S] -> [S]."""
+    """R - mean reward of the other responses of the group, or of the batch for a group of one. [S], [S] -> [S]."""
     return (rewards - leave_one_out(rewards, group_ids)).to(rewards.dtype)
 
 
@@ -88,7 +88,7 @@ def distilled(advantages: Tensor, logprobs: Tensor, ref_logprobs: Tensor, coef: 
 
 
 def whitening_sums(x: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Of each response the tokens whose mask is not 0, their sum and sum of squares: [T], [T] -> float64 [S, 3]."""
+    """Number, sum and sum of squares of each response's tokens whose mask is not 0: [T], [T] -> float64 [S, 3]."""
     kept = torch.where(mask != 0, x, 0).double()
     columns = (mask != 0).double(), kept, kept.square()
     return torch.stack([segment_sum(column, cu_seqlens) for column in columns], dim=1)
@@ -99,12 +99,12 @@ def whiten(x: Tensor, mask: Tensor, shift_mean: bool = True, sums: Tensor | None
 
     Args:
         x: [T] advantages (returns are never whitened).
-        mask: [T]; tokens with 0 do not count and get 0.
-        shift_mean: False scales and puts the mean back.
-        sums: float64 [S, 3], whitening_sums of all responses of which these are a part; None: these are all.
+        mask: [T]; tokens with 0 are not counted and get 0.
+        shift_mean: False scales and adds the mean back.
+        sums: float64 [S, 3], whitening_sums of all responses, if these are only a part of them; None: these are all.
 
     Returns:
-        [T], dtype of x. With fewer than two tokens the variance is taken for 0.
+        [T], dtype of x. With fewer than two tokens the variance counts as 0.
     """
     if sums is None:
         sums = whitening_sums(x, mask, torch.tensor([0, x.numel()]))

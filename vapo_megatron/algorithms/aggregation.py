@@ -1,10 +1,10 @@
-"""From losses per token to one loss: weights that come from global counts.
+"""Weights that turn token losses into one loss, from global counts.
 
-The weights are those of the whole mini-batch and are given to its responses before they are dealt out, so that
+The weights are computed over the whole mini-batch before its responses are distributed, so that
 
     loss = sum over tokens of w[response of t] * L_t
 
-is the same sum whatever the ranks and micro-batches: each adds its part, and none divides.
+is the same sum for any ranks and micro-batches: each adds its part, and none divides.
 """
 
 from typing import Literal

@@ -1,7 +1,7 @@
-"""What a response can be compared with for nothing, without a critic: the measure that a critic has to beat.
+"""Baselines that cost nothing, which a critic has to beat.
 
-Both are cross-fitted: what a token is compared with was made without its own response, so that neither can look good by
-remembering it. float64.
+They are cross-fitted: a token's baseline is made without its own response, so that none can look good by remembering
+it. float64.
 """
 
 import torch
@@ -14,7 +14,7 @@ TRACKER_PRIOR = 1.0  # responses that the prior mean is worth
 
 
 def grouped(rewards: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Of each response the number of its group, from 0, its size and its sum of rewards: int64, int64, float64 [S].
+    """Each response's group number (from 0), group size and sum of the group's rewards: int64, int64, float64 [S].
 
     Raises ValueError where the shapes are not [S].
     """
@@ -27,7 +27,7 @@ def grouped(rewards: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]
 
 
 def siblings_mean(rewards: Tensor, group_ids: Tensor) -> Tensor:
-    """Mean reward of the other responses of the group (RLOO, arXiv 2402.14740, eq. 8), 0 of a response without any:
+    """Mean reward of the other responses of the group (RLOO, arXiv 2402.14740, eq. 8), 0 for a response without any:
     [S], int64 [S] -> float64 [S]."""
     _, sizes, sums = grouped(rewards, group_ids)
     return (sums - rewards) / (sizes - 1).clamp(min=1)
@@ -36,7 +36,7 @@ def siblings_mean(rewards: Tensor, group_ids: Tensor) -> Tensor:
 def leave_one_out(rewards: Tensor, group_ids: Tensor) -> Tensor:
     """siblings_mean(); a response without siblings is compared with all others of the batch: float64 [S].
 
-    One that is alone there is compared with 0.
+    A response that is alone in the batch is compared with 0.
     """
     _, sizes, _ = grouped(rewards, group_ids)
     of_batch = (rewards.double().sum() - rewards) / max(1, rewards.numel() - 1)
@@ -44,16 +44,15 @@ def leave_one_out(rewards: Tensor, group_ids: Tensor) -> Tensor:
 
 
 def positions(cu_seqlens: Tensor) -> Tensor:
-    """How many tokens of its response stand before each token: int64 [T]."""
+    """The number of its response's tokens before each token: int64 [T]."""
     bounds = cu_seqlens.long()
     return torch.arange(int(bounds[-1]), device=bounds.device) - to_tokens(bounds[:-1], bounds)
 
 
 def bins_of_positions(lengths: Tensor, bins: int) -> Tensor:
-    """The bin of each position up to the longest response's last, in bins of about equally many tokens: int64.
+    """The bin of each position up to the longest response's last, with about equally many tokens per bin: int64.
 
-    By the number of tokens before it, which is what a state knows of where it is; how long the response will be it does
-    not. lengths: int64 [S].
+    Positions count the tokens before a state, which it knows, unlike the length of its response. lengths: int64 [S].
     """
     longest = int(lengths.max()) if lengths.numel() else 0
     if not longest:
@@ -100,8 +99,8 @@ def tracked_values(sums: Tensor, weights: Tensor, prior: float | Tensor) -> Tens
     policy has moved since; here the factor is a constant, the lower end of its range.
 
     Args:
-        sums, weights: float64 [...], faded sums of returns and of responses; 0 of a prompt that was never answered.
-        prior: value of such a prompt, one or [...].
+        sums, weights: float64 [...], faded sums of returns and of responses; 0 for a prompt that was never answered.
+        prior: the value of such a prompt, a scalar or [...].
 
     Returns:
         float64 [...].
@@ -113,8 +112,8 @@ def with_responses(sums: Tensor, weights: Tensor, returns: Tensor, responses: Te
     """Sums and weights after a step.
 
     Args:
-        sums, weights: float64 [P], of the prompts that were answered in it.
+        sums, weights: float64 [P], of the prompts that the step answered.
         returns: float64 [P], sum of the returns of each prompt's responses.
-        responses: float64 [P], how many these are.
+        responses: float64 [P], the number of each prompt's responses.
     """
     return TRACKER_FADE * sums + returns, TRACKER_FADE * weights + responses

@@ -1,19 +1,19 @@
-"""Values calibrated by the returns of past steps, and trusted as far as these say (docs/algorithms.md, vapo_direct).
+"""Values calibrated by the returns of past steps, and trusted accordingly (docs/algorithms.md, vapo_direct).
 
-Instead of the critic's raw value v of a state, the advantage takes
+Instead of the critic's raw value v of a state, the advantage uses
 
     V~ = c_p . x        x = (1, v, m)        p = floor(log2 t)
 
 t is the token's number in its response, from 1; m is the mean return of the other responses of its group, and 0 in
 groups of one. c_p is a ridge regression of the returns of past steps on x, shrunk towards the coefficients of all bins
-together, and those towards (0, 0, 1). A response decides neither its own coefficients nor its own m, and v precedes the
-action: V~ is a baseline that adds no bias to the policy gradient where lambda is 1. The coefficient b_p of v also says
-how far temporal differences of V~ may be trusted:
+together, and those towards (0, 0, 1). A response influences neither its own coefficients nor its own m, and v precedes
+the action: V~ is a baseline that adds no bias to the policy gradient where lambda is 1. The coefficient b_p of v also
+says how far temporal differences of V~ may be trusted:
 
     g = sum_p n_p clamp(2 b_p, 0, 1) / sum_p n_p        A = g GAE(V~) + (1 - g) (R - V~)
 
-A critic that explains nothing has b = 0, and leaves R - V~. Near kin: SPO (arXiv 2509.13232), V0.5 (2603.10848), PPI++
-(2311.01453).
+A critic that explains nothing has b = 0, which leaves R - V~. Related work: SPO (arXiv 2509.13232), V0.5 (2603.10848),
+PPI++ (2311.01453).
 """
 
 from typing import Any, NamedTuple
@@ -31,13 +31,12 @@ _PRIOR_VARIANCE = 0.2
 
 
 class Moments(NamedTuple):
-    """What past steps said of returns: float64, by bin of position. A response weighs the same in a bin whatever its
-    tokens there.
+    """Statistics of past steps, float64, by bin of position. In each bin every response weighs the same.
 
     Attributes:
         gram: [BINS, 3, 3], sums of x x^T.
         cross: [BINS, 3], sums of x R.
-        responses: [BINS], how many responses reach the bin.
+        responses: [BINS], the number of responses that reach the bin.
     """
 
     gram: Tensor
@@ -45,21 +44,21 @@ class Moments(NamedTuple):
     responses: Tensor
 
     def followed_by(self, later: "Moments") -> "Moments":
-        """These, decayed, and those of the next step."""
+        """These moments, decayed, plus those of the next step."""
         return Moments(*(DECAY * a + b for a, b in zip(self, later, strict=True)))
 
     def state(self) -> list[Any]:
-        """For a checkpoint; read back by from_state to the bit."""
+        """The content of a checkpoint, which from_state restores to the bit."""
         return [tensor.tolist() for tensor in self]
 
     @staticmethod
     def from_state(state: list[Any]) -> "Moments":
-        """The moments of a state."""
+        """The moments from state()."""
         return Moments(*(torch.tensor(values, dtype=torch.float64) for values in state))
 
 
 class Coefficients(NamedTuple):
-    """How V~ is made of x, and what that says of the critic.
+    """The coefficients of V~, and what they say of the critic.
 
     Attributes:
         bins: float64 [BINS, 3].
@@ -83,7 +82,7 @@ def bins_of(cu_seqlens: Tensor) -> Tensor:
 def response_sums(values: Tensor, cu_seqlens: Tensor) -> Tensor:
     """Tokens, sum of v and sum of v^2 of each response in each bin: float32 [T] -> float64 [S, BINS, 3].
 
-    A response's sums do not depend on those beside it.
+    A response's sums do not depend on the other responses.
     """
     samples = cu_seqlens.numel() - 1
     cell = to_tokens(torch.arange(samples), cu_seqlens) * BINS + bins_of(cu_seqlens)
@@ -111,7 +110,7 @@ def moments(sums: Tensor, returns: Tensor, group_means: Tensor) -> Moments:
 
 
 def coefficients(past: Moments) -> Coefficients:
-    """The ridge regressions of past steps: of all bins towards (0, 0, 1), of each bin towards that of all."""
+    """The ridge regressions of past steps: over all bins towards (0, 0, 1), per bin towards that over all."""
     prior = torch.tensor([0.0, 0.0, 1.0], dtype=torch.float64)
     of_all = _ridge(past.gram.sum(0), past.cross.sum(0), past.responses.sum(0), prior)
     bins = _ridge(past.gram, past.cross, past.responses, of_all.expand(BINS, 3))

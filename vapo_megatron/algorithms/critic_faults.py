@@ -1,4 +1,4 @@
-"""Faults of a critic that one batch gives away, by name. T tokens of S packed responses, in groups of one prompt."""
+"""Faults of a critic that show in one batch. T tokens of S packed responses, in groups of one prompt."""
 
 from collections.abc import Iterator
 
@@ -25,10 +25,10 @@ FAULTS = {
 
 
 def value_faults(figures: Figures, group_ids: Tensor, known: Tensor) -> list[str]:
-    """Names in FAULTS of what is wrong with values beside Monte-Carlo returns; none for a critic that is sound.
+    """Names in FAULTS of what is wrong with values, compared with Monte-Carlo returns; none for a sound critic.
 
-    What is estimated counts where it is beyond three standard errors over responses. figures, group_ids [S]; known,
-    bool [S]: the responses that have a return.
+    Estimates count if they are beyond three standard errors over responses. figures, group_ids [S]; known, bool [S]:
+    the responses that have a return.
     """
     kept = figures.only(known)
     tokens = float(kept.tokens.sum())
@@ -60,7 +60,8 @@ def _estimated(figures: Figures) -> Iterator[str]:
 
 
 def sibling_gap(figures: Figures, group_ids: Tensor) -> float:
-    """Mean over responses of |V - mean of the group| at their first token; only rounding makes it more than 0."""
+    """Mean over responses of |V - mean of the group| at their first token; above 0 only by rounding if values are
+    right."""
     first = figures.first_value[figures.tokens > 0]
     _, owner, sizes = torch.unique(group_ids[figures.tokens > 0], return_inverse=True, return_counts=True)
     means = first.new_zeros(sizes.numel()).index_add_(0, owner, first) / sizes
@@ -87,5 +88,5 @@ def loss_faults(counts: Tensor) -> list[str]:
 
 @torch.no_grad()
 def target_faults(targets: Tensor, expected: Tensor, tolerance: float = 1e-3) -> list[str]:
-    """Names in FAULTS of what is wrong with value targets [T] beside those that the recorded values give [T]."""
+    """Names in FAULTS of what is wrong with value targets [T], compared with those from the recorded values [T]."""
     return ["targets"] if bool(((targets - expected).abs() > tolerance).any()) else []

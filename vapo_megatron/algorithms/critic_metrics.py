@@ -1,8 +1,8 @@
-"""How good values are: what they say of Monte-Carlo returns, and what two free baselines say of the same tokens.
+"""How well values explain Monte-Carlo returns, compared with two free baselines on the same tokens.
 
-`returns` are Monte-Carlo returns, whatever the critic's targets are: a target that is made of values can be explained
-by values that know nothing. Everything follows from a few sums over each response's tokens (figures_of), which may be
-made apart for parts of the responses and joined. All results are float64.
+`returns` are Monte-Carlo returns, whatever the critic's targets are: targets made of values are explained even by
+values that know nothing. Everything follows from a few sums over each response's tokens (figures_of), which can be
+computed for parts of the responses and joined. All results are float64.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,9 +28,9 @@ def _explained(residual: Tensor, variance: Tensor) -> Tensor:
 
 
 class Figures(NamedTuple):
-    """What is needed of each response's tokens: [S], 0 for a response without any; biases [Q, S].
+    """Sums over each response's tokens: [S], 0 for a response without any; biases [Q, S].
 
-    A spread is the sum of squared distances to the response's own mean, joint that of products of both distances.
+    A spread is the sum of squared distances to the response's own mean; joint is the sum of products of both distances.
     errors are R - V; biases V - R at quantiles of the response.
     """
 
@@ -49,18 +49,18 @@ class Figures(NamedTuple):
 
     @classmethod
     def read(cls, columns: Tensor) -> "Figures":
-        """From what figures_of gave, of some responses or of all, [S, 11 + Q]."""
+        """From the columns of figures_of, [S, 11 + Q]."""
         rows = columns.t()
         return cls._make((*rows[:11].unbind(), rows[11:]))
 
     def only(self, responses: Tensor) -> "Figures":
-        """Those of some responses, bool [S]."""
+        """The figures of some responses, bool [S]."""
         return Figures(*(column[..., responses] for column in self))
 
 
 @torch.no_grad()
 def figures_of(values: Tensor, returns: Tensor, cu_seqlens: Tensor, quantiles: Sequence[float] = ()) -> Tensor:
-    """The columns of Figures, [S, 11 + Q]. A response's do not depend on those beside it.
+    """The columns of Figures, [S, 11 + Q]. A response's figures do not depend on the other responses.
 
     values, returns [T]. quantiles in [0, 1]: of biases, V - R at the token floor(q (l - 1)) of l.
     """
@@ -101,9 +101,9 @@ def pooled(tokens: Tensor, means: Tensor, spreads: Tensor) -> tuple[Tensor, Tens
 
 
 class Explained(NamedTuple):
-    """What critic and free baselines explain of the variance of the same returns, scalars.
+    """Shares of the variance of the same returns that critic and free baselines explain, scalars.
 
-    gain is the critic's less that of the best of both baselines and a constant, which explains 0.
+    gain is the critic's minus the best of both baselines and a constant, which explains 0.
     """
 
     critic: Tensor
@@ -149,8 +149,8 @@ def explained_by_position(
     """Explained variance of the mean return at the same position in the responses of all other groups: scalar.
 
     The table has bins of about equally many tokens, and is fitted without the group of the response that is looked up:
-    its siblings share its prompt. A bin that nobody else fills has the mean return of all other groups; a group that is
-    alone has that of its other responses.
+    its siblings share its prompt. A bin that no other group fills has the mean return of all other groups; a group
+    that is alone uses its other responses.
 
     Args:
         returns, cu_seqlens: of the responses `own` of all S, whose groups are whole.
@@ -176,7 +176,7 @@ def explained_by_position(
 def calibration(figures: Figures) -> tuple[Tensor, Tensor]:
     """Slope and intercept of the least squares of returns on values: 1 and 0 where values mean returns.
 
-    Below 1 values are more extreme than what follows; above 1 they say too little. 0 where all values are equal.
+    Below 1 values are too extreme; above 1 they are too timid. 0 where all values are equal.
     """
     tokens = figures.tokens
     mean, variance = pooled(tokens, figures.values, figures.values_spread)
@@ -189,7 +189,7 @@ def calibration(figures: Figures) -> tuple[Tensor, Tensor]:
 
 
 def slope_error(figures: Figures, slope: Tensor) -> Tensor:
-    """Standard error of the slope of calibration(), responses taken as independent of each other; 0 where all values
+    """Standard error of the slope of calibration(), with independent responses; 0 where all values
     are equal."""
     tokens = figures.tokens
     mean, actual = (pooled(tokens, means, means.new_zeros(()))[0] for means in (figures.values, figures.returns))
@@ -205,24 +205,25 @@ def bias_by_position(figures: Figures) -> Tensor:
 
 
 def bias_by_outcome(figures: Figures, correct: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean of V - R over the tokens of correct and of incorrect responses; NaN where there are none of them.
+    """Mean of V - R over the tokens of correct and of incorrect responses; NaN where there are none.
 
-    Values that mean returns are too low where the end was good and too high where it was bad, by as much as the end
-    could not be known: at the last token both should be near 0.
+    Calibrated values are too low for correct and too high for incorrect responses, by as much as the outcome could not
+    be
+    foreseen: at the last token both should be near 0.
     """
     sums, good = figures.tokens * (figures.values - figures.returns), correct != 0
     return sums[good].sum() / figures.tokens[good].sum(), sums[~good].sum() / figures.tokens[~good].sum()
 
 
 def signs_of(advantages: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Of each response the sum of its advantages' signs, and how many are not 0: [T] -> float64 [S, 2]."""
+    """Sum of the signs of each response's advantages, and the number that are not 0: [T] -> float64 [S, 2]."""
     sign = advantages.sign().double()
     return torch.stack((segment_sum(sign, cu_seqlens), segment_sum(sign.abs(), cu_seqlens)), dim=1)
 
 
 def sign_agreement(signs: Tensor, lengths: Tensor, outcomes: Tensor) -> Tensor:
     """Correlation over tokens of the advantage's sign (signs_of, [S, 2]) with the final result [S] of its response:
-    scalar; 0 where either is the same everywhere."""
+    scalar; 0 where either is constant."""
     total, (sums, squares) = lengths.sum().double(), signs.sum(0)
     mean, (outcome, outcomes_variance) = sums / total, pooled(lengths, outcomes.double(), torch.zeros(()))
     joint = (signs[:, 0] * (outcomes.double() - outcome)).sum() / total
@@ -232,7 +233,7 @@ def sign_agreement(signs: Tensor, lengths: Tensor, outcomes: Tensor) -> Tensor:
 
 @torch.no_grad()
 def correlation(x: Tensor, y: Tensor) -> Tensor:
-    """Pearson's: [N], [N] -> scalar; 0 where either is the same everywhere."""
+    """Pearson's: [N], [N] -> scalar; 0 where either is constant."""
     if x.numel() == 0:
         return x.new_zeros((), dtype=torch.float64)
     x, y = x.double() - x.double().mean(), y.double() - y.double().mean()

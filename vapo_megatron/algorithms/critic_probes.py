@@ -1,9 +1,8 @@
-"""A critic beside true values: states whose value is known, with its error, from responses that were continued there.
+"""A critic compared with true values, which are estimated, with their error, by continuing responses from a state.
 
-P states (prefixes of responses), each continued k times by the policy. The mean return of the continuations is the
-state's value but for chance, whose variance is known too and is taken out of every figure. Nothing here knows how the
-continuations came about; float64 throughout. W is a number of weightings of the states, one for each draw of a
-bootstrap.
+P states (prefixes of responses) are each continued k times by the policy. The mean return of the continuations
+estimates the state's value, and the variance of that noise is estimated too and removed from every figure. float64
+throughout. W is the number of weightings of the states, one for each draw of a bootstrap.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,15 +18,15 @@ _MOST_BINS = 32
 
 
 class Probes(NamedTuple):
-    """States and what followed.
+    """States and the returns of their continuations.
 
     Attributes:
-        values: [P] what the critic says.
+        values: [P] the critic's values.
         returns: [P, k] of the continuations, k at least 2.
         siblings: [P] mean return of the other responses to the prompt, drawn apart from the continuations.
         prompts: int64 [P], the state's prompt, from 0 to the number of prompts less 1.
         positions: int64 [P], response tokens before the state.
-        places: int64 [P], which of the quantiles of the response it stands at, from 0.
+        places: int64 [P], the number of the state's quantile of the response, from 0.
     """
 
     values: Tensor
@@ -97,10 +96,10 @@ def explained(moments: Moments, predicted: Tensor, probes: Probes) -> Tensor:
 
 
 def figures(probes: Probes, weights: Tensor) -> dict[str, Tensor]:
-    """Everything that is said of the critic, under each weighting [W, P]: by name, [W].
+    """All figures of the critic under each weighting [W, P]: by name, [W].
 
     explained_*: of the variance of true values. knowable: Var(V*) / Var(R), the most that explained variance of returns
-    can be. correlation and calibration are with the true value, the noise of the probes taken out.
+    can be. correlation and calibration are with the true value, with the noise of the probes removed.
     """
     moments, truth, values = Moments(weights), probes.truth, probes.values.double()
     chance = moments.mean(probes.noise)
@@ -129,7 +128,7 @@ def figures(probes: Probes, weights: Tensor) -> dict[str, Tensor]:
 
 
 def bootstrap_weights(prompts: Tensor, draws: int, seed: int) -> Tensor:
-    """How often each state is in each draw of as many prompts as there are, with replacement: int64 [draws, P]."""
+    """How often each state occurs in each draw of as many prompts as there are, with replacement: int64 [draws, P]."""
     count = int(prompts.max()) + 1
     drawn = torch.randint(count, (draws, count), generator=torch.Generator().manual_seed(seed))
     times = torch.zeros(draws, count, dtype=torch.int64).scatter_add_(1, drawn, torch.ones_like(drawn))

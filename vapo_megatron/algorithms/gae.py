@@ -44,12 +44,13 @@ def segmented_gae(
         rewards: [T] token rewards; those of masked tokens are not read.
         values: [T] value of the state before each token.
         cu_seqlens: [S + 1] int32 or int64.
-        lam: lambda in [0, 1], one or one for each response [S].
+        lam: lambda in [0, 1], a scalar or one per response [S].
         gamma: discount in [0, 1].
         mask: [T]; tokens with 0 (observations) are stepped over: they get 0 and neither discount nor bootstrap.
         bootstrap_values: [S] value of the state after the last token; None is 0 for every response.
-        of: int64, the lengths of all responses of which these are a part: a response then has the same sums to the bit
-            in whichever part it is. None: these are all.
+        of: int64, the lengths of all responses, if these are only a part of them, so that a response has the same sums
+            to the
+            bit in any part. None: these are all.
 
     Returns:
         [T], float32 or the wider dtype of rewards and values. Carries no gradient.
@@ -76,7 +77,7 @@ def decoupled_gae(
     """Advantages under lam_policy and value targets A + V under lam_critic (VC-PPO, arXiv 2503.01491, section 3.3).
 
     Arguments and errors as in `segmented_gae`. Returns two [T]; masked tokens are 0 in both. The targets come
-    from advantages that nothing has whitened.
+    from advantages before whitening.
     """
     lambdas = (lam_policy, lam_critic)
     policy, critic = _advantages(rewards, values, cu_seqlens, lambdas, gamma, mask, bootstrap_values, of)
@@ -86,10 +87,10 @@ def decoupled_gae(
 
 @torch.no_grad()
 def monte_carlo_returns(rewards: Tensor, cu_seqlens: Tensor, gamma: float, earlier: Tensor | None = None) -> Tensor:
-    """gamma^n R, n the tokens that follow in the response: the lambda = 1 target where the reward is at the end.
+    """gamma^n R, with n the number of tokens that follow in the response: the lambda = 1 target of a terminal reward.
 
-    rewards float32 [S], cu_seqlens int64 [S + 1] -> float32 [T]. A response's do not depend on those beside it.
-    earlier, [T]: the part of the rewards that came before the end, where it came.
+    rewards float32 [S], cu_seqlens int64 [S + 1] -> float32 [T]. A response's returns do not depend on the other
+    responses. earlier, [T]: the part of the rewards that came before the end, at its token.
     """
     if earlier is not None:
         placed = place_terminal(rewards, cu_seqlens, earlier.numel(), earlier)
@@ -103,7 +104,7 @@ def monte_carlo_returns(rewards: Tensor, cu_seqlens: Tensor, gamma: float, earli
 def bootstrap_of_truncated(values: Tensor, truncated: Tensor, cu_seqlens: Tensor) -> Tensor:
     """The value of the last state of each truncated response, 0 for those that ended: [T], bool [S] -> [S].
 
-    It stands for the value after the last token, which the critic was not asked for.
+    It stands for the value after the last token, which the critic did not compute.
     """
     responses, last = last_tokens(cu_seqlens)
     bootstrap = values.new_zeros(truncated.numel())
@@ -121,8 +122,8 @@ def temporal_differences(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """delta_t = r_t + gamma V_{t+1} - V_t of the U tokens that a mask keeps; arguments as in `segmented_gae`.
 
-    Returns [U], float32 or the wider dtype of rewards and values; int64 [S + 1], bounds within U; int64 [U], where
-    those tokens stand among all T, or None where all are kept.
+    Returns [U], float32 or the wider dtype of rewards and values; int64 [S + 1], bounds within U; int64 [U], the
+    places of those tokens among all T, or None where all are kept.
     """
     if rewards.dim() != 1 or rewards.shape != values.shape:
         raise ValueError(f"rewards and values must be [T], got {list(rewards.shape)} and {list(values.shape)}")
@@ -177,10 +178,10 @@ def decay(lam: float | Tensor, gamma: float, responses: int, device: torch.devic
 
 
 def turn_bounds(places: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
-    """Where turns begin among T response tokens, and which of them belong to which response.
+    """The bounds of turns among T response tokens, and of responses among turns.
 
     Args:
-        places: int64 [T], where each response token stands in its packed sequence; observations lie in the gaps.
+        places: int64 [T], the place of each response token in its packed sequence; observations are in the gaps.
         cu_seqlens: int64 [S + 1], of the responses; none is empty.
 
     Returns:
@@ -206,7 +207,7 @@ def turn_gae(
 ) -> tuple[Tensor, Tensor]:
     """Advantages under lam_policy and value targets under lam_critic, both [T] and the same within a turn.
 
-    turns, responses: of turn_bounds(). The others are as in decoupled_gae; lambdas may be one for each response.
+    turns, responses: from turn_bounds(). The others are as in decoupled_gae; lambdas may be one per response.
     """
     per_turn, first = segment_sum(rewards, turns), values[turns[:-1]]
     advantages, targets = decoupled_gae(

@@ -1,4 +1,4 @@
-"""Weights for what the engine's and the trainer's policies differ by; constants that multiply the policy loss.
+"""Weights for the difference between the engine's and the trainer's policies; they multiply the policy loss.
 
 log_ratio is log pi_train - log pi_rollout of each token.
 """
@@ -35,10 +35,10 @@ def varying_suffix_scan(x: Tensor, decays: Tensor) -> Tensor:
 
     Args:
         x: [T] floating point, finite.
-        decays: [T], at least 0 and finite, dtype of x; 0 on the last token of each response keeps responses apart.
+        decays: [T], at least 0 and finite, dtype of x; 0 on the last token of each response separates responses.
 
     Returns:
-        y [T] with y_t = x_t + decays_t * y_{t+1} and y_T = 0. What overflows stays at the largest finite number, so
+        y [T] with y_t = x_t + decays_t * y_{t+1} and y_T = 0. Overflow stays at the largest finite number, so
         that no response spoils another.
     """
     if x.numel() <= CHUNK:
@@ -90,7 +90,7 @@ def corrected_gae(
     c = min(c_bar, pi / mu), lambda as in its remark 2. A is its r + gamma v_{t+1} - V_t (section 4.2) without the
     weight of the token itself, which belongs to the policy loss. With rho = c = min(1, pi / mu), A is Retrace(lambda)
     (arXiv 1606.02647, eq. 3 and 4) with V for Q: A_t = delta_t + gamma lambda c_{t+1} A_{t+1}. With rho = c = 1 both
-    are those of `decoupled_gae`. A weight of 0 ends what earlier tokens see of the response: V stands for the rest.
+    are those of `decoupled_gae`. A weight of 0 hides the rest of the response from earlier tokens: V stands for it.
 
     Args:
         rho: [T], at least 0 and finite; weight of the token's own temporal difference.

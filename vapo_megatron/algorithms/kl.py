@@ -1,7 +1,7 @@
 """Estimators of KL(pi || pi_ref) from one sampled token (Schulman, "Approximating KL divergence", 2020).
 
 logprobs and ref_logprobs are [T], natural logarithms of the sampled tokens; the results are [T]. As losses k2 and
-k3 are differentiated through logprobs; k1 has expected gradient 0 there and belongs into the reward.
+k3 are differentiated through logprobs; k1 has expected gradient 0 there and belongs in the reward.
 """
 
 from torch import Tensor

@@ -12,7 +12,7 @@ MAX_LOG_RATIO = 20.0
 
 
 def bounded_ratio(log_ratio: Tensor) -> Tensor:
-    """exp(log_ratio), finite whatever it is."""
+    """exp(log_ratio), always finite."""
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
@@ -36,7 +36,7 @@ def ppo_clip(
 ) -> Tensor:
     """-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) with r = exp(logprobs - old_logprobs).
 
-    PPO (arXiv 1707.06347, eq. 7), with an upper bound of its own as in DAPO (arXiv 2503.14476, eq. 10) and VAPO.
+    PPO (arXiv 1707.06347, eq. 7), with a separate upper bound as in DAPO (arXiv 2503.14476, eq. 10) and VAPO.
     dual_clip c > 1 + clip_high bounds the loss of tokens with A < 0 by -c A (Ye et al., arXiv 1912.09729, eq. 5).
     """
     ratio = bounded_ratio(logprobs - old_logprobs.detach())
@@ -52,8 +52,8 @@ def gspo(logprobs: Tensor, sequence_log_ratio: Tensor, advantages: Tensor, clip_
     """Clipped surrogate of the sequence ratio (GSPO-token, arXiv 2507.18071, eq. 13 and 14).
 
     sequence_log_ratio is the mean of log r over the response, given to each of its tokens. The ratio of a
-    token is sg(s) pi / sg(pi): its value is that of the sequence, its gradient that of the token. With one
-    advantage per response and the weights of "sequence_mean" value and gradient equal those of GSPO itself.
+    token is sg(s) pi / sg(pi), with the value of the sequence's ratio and the token's gradient. With one advantage per
+    response and the weights of "sequence_mean", value and gradient equal GSPO's.
     """
     ratio = bounded_ratio(sequence_log_ratio.detach()) * (logprobs - logprobs.detach()).exp()
     return _clipped_surrogate(ratio, advantages, clip_low, clip_high, None)

@@ -25,7 +25,7 @@ def response_lengths(cu_seqlens: Tensor, mask: Tensor | None = None) -> Tensor:
 
 
 def to_tokens(x: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Give every token the value of its response: [S] -> [T], dtype kept."""
+    """Gives every token the value of its response: [S] -> [T], dtype kept."""
     lengths = cu_seqlens.long().diff().to(x.device)
     # Without output_size torch takes ten times as long.
     return x.repeat_interleave(lengths, output_size=int(cu_seqlens[-1]))
@@ -52,9 +52,9 @@ def segment_mean(x: Tensor, cu_seqlens: Tensor) -> Tensor:
 
 
 def extent(x: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Of each response's x [T]: mean, sum of squared distances to it, least and largest: float64 [S, 4].
+    """Mean, sum of squared distances to it, minimum and maximum of each response's x [T]: float64 [S, 4].
 
-    0, 0, infinity and its negative for an empty one. A response's do not depend on those beside it.
+    0, 0, infinity and its negative for an empty response. They do not depend on the other responses.
     """
     x, responses = x.double(), cu_seqlens.numel() - 1
     owner = to_tokens(torch.arange(responses, device=x.device), cu_seqlens)
@@ -79,7 +79,7 @@ def last_tokens(cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
 def place_terminal(x: Tensor, cu_seqlens: Tensor, tokens: int, earlier: Tensor | None = None) -> Tensor:
     """Token rewards [T] that are 0 but for x[s] on the last token of response s.
 
-    x is [S]; an empty response is left out. earlier, [T]: the part of each x that came before the end, where it came.
+    x is [S]; empty responses are left out. earlier, [T]: the part of each x that came before the end, at its token.
     """
     placed = x.new_zeros(tokens) if earlier is None else earlier.to(x.dtype, copy=True)
     responses, last = last_tokens(cu_seqlens)

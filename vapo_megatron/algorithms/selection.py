@@ -1,4 +1,4 @@
-"""Which responses are learnt from, and in which mini-batch."""
+"""Which responses carry loss, and in which mini-batch."""
 
 import zlib
 from typing import Literal
@@ -20,7 +20,7 @@ def informative_groups(correct: Tensor, group_ids: Tensor) -> Tensor:
 
 
 def frac_zero_std_groups(rewards: Tensor, group_ids: Tensor) -> float:
-    """Share of the groups whose rewards are all equal: they teach a group-relative estimator nothing.
+    """Share of groups whose rewards are all equal, which teach a group-relative estimator nothing.
 
     rewards float32 [S], group_ids int64 [S].
     """
@@ -51,7 +51,7 @@ def loss_mask(truncated: Tensor, drop_truncated: bool, *chosen: Tensor | None) -
 
 
 def minibatch_seed(step_seed: str, salt: int, epoch: int) -> int:
-    """Seed of the order of mini-batches: of the seed of a step, of a model (salt) and of the pass over the rollout."""
+    """Seed of the order of mini-batches, from the step's seed, the model (salt) and the pass over the rollout."""
     return zlib.crc32(f"{step_seed}/{salt}/{epoch}".encode())
 
 
@@ -62,11 +62,11 @@ def split_minibatches(group_ids: Tensor, size: int, unit: Unit, seed: int) -> li
         group_ids: int64 [S].
         size: at least 1; the last mini-batch holds what is left.
         unit: what is shuffled and counted.
-        seed: the order depends on it and on the number of units alone.
+        seed: the order depends only on it and on the number of units.
 
     Returns:
-        int64 indices into [S] on the device of group_ids; every response is in exactly one of them, and within
-        one they ascend.
+        int64 indices into [S] on the device of group_ids; every response is in exactly one mini-batch,
+        and indices ascend within each.
     """
     if unit == "samples":
         owner = torch.arange(group_ids.numel(), device=group_ids.device)

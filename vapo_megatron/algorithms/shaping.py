@@ -5,7 +5,7 @@ from torch import Tensor
 
 
 def soft_overlong(lengths: Tensor, max_length: int, cache_length: int) -> Tensor:
-    """Punishment of long responses, to be added to the reward (DAPO, arXiv 2503.14476, eq. 13).
+    """Penalty for long responses, to be added to the reward (DAPO, arXiv 2503.14476, eq. 13).
 
     0 up to max_length - cache_length tokens, falling linearly to -1 at max_length, -1 beyond.
     lengths [S] -> float32 [S]; 0 < cache_length <= max_length.
@@ -17,10 +17,10 @@ _BASE = 1_000_003  # of a polynomial hash, modulo 2^64
 
 
 def repeated_share(tokens: Tensor, cu_seqlens: Tensor, n: int = 16) -> float:
-    """Share of the n-grams of S responses that stand earlier in the same response already.
+    """Share of the n-grams of S responses that occur earlier in the same response.
 
-    Near 0 for text, which seldom has sixteen tokens in a row twice; near 1 for a response that loops. Responses of
-    fewer than n tokens have no n-grams; 0 where there are none at all.
+    Near 0 for ordinary text, which rarely repeats sixteen tokens in a row; near 1 for a response that loops. Responses
+    of fewer than n tokens have no n-grams; 0 where there are none at all.
 
     Args:
         tokens: int [T], of packed responses.

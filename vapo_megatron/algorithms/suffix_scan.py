@@ -3,7 +3,7 @@
 The recurrence is cut into chunks of K tokens. Inside a chunk it is a product with the triangular matrix
 a^(j - i), all powers of which are at most 1, so that nothing overflows and a = 0 is exact. The first sums
 of the chunks form a sequence K times shorter that obeys the same recurrence with decay a^K: it is scanned
-in the same way, and what it says of the next chunk is carried into this one. Work and memory are linear in
+in the same way, and the sum of the next chunk is carried into this one. Work and memory are linear in
 tokens, the depth is log_K of the longest response, and sums are built as a tree, so that rounding grows
 with that depth and not with the length.
 """
@@ -24,8 +24,8 @@ def suffix_scan_(x: Tensor, lengths: Tensor, decays: Sequence[Tensor], of: Tenso
         x: contiguous [T] floating point, S responses end to end; overwritten with the last result.
         lengths: int64 [S], which sum to T.
         decays: one or more vectors float64 [S] with entries in [0, 1].
-        of: int64, the lengths of all responses of which these are a part: how sums are cut depends on them alone, so
-            that a response has the same sums to the bit in whichever part it is. None: these are all.
+        of: int64, the lengths of all responses, if these are only a part of them. How sums are cut depends on these
+            lengths alone, so that a response has the same sums to the bit in any part. None: these are all.
 
     Returns:
         For each decay, y [T] with y_t = x_t + decay[s] * y_{t+1} in response s and y_{t+1} = 0 after its end.
@@ -55,7 +55,7 @@ def suffix_scan_(x: Tensor, lengths: Tensor, decays: Sequence[Tensor], of: Tenso
 class _Rows:
     """Responses padded to whole rows: response s has counts[s] of the N rows, one after another.
 
-    of: the counts of all responses of which these are a part.
+    of: the counts of all responses, of which these are a part.
     """
 
     def __init__(self, counts: Tensor, rows: int, of: Tensor) -> None:
@@ -83,7 +83,7 @@ class _Rows:
         return out
 
     def _following(self, x: Tensor) -> Tensor:
-        """What stands after each entry of x [N, chunks], 0 at the end of a response."""
+        """The entry after each entry of x [N, chunks], 0 at the end of a response."""
         following = x.flatten().roll(-1).view(x.shape)
         following[self.last, -1] = 0
         return following

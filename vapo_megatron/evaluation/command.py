@@ -42,7 +42,7 @@ def engines_of(
     log_dir: Path,
     console: RunConsole,
 ) -> Iterator[Dispatcher]:
-    """A server on each of some devices (None: the CPU) that has read model.path; all of them end with the block.
+    """Engines on the given devices (None: the CPU), with the weights of model.path; they end with the block.
 
     Raises:
         RunFailed, TryAgain: one does not start.
@@ -114,7 +114,7 @@ def _response_log(plan: Evaluation, entry: EvalSet, run_dir: Path) -> ResponseLo
 
 
 def _start(plan: Evaluation, run_dir: Path, console: RunConsole, stack: ExitStack) -> Generate:
-    """Start what answers: engines, which end with the stack, or the client of an external server."""
+    """Start the engines, which end with the stack, or the client of an external server."""
     settings = plan.settings
     if settings.server is not None:
         return OpenAIClient(settings.server, settings.data.prompt, settings.sampling, settings.run.seed).generate

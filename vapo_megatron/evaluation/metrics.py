@@ -1,4 +1,4 @@
-"""Accuracy over several samples a problem."""
+"""Accuracy over several samples per problem."""
 
 from collections import Counter
 from collections.abc import Hashable, Sequence
@@ -24,8 +24,8 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 def maj_at_k(answers: Sequence[Hashable | None], correct: Sequence[bool]) -> float:
     """Probability that the most frequent of k answers to one problem is correct, ties broken at random.
 
-    answers[i] is equal for samples that answer alike, None for one without an answer: it has no vote. Where
-    samples with one answer disagree in `correct`, their share counts. 0.0 where nobody votes.
+    answers[i] is equal for samples with the same answer, and None for one without an answer, which has no vote. Where
+    samples with the same answer differ in `correct`, their share counts. 0.0 without votes.
     """
     votes = Counter(answer for answer in answers if answer is not None)
     if not votes:

@@ -28,7 +28,7 @@ _SEED_BITS = 0x7FFF_FFFF  # what every server takes
 
 
 class OpenAIClient:
-    """Asks for k responses to each prompt, each with a seed of its own, many at once.
+    """Requests k responses to each prompt, each with its own seed, many at once.
 
     Args:
         config: the server section.

@@ -1,4 +1,4 @@
-"""Which alarms of a run hold after each of its steps."""
+"""The alarms of a run: rules over its metrics, checked after each step."""
 
 import math
 from array import array
@@ -34,10 +34,10 @@ Metrics = Mapping[str, float | None]
 
 
 class History:
-    """The finite values of every metric, in the order of steps, up to the newest row."""
+    """The finite values of every metric in the order of steps."""
 
     def __init__(self, rows: Iterable[Metrics] = ()) -> None:
-        """rows: of the steps before (read_metrics)."""
+        """rows: those of earlier steps (read_metrics)."""
         self._values: dict[str, array[float]] = {}
         self._rows: dict[str, array[int]] = {}
         self._count = 0
@@ -46,7 +46,7 @@ class History:
             self.add(row)
 
     def add(self, row: Metrics) -> None:
-        """Take in the row of a step; it is the newest from now on."""
+        """Append the row of a step, which becomes the newest."""
         self._count += 1
         self.newest = row
         for name, value in row.items():
@@ -55,16 +55,16 @@ class History:
                 self._rows.setdefault(name, array("q")).append(self._count)
 
     def named(self, prefix: str) -> list[str]:
-        """Metrics of any row whose names begin so."""
+        """Metrics of any row whose names begin with prefix."""
         return [name for name in self._values if name.startswith(prefix)]
 
     def values(self, name: str) -> list[float]:
-        """All values of a metric; empty where the newest row has none, or one that is not finite."""
+        """All values of a metric; empty if the newest row has no finite one."""
         value = self.newest.get(name)
         return list(self._values[name]) if value is not None and math.isfinite(value) else []
 
     def recent(self, name: str, count: int) -> float | None:
-        """Median of the last `count` values; None before there are as many, or where the newest row has none."""
+        """Median of the last `count` values; None if there are fewer, or if the newest row has none."""
         values = self.values(name)
         return median(values[-count:]) if len(values) >= count else None
 
@@ -74,7 +74,7 @@ class History:
         return values if len(values) >= fewest else []
 
     def highest(self, name: str, count: int) -> float | None:
-        """The largest mean of `count` values in a row; None before there are as many."""
+        """The largest mean of `count` consecutive values; None if there are fewer."""
         sums = np.cumsum([0.0, *self.values(name)])
         return float((sums[count:] - sums[:-count]).max() / count) if len(sums) > count else None
 
@@ -92,14 +92,14 @@ Rule = Callable[[History], str | None]
 
 @dataclass(frozen=True)
 class Alarm:
-    """Trouble that metrics give away.
+    """A fault that shows in the metrics.
 
     Attributes:
-        name: as in monitoring.alarms, and metric alarm/<name>.
-        rule: what is wrong after the newest row of a history, or None.
-        threshold: when it holds, for a person.
-        meaning: of the trouble, for a person.
-        remedy: what to look at or change first.
+        name: in monitoring.alarms and the metric alarm/<name>.
+        rule: from a history, what is wrong after its newest row, or None.
+        threshold: the condition, as docs/alarms.md gives it.
+        meaning: of the fault, likewise.
+        remedy: what to look at or change first, likewise.
     """
 
     name: str
@@ -113,7 +113,7 @@ ALARMS: list[Alarm] = []
 
 
 def _alarm(threshold: str, remedy: str) -> Callable[[Rule], Rule]:
-    """Makes an alarm of a rule, under its name."""
+    """Adds a rule to ALARMS; its docstring is the alarm's meaning."""
 
     def add(rule: Rule) -> Rule:
         ALARMS.append(Alarm(rule.__name__, rule, threshold, " ".join((rule.__doc__ or "").split()).rstrip("."), remedy))
@@ -128,7 +128,7 @@ def _alarm(threshold: str, remedy: str) -> Callable[[Rule], Rule]:
     "right after the first update: a broken weight sync",
 )
 def entropy_explosion(history: History) -> str | None:
-    """The policy writes noise, or is on the way there."""
+    """The policy writes noise, or is about to."""
     now = history.newest.get(names.ENTROPY)
     if now is not None and now > _ENTROPY:
         return f"entropy is {now:.3g} nats: text of near random tokens (limit {_ENTROPY:g})"
@@ -148,7 +148,7 @@ def entropy_explosion(history: History) -> str | None:
     "go back to a checkpoint before the fall, with a lower `actor.optimizer.lr`; read `samples/`",
 )
 def accuracy_collapse(history: History) -> str | None:
-    """What the policy could do before it cannot do any more."""
+    """The policy has lost a skill that it had."""
     best, values = history.highest(names.ACCURACY, _CURVE), history.values(names.ACCURACY)
     if best is None or len(values) < 2 * _CURVE:
         return None
@@ -163,7 +163,7 @@ def accuracy_collapse(history: History) -> str | None:
     "more `value_pretraining`; a higher `critic.optimizer.lr`; or a group estimator",
 )
 def value_below_baseline(history: History) -> str | None:
-    """The critic explains less of the returns than what is free (critic.md)."""
+    """The critic explains less of the returns than the free baselines (critic.md)."""
     gain = history.recent(names.CRITIC_GAIN, _REFERENCE)
     if gain is None or gain >= _GAIN:
         return None
@@ -175,7 +175,7 @@ def value_below_baseline(history: History) -> str | None:
     "`algorithm.advantage.lambda_critic` 1; value pretraining until `stop_bias`",
 )
 def value_bias(history: History) -> str | None:
-    """The values' bias grows along the response: one end of it is pushed by the critic's error alone."""
+    """The values' bias changes along the response, so the critic's error alone pushes one end of it."""
     biases = {p: history.recent(f"{names.VALUE_BIAS}{p}", _RECENT) for p in names.BIAS_POSITIONS}
     measured = {p: bias for p, bias in biases.items() if bias is not None}
     if len(measured) < 2:
@@ -199,8 +199,8 @@ def critic_fault(history: History) -> str | None:
     "read `samples/` of the last steps and the verifier's reasons; take the best checkpoint; more data",
 )
 def evaluation_falls(history: History) -> str | None:
-    """The reward rises for something else than new problems: training problems learnt by heart, a verifier that is
-    deceived, or probability that evaluation.top_p leaves out."""
+    """The reward rises without better answers to new problems: training problems are memorised, the verifier is
+    deceived, or the gain is in probability that evaluation.top_p cuts off."""
     for name in history.named(names.EVALUATION):
         values = history.values(name)
         if len(values) <= _EVALUATIONS:
@@ -220,7 +220,7 @@ def evaluation_falls(history: History) -> str | None:
     "weight_sync.md; a jump: a wrong sync; a slow rise: the engine's precision (FP8)",
 )
 def train_infer_gap(history: History) -> str | None:
-    """Engine and trainer do not compute the same policy."""
+    """Engine and trainer compute different policies."""
     now = history.newest.get(names.TRAIN_INFER_KL)
     if now is None or not math.isfinite(now):
         return None
@@ -239,7 +239,7 @@ def train_infer_gap(history: History) -> str | None:
     "once: nothing. Again and again: a lower learning rate; read the step's `samples/`",
 )
 def gradient_spike(history: History) -> str | None:
-    """A batch that the model cannot bear, or numbers that overflow."""
+    """A batch is too extreme for the model, or numbers overflow."""
     for name in (names.ACTOR_GRAD_NORM, names.CRITIC_GRAD_NORM):
         if name not in history.newest:
             continue
@@ -260,7 +260,7 @@ def gradient_spike(history: History) -> str | None:
     "`skipped_updates/<cause>` in the row says why; robustness.md says what to look at",
 )
 def skipped_updates(history: History) -> str | None:
-    """Updates would have harmed a model, and were not made (robustness.md)."""
+    """Updates that would have harmed a model were skipped (robustness.md)."""
     expected = names.SKIPPED_UPDATES, names.UNFINISHED
     total, unfinished = (history.newest.get(name) or 0.0 for name in expected)
     skipped = total - unfinished
@@ -276,13 +276,13 @@ def skipped_updates(history: History) -> str | None:
     "a larger `sampling.max_new_tokens`; where `response_length/repeated` is high, a lower `actor.optimizer.lr`",
 )
 def truncated_text(history: History) -> str | None:
-    """Responses end for want of room, and count as wrong."""
+    """Responses hit the token limit and count as wrong."""
     return _above(history, names.TRUNCATED, _TRUNCATED, _RECENT, "of responses are truncated")
 
 
 @_alarm("`reward/failed` above 0.05", "the verifier's reasons in `samples/`; `reward.response_timeout_s`")
 def failed_grades(history: History) -> str | None:
-    """Verifications fail: their rewards are no grades."""
+    """Verifications fail, so their rewards say nothing of the responses."""
     return _above(history, names.FAILED_GRADES, _FAILED, 1, "of verifications failed")
 
 
@@ -291,7 +291,7 @@ def failed_grades(history: History) -> str | None:
     "`agent/broken_<cause>` says why, the warnings name rows; `rollout.episode`, the agent and what it calls",
 )
 def broken_episodes(history: History) -> str | None:
-    """Episodes break, and their groups are drawn again."""
+    """Episodes break, and their groups are replaced."""
     return _above(history, names.AGENT_BROKEN, _BROKEN, _RECENT, "of episodes broke")
 
 
@@ -300,7 +300,7 @@ def broken_episodes(history: History) -> str | None:
     "`samples/`: does the agent answer without its tools; `agent/tool_errors`, the reward of such answers",
 )
 def tools_unused(history: History) -> str | None:
-    """Agents answer at once: they no longer use their tools."""
+    """Agents answer at once and no longer use their tools."""
     recent = history.recent(names.AGENT_TURNS, _RECENT)
     before = history.before(names.AGENT_TURNS, _RECENT, _REFERENCE, _WINDOW)
     if recent is None or not before or recent - 1 >= _FEWER_TURNS * (median(before) - 1):
@@ -320,10 +320,10 @@ def _above(history: History, name: str, limit: float, steps: int, what: str) -> 
 
 
 class Alarms:
-    """Watches the metrics of one step after the other.
+    """Checks the metrics of each step.
 
-    history are the rows before this attempt of the run (read_metrics), so that a resumed run compares with the same
-    steps, and tells nothing twice.
+    history: the rows before this attempt of the run (read_metrics), so that a resumed run compares with the same steps
+    and reports nothing twice.
     """
 
     def __init__(self, config: AlarmsConfig, history: Iterable[Metrics] = ()) -> None:
@@ -333,10 +333,10 @@ class Alarms:
         self.stopping: str | None = None
 
     def check(self, row: Metrics) -> dict[str, str]:
-        """What is wrong after the row of a step, by alarm; of those only that did not hold a step before.
+        """What is wrong after the row of a step, by alarm; only alarms that did not hold a step before.
 
-        `active` are all that hold now; `stopping` is the first of them that is to stop the run, and its text. A metric
-        that is absent raises no alarm.
+        `active` are all that hold now; `stopping` is the first of them that ends the run, with its text. Absent metrics
+        raise no alarm.
         """
         self._history.add(row)
         holding = {alarm.name: text for alarm in self._watched if (text := alarm.rule(self._history))}
@@ -347,5 +347,5 @@ class Alarms:
         return fresh
 
     def metrics(self) -> dict[str, float]:
-        """For the row of the step: 1 for each alarm that holds."""
+        """The metrics of the step's row: 1 for each alarm that holds."""
         return {names.ALARM + name: 1.0 for name in sorted(self.active)}

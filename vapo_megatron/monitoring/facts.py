@@ -1,4 +1,4 @@
-"""What a run stands on: versions, commit, machine."""
+"""Versions, commit and machine of a run."""
 
 import json
 import platform
@@ -18,7 +18,8 @@ PACKAGES = ("torch", "megatron-core", "sglang", "transformers", "transformer-eng
 def environment_facts() -> dict[str, Any]:
     """Versions of the packages that decide what a run computes (None: absent), the commit, the machine.
 
-    Nothing is imported for it. `commit` ends in "+" where tracked files differ from it, and is None outside a checkout.
+    The packages are not imported. `commit` ends in "+" where tracked files differ from it, and is None outside a
+    checkout.
     """
     return {
         "vapo-megatron": installed_version("vapo-megatron"),
@@ -41,7 +42,7 @@ def write_environment(run_dir: Path) -> Path:
 
 
 def installed_version(package: str) -> str | None:
-    """Of a package, without importing it; None where it is not installed."""
+    """The version of a package, without importing it; None where it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:

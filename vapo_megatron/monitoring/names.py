@@ -1,7 +1,7 @@
 """The names of the metrics that console, alarms and report look for in a step's metrics.
 
-Lower parts of the program write any name they like; these are the ones with a meaning here. Lengths are in response
-tokens, entropies and divergences in nats per token, times in seconds, memory in GiB.
+Other packages may write any name; these have a meaning here. Lengths are in response tokens, entropies and divergences
+in nats per token, times in seconds, memory in GiB.
 """
 
 ACCURACY = "accuracy/mean"
@@ -78,5 +78,6 @@ def interval_of(name: str) -> tuple[str, str]:
 
 
 def own_counter(name: str) -> str:
-    """The key that a metric is drawn against where its row has it, instead of the step: value_pretraining/iteration."""
+    """The counter that a metric is drawn against instead of the step, if its row has it:
+    value_pretraining/iteration."""
     return name.partition("/")[0] + "/iteration"

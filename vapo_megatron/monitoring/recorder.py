@@ -1,4 +1,4 @@
-"""Everything that a run shows and keeps, behind one object: console, metrics, samples, alarms."""
+"""One object for everything that a run prints and records: console, metrics, samples, alarms, trackers."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -25,7 +25,7 @@ _SAMPLE_GROUPS = 8  # of a step, whose responses are kept under samples/
 
 
 class Recorder:
-    """What rank 0 prints and writes. On other ranks it only keeps time, so that the loop need not ask for the rank."""
+    """Prints and records on rank 0. On other ranks it only keeps time, so that the loop need not ask for the rank."""
 
     def __init__(
         self,
@@ -36,9 +36,9 @@ class Recorder:
         timer: PhaseTimer | None = None,
         decode: Decode | None = None,
     ) -> None:
-        """start_step: rows of metrics from this step on are removed first (a resumed run); 0 starts afresh.
-        timer: has timed what was before; None for a new one.
-        decode: token ids to text, for estimates; None where there are none.
+        """start_step: metrics from this step on are removed first (a resumed run); 0 starts afresh.
+        timer: one that is already running; None for a new one.
+        decode: token ids to text, for estimates; None: no estimates are kept.
         """
         self.run_dir, self.is_main_rank = run_dir, is_main_rank
         self.console = RunConsole(enabled=is_main_rank)
@@ -65,11 +65,11 @@ class Recorder:
             yield advance_and_tell
 
     def add(self, metrics: Mapping[str, float]) -> None:
-        """Put metrics into the row that the next write ends."""
+        """Add metrics to the row that the next write ends."""
         self._row.update(metrics)
 
     def discard_pending(self) -> None:
-        """Forget the metrics and times that no write has ended."""
+        """Drop the metrics and times that are not written yet."""
         self._row = {}
         self.timer.take()
 
@@ -79,16 +79,16 @@ class Recorder:
             self._samples.write(step, samples)
 
     def estimated(self, group_ids: Tensor) -> int:
-        """How many of a step's samples, the first ones, estimates() is to be given. group_ids: int64 [S], in order."""
+        """The number of a step's first samples that estimates() needs. group_ids: int64 [S], in order."""
         return self._samples.with_tokens_among(group_ids)
 
     def estimates(self, step: int, values: Tensor | None, advantages: Tensor | None, cu_seqlens: Tensor) -> None:
-        """Keep what critic and advantages [T] say of the tokens of some of the step's samples (SampleWriter)."""
+        """Keep values and advantages [T] of the tokens of some of the step's samples (SampleWriter)."""
         if self.is_main_rank:
             self._samples.add_estimates(step, values, advantages, cu_seqlens)
 
     def write(self, step: int) -> dict[str, float]:
-        """End the row of a step: it goes into the files, and trouble that it gives away onto the console."""
+        """End the row of a step: write it, and print the alarms that it raises."""
         row, self._row = self._row | self.timer.take(), {}
         for line in self._keep(step, row, self._samples.take()):
             self.console.alarm(line)
@@ -96,12 +96,12 @@ class Recorder:
 
     @property
     def stopping(self) -> str | None:
-        """Of the alarm that is to stop the run, its name and text; None where there is none, and off rank 0."""
+        """Name and text of the alarm that ends the run; None without one, and on other ranks."""
         return self._alarms.stopping
 
     def write_pretraining(self, updates: int, samples: int) -> None:
-        """End a row of value pretraining: the critic's metrics so far, under names of their own and by updates; what
-        was skipped or failed under the names that it has in training, for the alarms."""
+        """End a row of value pretraining: the critic's metrics under names of their own, by updates. Skipped updates
+        and failed grades keep their names, for the alarms."""
         row = {
             f"{names.PRETRAINING}{name.partition('/')[2]}": value
             for name, value in self._row.items()
@@ -116,7 +116,7 @@ class Recorder:
             self.console.alarm(line)
 
     def _keep(self, step: int, row: dict[str, float], samples: Sequence[Row]) -> list[str]:
-        """Hand a row to the files and trackers; the alarms that it raises."""
+        """Write a row to the files and trackers, and return the alarms that it raises."""
         if self._metrics is None:
             return []
         if failures := self._trackers.failures + self._samples.failures + self._metrics.refused:

@@ -1,4 +1,4 @@
-"""Responses of a run, kept for people to read; of some, what critic and advantages say of every token."""
+"""Responses of a run, kept for people to read, some with the value and advantage of every token."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ _logger = logging.getLogger(__name__)
 
 Decode = Callable[[Sequence[int]], str]
 
-# Of a longer response the first and the last half of as many tokens are kept.
+# Tokens with estimates: of a longer response the first and the last half of this number.
 LONGEST = 4096
 _DECIMALS = 4
 
@@ -27,7 +27,7 @@ class SampleWriter:
     """Keeps the first groups of every step in run_dir/samples/step_000012.jsonl, one sample per line."""
 
     def __init__(self, run_dir: Path, groups_per_step: int, with_tokens: int = 0, decode: Decode | None = None) -> None:
-        """groups_per_step 0 keeps nothing. with_tokens: of how many of them estimates are kept; decode: ids to text."""
+        """groups_per_step 0 keeps nothing. with_tokens: the number of samples with estimates; decode: ids to text."""
         self._folder = run_dir / "samples"
         self._groups, self._with_tokens, self._decode = groups_per_step, with_tokens, decode
         self._kept: list[tuple[int, Sample]] = []
@@ -37,7 +37,7 @@ class SampleWriter:
     def write(self, step: int, samples: Sequence[Sample]) -> Path | None:
         """Write the samples of the step's first groups, in the order of group and index; the file, or None if none.
 
-        Where the file cannot be written the run goes on without it, with a warning, and `failures` counts it.
+        If the file cannot be written, the run continues without it, with a warning, and `failures` counts it.
         """
         groups = set(sorted({sample.group for sample in samples})[: self._groups])
         chosen = [(place, sample) for place, sample in enumerate(samples) if sample.group in groups]
@@ -46,20 +46,20 @@ class SampleWriter:
         return self._save(step) if self._rows else None
 
     def with_tokens_among(self, group_ids: Tensor) -> int:
-        """How many of a step's samples, the first ones, add_estimates is to be given. group_ids: int64 [S]."""
+        """The number of a step's first samples that add_estimates needs. group_ids: int64 [S]."""
         kept = group_ids.unique()[: self._groups if self._with_tokens else 0]
         return int(torch.isin(group_ids, kept).nonzero().max()) + 1 if len(kept) else 0
 
     def add_estimates(self, step: int, values: Tensor | None, advantages: Tensor | None, cu_seqlens: Tensor) -> None:
-        """Add `estimates` to some rows of the step: half of them correct responses, the first there are.
+        """Add `estimates` to some rows of the step, half of them of correct responses.
 
-        Each holds the texts of tokens (a token that ends within a character has none, the one that completes it has
-        it), their values and advantages, null for tokens that the policy was given, the rewards that turns had, and
-        `left_out`, how many tokens there are between the first half and the last.
+        They hold the texts of tokens (a character cut over several tokens belongs to the last of them), their values
+        and advantages (null for tokens that the policy was given), the rewards of turns, and `left_out`, the number of
+        tokens left out in the middle.
 
         Args:
-            values, advantages: float32 [T], of the first samples that were given to write (with_tokens_among); None
-                where there are none.
+            values, advantages: float32 [T], of the first samples given to write (with_tokens_among); None: there are
+                none.
             cu_seqlens: int64 [S + 1].
         """
         if self._decode is None:
@@ -120,14 +120,14 @@ def token_texts(token_ids: Sequence[int], decode: Decode) -> list[str]:
 
 
 def _spread(numbers: Tensor, sample: Sample) -> list[float | None]:
-    """What begins with the numbers of the tokens that a sample's policy wrote, by token of its response."""
+    """The numbers of a sample's written tokens, by token of its response; `numbers` begins with them."""
     mask = np.ones(len(sample.response_ids), dtype=np.bool_) if sample.loss_mask is None else sample.loss_mask
     rounded = iter([round(number, _DECIMALS) for number in numbers[: int(mask.sum())].tolist()])
     return [next(rounded) if written else None for written in mask.tolist()]
 
 
 def _of_both_kinds(samples: Sequence[Sample], wanted: int) -> list[int]:
-    """Numbers of `wanted` samples, correct and others by turns while there are both."""
+    """Indices of `wanted` samples, half of them correct while there are both kinds."""
     correct = [number for number, sample in enumerate(samples) if sample.correct]
     others = [number for number, sample in enumerate(samples) if not sample.correct]
     share = max(wanted - wanted // 2, wanted - len(others))
@@ -136,7 +136,7 @@ def _of_both_kinds(samples: Sequence[Sample], wanted: int) -> list[int]:
 
 
 def _turns(sample: Sample, decode: Decode) -> list[dict[str, Any]]:
-    """What the policy wrote and what it was given, by turns."""
+    """What the policy wrote and what it was given, turn by turn."""
     assert sample.loss_mask is not None
     bounds = [0, *(np.flatnonzero(np.diff(sample.loss_mask)) + 1).tolist(), len(sample.response_ids)]
     return [
@@ -147,7 +147,7 @@ def _turns(sample: Sample, decode: Decode) -> list[dict[str, Any]]:
 
 
 def _row(sample: Sample, with_ids: bool, decode: Decode | None = None) -> dict[str, Any]:
-    """with_ids: the policy was not updated yet, its tokens may serve for value_pretraining.from."""
+    """with_ids: the policy has not been updated yet, so its tokens can serve value_pretraining.from."""
     ids = {"prompt_ids": list(sample.prompt.token_ids), "response_ids": sample.response_ids.tolist()}
     return {
         "prompt_id": sample.prompt.id,

@@ -1,4 +1,4 @@
-"""How long the phases of a step take and how much memory they reach."""
+"""Seconds and peak memory of the phases of a step."""
 
 import logging
 import time
@@ -20,7 +20,7 @@ _NOTE = "in the phase "
 
 @dataclass(frozen=True)
 class MemoryGauge:
-    """Two calls that measure a high-water mark: `reset` starts anew, `peak` gives the bytes reached since.
+    """Measures a high-water mark: `reset` starts over, `peak` returns the bytes reached since.
 
     For a CUDA device: MemoryGauge(torch.cuda.reset_peak_memory_stats, torch.cuda.max_memory_allocated).
     """
@@ -32,8 +32,8 @@ class MemoryGauge:
 def host_gauge() -> MemoryGauge:
     """The resident memory of this process.
 
-    Linux keeps the mark (VmHWM) and lets a process reset its own; where it does not (a sealed /proc), the memory
-    resident at the end of a phase is taken for its peak.
+    Linux keeps the mark (VmHWM), which a process may reset. Where it may not (a sealed /proc), the resident memory at
+    the end of a phase stands for its peak.
     """
     process = psutil.Process()
     clear, status = Path("/proc/self/clear_refs"), Path("/proc/self/status")
@@ -58,14 +58,14 @@ class PhaseTimer:
 
     with timer("rollout"): ...
     timer.take()  ->  {"time/rollout": 12.3, "memory/rollout_gib": 1.2, ...}
-    A phase within a phase counts for both. An error that leaves a phase carries its name; see phase_of.
+    A phase within a phase counts for both. An error raised in a phase carries its name; see phase_of.
     """
 
     def __init__(
         self, gauges: Mapping[str, MemoryGauge] | None = None, synchronize: Callable[[], object] = lambda: None
     ) -> None:
         """gauges by the name their metrics get (default: {"memory": host_gauge()}); synchronize waits for the device,
-        so that a phase is charged with what it launched."""
+        so that a phase is charged for the work that it launched."""
         self._gauges = {"memory": host_gauge()} if gauges is None else gauges
         self._synchronize = synchronize
         self._open: list[str] = []
@@ -96,11 +96,11 @@ class PhaseTimer:
             logs.set_phase(self._open[-1] if self._open else None)
 
     def seconds(self, phase: str) -> float:
-        """What the phase took since the last take; 0 if it did not run."""
+        """Seconds of the phase since the last take; 0 if it did not run."""
         return self._seconds.get(phase, 0.0)
 
     def take(self) -> dict[str, float]:
-        """The metrics since the last take, which then start anew."""
+        """The metrics since the last take, which are then reset."""
         metrics = {f"time/{phase}": seconds for phase, seconds in self._seconds.items()}
         metrics |= {f"{gauge}/{phase}_gib": peak / GIB for (gauge, phase), peak in self._peaks.items()}
         self._seconds, self._peaks = {}, {}
@@ -116,5 +116,5 @@ class PhaseTimer:
 
 
 def phase_of(error: BaseException) -> str:
-    """The innermost phase that an error came out of, as words to put behind others; empty where it came out of none."""
+    """The innermost phase in which an error was raised, as words to append; empty without one."""
     return next((f" {note}" for note in getattr(error, "__notes__", ()) if note.startswith(_NOTE)), "")

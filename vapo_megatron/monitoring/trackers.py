@@ -1,4 +1,4 @@
-"""Where a run's metrics, samples and alarms go besides its own files: TensorBoard, Weights & Biases, MLflow."""
+"""Trackers of metrics, samples and alarms: TensorBoard, Weights & Biases, MLflow."""
 
 import os
 import re
@@ -22,10 +22,10 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Record:
-    """What a step leaves.
+    """The results of a step, for trackers.
 
-    step counts from 1; rows with step 0 come before the first one. metrics are finite. samples are rows of the samples
-    file (monitoring/samples.py); alarms are lines.
+    step counts from 1; 0 is before the first step. metrics are finite. samples are rows of monitoring/samples.py;
+    alarms are lines.
     """
 
     step: int
@@ -34,14 +34,14 @@ class Record:
     alarms: Sequence[str] = ()
 
     def place(self, name: str) -> tuple[str, int]:
-        """What a metric is drawn against: the name of its counter and that counter's value."""
+        """The x axis of a metric: the name of its counter and that counter's value."""
         counter = names.own_counter(name)
         return (counter, int(self.metrics[counter])) if counter in self.metrics else ("step", self.step)
 
 
 @dataclass
 class Trackers:
-    """The trackers of a run. None of them stops it: one that raises says so once, and `failures` counts."""
+    """The trackers of a run. A failing tracker never stops the run: it is reported once, and `failures` counts."""
 
     note: Callable[[str], None]
     failures: int = 0
@@ -56,7 +56,7 @@ class Trackers:
             self._failed(name, error, "the run goes on without it")
 
     def write(self, record: Record) -> None:
-        """Hand a step to all of them."""
+        """Send a step to all of them."""
         for name, tracker in self._open.items():
             try:
                 tracker.write(record)
@@ -64,7 +64,7 @@ class Trackers:
                 self._failed(name, error, "what it lacks is in metrics.jsonl")
 
     def close(self, failed: bool) -> None:
-        """End all of them; a second call does nothing."""
+        """Close all of them; a second call does nothing."""
         while self._open:
             name, tracker = self._open.popitem()
             try:
@@ -83,9 +83,9 @@ def start_trackers(config: MonitoringConfig, run_dir: Path, start_step: int, not
     """The trackers that config asks for.
 
     Args:
-        run_dir: with config.yaml, where the run has one.
-        start_step: the first step of this attempt, 0 of a new run.
-        note: says a line to people.
+        run_dir: holds config.yaml, if the run has one.
+        start_step: the first step of this attempt; 0 for a new run.
+        note: prints a line.
     """
     trackers = Trackers(note)
     if config.tensorboard:
@@ -99,11 +99,11 @@ def start_trackers(config: MonitoringConfig, run_dir: Path, start_step: int, not
 
 
 class TensorBoard:
-    """Under run_dir/tensorboard: scalars against the step, alarms as text; what has a counter of its own is a folder
-    below, named as its group."""
+    """Under run_dir/tensorboard: scalars against the step, alarms as text. Groups with their own counter have a folder
+    of their own."""
 
     def __init__(self, run_dir: Path, start_step: int = 0) -> None:
-        """start_step: what was drawn at it or beyond, by an earlier attempt, is forgotten; 0 for a new run."""
+        """start_step: points of an earlier attempt from this step on are removed; 0 for a new run."""
         from torch.utils.tensorboard import SummaryWriter  # takes a second, and only rank 0 has use for it
 
         self._make, self._folder = SummaryWriter, run_dir / "tensorboard"
@@ -132,14 +132,14 @@ PARAM_CHARACTERS = 500
 
 
 class MLflow:
-    """One run of MLflow, whose id is kept in run_dir/mlflow_run_id: a resumed run goes on with it.
+    """One run of MLflow. Its id is kept in run_dir/mlflow_run_id, so that a resumed run continues it.
 
-    MLFLOW_EXPERIMENT_NAME says where, credentials are in the variables that MLflow reads. Steps that are done again
-    after a resume are written again, with the same values.
+    MLFLOW_EXPERIMENT_NAME names the experiment; MLflow's own variables hold credentials. Steps repeated after a resume
+    are written again, with the same values.
     """
 
     def __init__(self, uri: str, run_dir: Path) -> None:
-        """uri: of the tracking server or store. Raises whatever keeps it from starting."""
+        """uri: of the tracking server or store. Raises any error of starting."""
         # A server that does not answer must not hold up a step for MLflow's own minutes.
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
@@ -192,13 +192,13 @@ COLUMNS = ("problem", "answer", "response", "reward", "correct", "grade_reason",
 
 
 class WeightsAndBiases:
-    """One run of Weights & Biases, whose id is kept in run_dir/wandb/run_id: a resumed run goes on with it.
+    """One run of Weights & Biases. Its id is kept in run_dir/wandb/run_id, so that a resumed run continues it.
 
-    Steps that are done again after a resume are written again, with the same values.
+    Steps repeated after a resume are written again, with the same values.
     """
 
     def __init__(self, offline: bool, run_dir: Path) -> None:
-        """Raises whatever keeps it from starting: no login, no network, no room."""
+        """Raises any error of starting: no login, no network, no space."""
         import wandb  # an extra, which few install
 
         self._table, self._defined = wandb.Table, set[str]()
@@ -231,7 +231,7 @@ class WeightsAndBiases:
             self._run.alert(title=f"step {record.step}", text=line, level="WARN")
 
     def close(self, failed: bool) -> None:
-        """Wait END_SECONDS at most for what is still to be sent; the rest stays for `wandb sync`."""
+        """Wait at most END_SECONDS for pending uploads; `wandb sync` sends the rest."""
         end = threading.Thread(target=self._run.finish, kwargs={"exit_code": int(failed)}, daemon=True)
         end.start()
         end.join(END_SECONDS)
