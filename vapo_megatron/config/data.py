@@ -29,7 +29,7 @@ class FieldNames(Section):
 
 
 class TrainFile(TypedDict, total=False):
-    """What a file of data.train has of its own: its weight (1), names of fields, and keys of section reward."""
+    """Settings of one file of data.train: its weight (1), names of fields, and keys of section reward."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[misc]
 
@@ -89,7 +89,7 @@ class EvalSet(Section):
 
 
 class ProblemsConfig(Section):
-    """Problems and how they are put; files are .jsonl, .jsonl.gz or .parquet with a problem and an answer a row."""
+    """Problems and their prompts; files are .jsonl, .jsonl.gz or .parquet with a problem and an answer a row."""
 
     eval: tuple[EvalSet, ...] = Field((), description="sets that evaluations answer")
     fields: FieldNames = FieldNames()
@@ -126,12 +126,12 @@ class DataConfig(ProblemsConfig):
 
     @property
     def train_files(self) -> list[Path]:
-        """Those of train."""
+        """The files of data.train."""
         return list(self.train) if isinstance(self.train, dict) else [self.train]
 
     @property
     def weights(self) -> dict[str, float]:
-        """Of several files; empty for one."""
+        """Weights of several files, by path; empty for a single file."""
         return {str(path): entry.get("weight", 1.0) for path, entry in self._entries.items()}
 
     @field_validator("train", mode="before")

@@ -16,7 +16,7 @@ _OURS = {key: ours for keys in OTHER_TRAINERS.values() for key, ours in keys.ite
 
 
 def named_here(key: str) -> str | None:
-    """What is said of a key that another trainer has: its name here, or why there is none; None for other keys."""
+    """The hint for a key of another trainer: its name here, or why there is none; None for any other key."""
     name, last_two = key.rpartition(".")[2], ".".join(key.split(".")[-2:])
     if "lora" in key.split(".") or name.startswith("lora_"):
         return "here adapters are model.adapter, trained with actor.kind=adapter or critic.kind=adapter: docs/lora.md"
@@ -39,7 +39,7 @@ _MISSPELT = 3
 def explain(
     error: ValidationError, model: type[BaseModel], values: Any, source: str, overridden: Sequence[str] = ()
 ) -> str:
-    """The first of the errors that validating `values` as `model` gave, and how many more there are.
+    """One line on the first error of validating `values` as `model`, and how many more there are.
 
     source names the file the values come from; keys in overridden (dotted) came from the command line instead.
     """

@@ -1,4 +1,4 @@
-"""Where a config leaves the proportions that its algorithm was published with (docs/algorithms.md has the reasons)."""
+"""Finds where a config departs from the proportions of its algorithm's paper (docs/algorithms.md has the reasons)."""
 
 from vapo_megatron.config.train import TrainConfig
 
@@ -7,7 +7,7 @@ _PROBE_LR = 1e-3
 
 
 def proportions_left(config: TrainConfig, response_tokens: float | None = None) -> list[str]:
-    """One line for each proportion that is left, with the key and what to do; none of them stops a run.
+    """One line for each departure, with its key and a remedy; none of them stops a run.
 
     response_tokens: the mean length that is planned for; None: half of sampling.max_new_tokens.
     """

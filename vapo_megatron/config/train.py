@@ -1,4 +1,4 @@
-"""The configs of `vapo-megatron train` and `vapo-megatron evaluate`: all sections, and what holds between them."""
+"""The configs of `vapo-megatron train` and `vapo-megatron evaluate`: all sections, and the rules between them."""
 
 from pathlib import Path
 from typing import Self
@@ -111,7 +111,7 @@ class TrainConfig(Section):
         (
             "rollout.agent",
             f"{_CHOOSES_GROUPS}, algorithm.advantage.estimator=remax, data.prompt.chat_template=false",
-            "episodes cannot be had so, set the latter to null, to gae or rloo, or to true",
+            "agents' episodes do not work with it: set the latter to null, to gae or rloo, or to true",
         ),
         (
             "rollout.partial_responses.oversampling",

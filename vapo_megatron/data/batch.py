@@ -1,4 +1,4 @@
-"""Samples as flat tensors, and what goes by samples alone.
+"""Samples as flat tensors over tokens, and tables with one row a sample.
 
 Response tokens are those that the policy wrote. Tokens that it was given on the way (observations: a tool's output, the
 user's next message) are part of the sequence that models read and of nothing else: they have no place in tensors over
@@ -33,7 +33,7 @@ _OF_EPISODES = ("loss_mask", "observation_lengths", "segment_starts", "segments"
 
 
 def _over(over: Over, dtype: torch.dtype | None) -> dict[str, Any]:
-    """What a field is. dtype None: several are possible."""
+    """Metadata of a field. dtype None: several are possible."""
     return {"over": over, "dtype": dtype}
 
 
@@ -185,11 +185,11 @@ class ExperienceBatch:
         ]
 
     def tensors(self) -> dict[str, Tensor]:
-        """All fields that are there, by name."""
+        """All fields that are not None, by name."""
         return {f.name: tensor for f in fields(self) if (tensor := getattr(self, f.name)) is not None}
 
     def rollout_tensors(self) -> dict[str, Tensor]:
-        """What was sampled and graded, without routed_experts."""
+        """The fields that were sampled and graded, without routed_experts."""
         names = [f.name for f in fields(self) if f.default is MISSING]
         return {name: tensor for name, tensor in self.tensors().items() if name in (*names, *_OF_EPISODES)}
 
@@ -252,7 +252,7 @@ class SampleTable:
         return SampleTable(**taken)
 
     def followed_by(self, other: "SampleTable") -> "SampleTable":
-        """The samples of both, with the fields that every table has."""
+        """The samples of both tables, with the fields that every table has."""
         names = [f.name for f in fields(self) if f.default is MISSING]
         joined = SampleTable(*(torch.cat((getattr(self, name), getattr(other, name))) for name in names))
         for name, missing in (("observation_lengths", 0), ("segments", 1)):
@@ -263,7 +263,7 @@ class SampleTable:
         return joined
 
     def batch(self, **over_tokens: Tensor) -> ExperienceBatch:
-        """All of them, with what goes by their tokens."""
+        """A batch of these samples, with the given tensors over tokens."""
         tensors = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "response_lengths"}
         bounds = {"cu_seqlens": offsets(self.lengths), "response_cu_seqlens": offsets(self.response_lengths)}
         return ExperienceBatch(**over_tokens, **bounds, **tensors)

@@ -1,4 +1,4 @@
-"""Rows of JSON, one a line: read with the place of every error, written all or not at all."""
+"""Rows of JSON, one a line: errors name file and line, and files are written whole or not at all."""
 
 import gzip
 import json
@@ -12,9 +12,9 @@ from vapo_megatron.errors import BadInput
 
 
 def read_rows(path: Path, key: str = "", may_be_cut: bool = False) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield (line number from 1, row) of a .jsonl or .jsonl.gz file; blank lines are passed over.
+    """Yield (line number from 1, row) of a .jsonl or .jsonl.gz file; blank lines are skipped.
 
-    key: of the config, that names the file. may_be_cut: a last line without its end is passed over.
+    key: the config key that names the file. may_be_cut: a last line that does not end is skipped.
 
     Raises BadInput, naming file and line, for a missing or unreadable file and for a line that is not a JSON object.
     """
@@ -37,7 +37,7 @@ def read_rows(path: Path, key: str = "", may_be_cut: bool = False) -> Iterator[t
 
 
 def no_such_file(path: Path, key: str = "") -> BadInput:
-    """To be raised; key: of the config, that names the file."""
+    """The error for a missing file; key: the config key that names it."""
     named = f", which {key} names" if key else ""
     return BadInput(f"{path}: no such file{named}; give the path of an existing one")
 

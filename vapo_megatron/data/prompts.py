@@ -62,7 +62,7 @@ def _refuse_long(prompts: Sequence[Prompt], problems: Sequence[Problem], config:
 
 
 class PromptSource:
-    """Prompts without end: every epoch is a permutation of all of them, drawn from seed and epoch.
+    """An endless sequence of prompts: every epoch is a permutation of all of them, drawn from seed and epoch.
 
     With the weights of several sources, each source has epochs of its own, and of the first n draws each source has its
     share of n, give or take one per source. The prompt at a cursor depends on the prompts, their weights, the seed and
@@ -92,7 +92,7 @@ class PromptSource:
         return len(self._prompts)
 
     def at(self, cursor: int) -> Prompt:
-        """The prompt with this number in the run, from 0, whether or not it was drawn before."""
+        """The prompt with this number in the run, counted from 0, whether or not it was drawn before."""
         return replace(self._at(cursor), cursor=cursor)
 
     def take(self, count: int) -> list[Prompt]:
@@ -102,7 +102,7 @@ class PromptSource:
         return taken
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps: plain values that go into JSON."""
+        """The state that a checkpoint keeps, as plain JSON values."""
         return {
             "cursor": self.cursor,
             "seed": self._seed,

@@ -47,7 +47,7 @@ def record_files(sources: Sequence[str]) -> Iterator[Path]:
 
 
 class Records:
-    """The responses that a config names. words: of the model, whose token ids are below it."""
+    """The recorded responses that a config names. words: size of the model's vocabulary."""
 
     def __init__(self, config: TrainConfig, tokenizer: TextTokenizer, words: int) -> None:
         self._config, self._tokenizer, self._words = config, tokenizer, words
@@ -169,7 +169,7 @@ def _text(row: Mapping[str, Any], *names: str) -> str:
 
 
 def _slime_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Of a file that torch.save wrote; code in it is not run."""
+    """Rows of a file that torch.save wrote; no code in it is run."""
     try:
         samples = torch.load(path, map_location="cpu", weights_only=True)["samples"]
         rows = [(row, row["tokens"], -row["response_length"], row["status"]) for row in samples]

@@ -32,7 +32,7 @@ class Problem:
 
 
 def train_problems(data: DataConfig) -> list[Problem]:
-    """Those of data.train; see read_problems. Where files have weights, ids and sources begin with the file."""
+    """The problems of data.train; see read_problems. If files have weights, ids and sources begin with the file."""
     problems: list[Problem] = []
     for path in data.train_files:
         rows = read_problems(path, data.fields_of(path), key="data.train", reward=data.reward_of(path))
@@ -43,7 +43,7 @@ def train_problems(data: DataConfig) -> list[Problem]:
 
 
 def eval_problems(entry: EvalSet, fields: FieldNames) -> list[Problem]:
-    """Those of a set of data.eval; see read_problems."""
+    """The problems of one set of data.eval; see read_problems."""
     return read_problems(entry.path, fields, entry.limit, f"data.eval (set {entry.name})")
 
 
@@ -54,8 +54,8 @@ def read_problems(
     key: str = "",
     reward: Mapping[str, Any] | None = None,
 ) -> list[Problem]:
-    """The problems of a file in its order, the first `limit` of them if given; key: of the config, that names the file;
-    reward: keys of section reward that are the file's own.
+    """The problems of a file in its order, the first `limit` of them if given; key: the config key that names the
+    file; reward: the file's own keys of section reward.
 
     Raises BadInput naming file, line and field for a missing or unreadable file, a file without rows, a row without
     problem, answer or a field of fields.extra, and an id that comes twice.

@@ -45,7 +45,7 @@ class TextTokenizer:
         self.size = len(self._tokenizer)
 
     def check_vocabulary(self, rows: int) -> None:
-        """Raises BadInput where a token has no place among the rows of a model's embedding."""
+        """Raise BadInput if a token has no row in the model's embedding."""
         if self.size > rows:
             raise BadInput(
                 f"{self._directory}: its tokenizer has {self.size} tokens and the model of config.json a vocabulary of "
@@ -58,7 +58,7 @@ class TextTokenizer:
             )
 
     def caution(self) -> str | None:
-        """What is strange about the ends of responses, and no mistake; None where nothing is."""
+        """A caution about unusual end tokens that are no mistake; None if there is none."""
         if not self._named_ends or self.eos_id in self._named_ends:
             return None
         return (
@@ -170,7 +170,7 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
 
 
 def _ends_of_generation(directory: Path) -> list[int]:
-    """The end tokens of generation_config.json; none where it names none.
+    """The end tokens of generation_config.json; empty if it names none.
 
     Raises BadInput for a file that is not of the expected form.
     """

@@ -1,7 +1,7 @@
 """The verifier of code: a response's last block of Python, run against the tests of its row in the agents' sandbox.
 
-What a test expects never enters the sandbox: the code cannot print a result that it does not have, nor change who
-compares.
+Expected results never enter the sandbox: the code can neither print a result that it has not computed, nor change the
+comparison.
 """
 
 import ast
@@ -61,7 +61,7 @@ def grade_code(answer: str, response: str, seconds: float, memory_mib: int, shar
 
 
 def _tests(answer: str) -> list[tuple[str, str, Any]]:
-    """(what stands after the code, standard input, expected) of each test; a program's expected output is a text."""
+    """(code to append, standard input, expected result) of each test; a program's expected output is a text."""
     try:
         pairs = json.loads(answer)
     except ValueError:

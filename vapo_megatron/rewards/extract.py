@@ -121,7 +121,7 @@ def _last_tag(text: str) -> str | None:
 
 
 def _last_marker(text: str, answer_format: AnswerFormat) -> Extraction:
-    """The last marker of text; one that was begun and holds nothing has its marker and no text."""
+    """The last marker of text with its answer; a marker that holds nothing has no text."""
     candidates: dict[int, Extraction] = {}  # by where they stand
     anything = answer_format in ("auto", "marked")
     if anything or answer_format == "boxed":

@@ -20,8 +20,8 @@ def grade_samples(
 ) -> None:
     """Fill text, reward, correct, grade and extracted of every sample.
 
-    A truncated response is not verified, unless the user's function asks for them (reward.grade_truncated): it counts
-    as incorrect, whatever it may have said on its way. One that goes on never is.
+    A truncated response is not verified, unless reward.grade_truncated is set for a user's function: it counts as
+    incorrect, whatever it says. A response that goes on in a later step is never verified.
 
     Args:
         samples: to fill, in place.
@@ -52,7 +52,7 @@ def grade_samples(
 
 
 def graded_by_its_agent(sample: Sample, config: RewardConfig) -> bool:
-    """Whether an agent said what its episode is worth, or the episode broke and counts as wrong; that is filled in."""
+    """Whether the sample needs no verifier: its agent gave a reward, or its episode broke and counts as incorrect."""
     config = config.changed(sample.prompt.reward)
     if not len(sample.response_ids):
         sample.reward, sample.correct = config.incorrect, False

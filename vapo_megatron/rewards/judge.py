@@ -26,7 +26,7 @@ _VERDICT = re.compile(
 
 
 class Judge:
-    """Asks the judge of section reward about responses, many at once, and about none of them twice.
+    """Asks the judge of section reward about responses, many at a time and each only once.
 
     A judgement that fails three times is a grade with the reason error, which is counted and not remembered.
     """
@@ -40,7 +40,7 @@ class Judge:
         self._judgements: dict[str, asyncio.Task[Grade]] = {}  # by what was asked, also those that are under way
 
     def submit(self, message: dict[str, str]) -> "Future[Grade]":
-        """The grade on {problem, ground_truth, response}, some time."""
+        """A future of the grade on {problem, ground_truth, response}."""
         return self._loop.start(self._judged(message))
 
     def close(self) -> None:
@@ -93,7 +93,7 @@ class Judge:
 
 
 def filled(prompt: str, problem: str, answer: str, response: str) -> str:
-    """A prompt with its fields, all filled in at once: what stands in a field is not filled in again.
+    """Fill in the fields of a prompt in one pass: braces inside a problem or response are left alone.
 
     The response stands between marks that hold a digest of it, so that no response can write the closing one, and
     without the beginnings of the special tokens of chat templates.

@@ -1,4 +1,4 @@
-"""Verification in processes of their own, which an answer may hang, crash or bloat without harm to the trainer."""
+"""Verifies responses in separate processes, which an answer may hang, crash or bloat without harm to the trainer."""
 
 import sys
 import threading
@@ -35,7 +35,7 @@ class Case:
 
 
 class _Verifier:
-    """A verifier as one config describes it."""
+    """The verifier that one config describes."""
 
     def __init__(self, config: RewardConfig) -> None:
         self._config, self._kind = config, config.verifier
@@ -57,7 +57,7 @@ class _Verifier:
                 raise
 
     def prepare(self, case: Case) -> Grade | dict[str, Any]:
-        """A grade that needs no process, or what a process, or the judge, is asked."""
+        """The grade if no process is needed, else the message to a process or to the judge."""
         if self._kind == "math":
             prepared = prepare(case.ground_truth, case.response, self._config.answer_format)
             return prepared if isinstance(prepared, Grade) else asdict(prepared)
@@ -70,11 +70,11 @@ class _Verifier:
         return message
 
     def key(self, index: int, message: dict[str, Any]) -> tuple[object, ...]:
-        """Equal for cases of a batch that have one grade."""
+        """The same for all cases of a batch that share a grade."""
         return (id(self), index) if self._kind == "function" else (id(self), *message.values())
 
     def scored(self, grade: Grade) -> Grade:
-        """A grade with what it is worth. The first that failed is told."""
+        """The grade with its reward. The first failure is printed."""
         if grade.reason in FAILED and self._kind in ("function", "judge"):
             self.first_failure = self.first_failure or grade
             if not self.is_silent:
@@ -93,7 +93,7 @@ class _Verifier:
         )
 
     def check(self, rows: "Sequence[Prompt]", grade: Callable[[Case], Grade]) -> None:
-        """Raises BadInput where it cannot grade such rows, of which the first is tried, its answer as the response."""
+        """Raise BadInput if it cannot grade these rows. The first is tried, with its answer as the response."""
         if self._kind.startswith("code"):
             check_tests(rows)
         elif self._kind != "math":
@@ -105,7 +105,7 @@ class _Verifier:
             self.is_silent = False
 
     def refuse(self, what: str, kind: type[BadInput | TryAgain]) -> None:
-        """Raises where a user's function or the judge has failed: they did `what`, and how they first failed."""
+        """Raise if a user's function or the judge has failed: what it did (`what`), and its first failure."""
         if self.first_failure is None:
             return
         message, config = f"{self._name}: {what} ({_described(self.first_failure)}): ", self._config
@@ -180,11 +180,11 @@ class VerifierPool:
         return [grades[index] for index in range(len(cases))]
 
     def check(self, prompts: "Iterable[Prompt]") -> list[str]:
-        """The verifiers that some rows ask for, in words, each tried with the first of them.
+        """Try each verifier that rows ask for with the first such row; returns their names and numbers of rows.
 
         Raises:
-            BadInput: a row asks for one that cannot be, or whose answer holds no tests; a user's function or the judge
-                fails: it takes other arguments, returns something that is no number, raises, or takes too long.
+            BadInput: a row asks for a verifier that does not exist, or its answer holds no tests; a user's function or
+                the judge fails: wrong arguments, a result that is no number, an exception, or too much time.
         """
         rows: dict[str, list[Prompt]] = {}
         for prompt in prompts:
@@ -202,7 +202,7 @@ class VerifierPool:
         ]
 
     def refuse(self, what: str) -> None:
-        """Raises for a user's function (BadInput) or judge (TryAgain) that did `what`; nothing for others."""
+        """Raise for a user's function (BadInput) or a judge (TryAgain) that did `what`: it has failed."""
         with self._lock:
             verifiers = list(self._verifiers.values())
         for verifier in verifiers:

@@ -27,7 +27,7 @@ Handler = Callable[[dict[str, Any]], dict[str, Any]]
 
 def main() -> None:
     """Serve until stdin closes."""
-    # With the thread that started us: the pool's own, or that which made the pool.
+    # Ends with the thread that started us: one of the pool's, or the one that made the pool.
     end_with_parent()
     if os.getppid() != int(sys.argv[1]):
         return  # it died before the kernel was asked
@@ -50,7 +50,7 @@ def main() -> None:
                 resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
                 try:
                     handler = _load(message)
-                except Exception as error:  # whatever a user's module raises on import is told to the trainer
+                except Exception as error:  # whatever a user's module raises on import goes to the trainer
                     reply = {"failed": reason_of(error)}
             with suppress(BrokenPipeError):
                 replies.write(json.dumps(reply).encode() + b"\n")

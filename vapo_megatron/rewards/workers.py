@@ -1,4 +1,4 @@
-"""The verifier processes of one config: cases go in, grades come out, whatever an answer does to a process."""
+"""The verifier processes of one config, which goes on grading whatever an answer does to one of them."""
 
 import json
 import os
@@ -44,11 +44,12 @@ class WorkerProcess:
         self._ending = threading.Lock()
 
     def ask(self, message: dict[str, Any], seconds: float, of_cpu: bool = False) -> dict[str, Any]:
-        """Its reply to a message. of_cpu: the time is that of its processor, which no other work of the machine uses.
+        """Send a message and return the reply. of_cpu: `seconds` of the worker's processor time, whatever else the
+        machine does.
 
         Raises:
             TimeoutError: it did not reply in time.
-            OSError, ValueError: it has ended, or talks nonsense.
+            OSError, ValueError: it has ended, or its reply is no JSON object.
         """
         due = time.monotonic() + seconds
         last = due + (_PATIENCE - 1) * seconds * of_cpu
@@ -71,14 +72,14 @@ class WorkerProcess:
         return float(times.user + times.system)
 
     def kill(self) -> int:
-        """End it now, with all that it has started, and wait for it; its exit code."""
+        """Kill it with everything it has started, and wait for it; returns its exit code."""
         with self._ending:
             if self.process.returncode is None:  # nobody has waited for it: its number is still its own
                 end_tree(self.process.pid)
             return self.process.wait()
 
     def close(self) -> None:
-        """Kill it and close what led to it; for the thread that asked it."""
+        """Kill it and close the connection; called by the thread that asked it."""
         self.kill()
         self._replies.close()
         self._socket.close()
@@ -87,8 +88,8 @@ class WorkerProcess:
 class Workers:
     """Gives each case to a process of its own, and starts processes as there are cases for them.
 
-    A process that breaks is replaced; its case gets a grade with the reason timeout, memory or crashed. One that was
-    killed may have been so by no fault of its case: that gets another try.
+    A process that breaks is replaced, and its case gets a grade with the reason timeout, memory or crashed. If the
+    process was killed, the case is tried once more: something else may have killed it.
     """
 
     def __init__(self, config: RewardConfig) -> None:
@@ -100,15 +101,15 @@ class Workers:
         self.processes: list[WorkerProcess] = []
 
     def start(self) -> None:
-        """Start a process. Raises BadInput if it cannot load the verifier."""
+        """Start one process. Raises BadInput if it cannot load the verifier."""
         self._threads.submit(lambda: self._rest(self._take())).result()
 
     def submit(self, message: dict[str, Any]) -> "Future[Grade]":
-        """The grade on a case, some time. Its future raises BadInput if no process can be started."""
+        """A future of the grade on a case. It raises BadInput if no process can be started."""
         return self._threads.submit(self._verify, message)
 
     def close(self) -> None:
-        """End all processes; who waits for a grade is told."""
+        """End all processes; whoever waits for a grade gets an error."""
         with self._lock:
             self._closed = True
             workers = list(self.processes)
