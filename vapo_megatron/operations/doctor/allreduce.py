@@ -1,4 +1,4 @@
-"""Bandwidth of an all-reduce, in processes of their own, which can be killed, and the network that NCCL chose.
+"""Measures the bandwidth of an all-reduce in processes that can be killed, and reads which network NCCL chose.
 
 Entry: python -m vapo_megatron.operations.doctor.allreduce DEVICE RANK WORLD HOST PORT
 The last line it prints is bytes per second.
@@ -21,12 +21,12 @@ from vapo_megatron.operations.doctor.nodes import Line, Status, lines_of
 _ROUNDS = 10
 _SECONDS = 180.0
 _REDUCED = {"cuda": 1 << 28, "cpu": 1 << 22}
-# Below these parts of what is expected a line is a warning, or a fault.
+# Below these shares of the expected bandwidth a line is a warning, or a fault.
 _WARNING, _FAULT = 0.8, 0.5
 
 
 class Reduced(NamedTuple):
-    """Of one process: bytes per second, or what went wrong; network: as NCCL names it, "IB" or "Socket"."""
+    """Result of one process: bytes per second, or an error; network: as NCCL names it, "IB" or "Socket"."""
 
     rate: float
     error: str = ""
@@ -36,7 +36,7 @@ class Reduced(NamedTuple):
 def measure(
     count: int, on_gpus: bool, first: int, world: int, host: str, port: int, deadline: float = _SECONDS
 ) -> list[Reduced]:
-    """What `count` processes measure, ranks `first` and up of `world`; those that say nothing are killed."""
+    """Measure with `count` processes, ranks `first` and up of `world`; those that take too long are killed."""
     # The store that torchrun serves is for its ranks: with this variable nobody would serve one here.
     environment = {name: value for name, value in os.environ.items() if name != "TORCHELASTIC_USE_AGENT_STORE"}
     environment |= {"PYTHONPATH": os.pathsep.join(sys.path), "NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET"}
@@ -51,7 +51,7 @@ def measure(
 
 
 def results(processes: Sequence["subprocess.Popen[str]"], deadline: float) -> list[Reduced]:
-    """Of each process; all have ended when this returns."""
+    """The result of each process; all have ended when this returns."""
     end, measured = time.monotonic() + deadline, list[Reduced]()
     try:
         for process in processes:
@@ -76,7 +76,7 @@ def results(processes: Sequence["subprocess.Popen[str]"], deadline: float) -> li
 def judge(
     measured: Sequence[Reduced], expected: float | None, remedy: str, beside_adapters: bool = False
 ) -> list[Line]:
-    """A line on an all-reduce; expected: bytes per second, None where nothing is known.
+    """The line of an all-reduce; expected: bytes per second, None if unknown.
 
     beside_adapters: whether this node has active adapters of InfiniBand or RoCE, which NCCL should take.
     """

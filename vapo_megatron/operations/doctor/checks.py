@@ -1,4 +1,4 @@
-"""The list of checks, and how each is kept to its deadline."""
+"""The checks of a node, each run with a deadline."""
 
 import asyncio
 import hashlib
@@ -37,7 +37,7 @@ _NEW_TOKENS = 8
 
 @dataclass(frozen=True)
 class Examination:
-    """What every check is given.
+    """The input of every check.
 
     Attributes:
         config: of the run to come.
@@ -58,12 +58,12 @@ class Examination:
 
     @property
     def has_gpus(self) -> bool:
-        """Whether there are GPUs to look at, whether or not PyTorch can use them."""
+        """Whether this machine has GPUs, whether or not PyTorch can use them."""
         return bool(self.gpus or has_nvidia_driver())
 
     @cached_property
     def gpu_log(self) -> Element:
-        """What nvidia-smi says of the node's GPUs; raises Unreadable."""
+        """The output of nvidia-smi on the node's GPUs; raises Unreadable."""
         return node.read_gpus()
 
 
@@ -72,10 +72,10 @@ class Check:
     """One check.
 
     Attributes:
-        name: as it stands in the report.
-        run: the check; may raise VapoError (a fault, in its own words) or Unreadable (a warning).
-        deadline: seconds after which it hangs, which is a fault.
-        gpu, between, slow: whether it is about GPUs alone, about several nodes alone, and left out by --quick.
+        name: in the report.
+        run: the check; may raise VapoError (a fault with its message) or Unreadable (a warning).
+        deadline: seconds after which it counts as hanging, which is a fault.
+        gpu, between, slow: whether it applies to GPUs only, to several nodes only, and is left out by --quick.
     """
 
     name: str
@@ -89,7 +89,7 @@ class Check:
 def checks(config: PlanConfig, wait: float) -> tuple[Check, ...]:
     """All checks in their order; wait: seconds to wait for other nodes.
 
-    Those between nodes come late, so that a node that hangs in an earlier one is a matter of that node alone.
+    Checks between nodes come late, so that a node that hangs earlier is named by its own check.
     """
     root = Path(config.run.directory)
     return (
@@ -110,7 +110,7 @@ def checks(config: PlanConfig, wait: float) -> tuple[Check, ...]:
 
 
 def over_nodes(wait: float) -> Check:
-    """The all-reduce over the devices of all nodes, whose lines are no single node's."""
+    """The all-reduce over the devices of all nodes; its lines belong to no single node."""
     return Check("all-reduce over nodes", allreduce_over_nodes, wait + 900, between=True, slow=True)
 
 
@@ -120,7 +120,7 @@ def has_nvidia_driver() -> bool:
 
 
 def perform(check: Check, examination: Examination) -> list[Line]:
-    """The lines of a check, whatever happens in it. A check that hangs is left behind in its thread."""
+    """Run a check; whatever happens in it becomes its lines. A check that hangs is left behind in its thread."""
     lines: queue.SimpleQueue[list[Line]] = queue.SimpleQueue()
     if check.gpu and not examination.has_gpus:
         lines.put([Line("not applicable", "no GPU here")])
@@ -145,7 +145,7 @@ def _guarded(check: Check, examination: Examination) -> list[Line]:
     except node.Unreadable as error:
         return [Line("warning", str(error), "install or mend the tool to have this checked")]
     except Exception as error:
-        return [Line("fault", f"{type(error).__name__}: {error}", "report it: this was not foreseen")]
+        return [Line("fault", f"{type(error).__name__}: {error}", "please report this error")]
 
 
 def _config(examination: Examination) -> list[Line]:
@@ -165,7 +165,7 @@ def _alike(examination: Examination) -> list[Line]:
 
 
 def fingerprint(config: TrainConfig) -> str:
-    """A digest of what the model's and the data's files are here: names, sizes, and config.json as a whole."""
+    """A digest of the files of model and data on this node: names, sizes, and the content of config.json."""
     digest = hashlib.sha256()
     directory = Path(config.model.path)
     files = [*sorted(path for path in directory.glob("*") if path.is_file()), *config.data.train_files]
@@ -181,7 +181,7 @@ def check_engine(config: TrainConfig, gpus: int) -> list[Line]:
 
     Raises:
         BadInput: the model's sizes do not suit rollout.quantization, or SGLang refuses rollout.server_args.
-        RunFailed, TryAgain: it does not start, or does not answer; the cause in its log is named.
+        RunFailed, TryAgain: it does not start or does not answer; the message has the cause from its log.
     """
     if config.rollout.external_urls:
         return [Line("not applicable", "the run's engines are elsewhere (rollout.external_urls)")]
@@ -189,7 +189,7 @@ def check_engine(config: TrainConfig, gpus: int) -> list[Line]:
     needed, free = 2 * spec.parameter_count() / GIB, psutil.virtual_memory().available / GIB
     if not gpus and needed > free / 2:
         result = f"no GPU here, where an engine takes more than {needed:.0f} of {free:.0f} GiB of free memory"
-        return [Line("skipped", result, "have doctor look at a node of the job")]
+        return [Line("skipped", result, "run doctor on a node of the job")]
     devices = range(config.rollout.tp) if gpus else None
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="vapo-doctor-") as folder:

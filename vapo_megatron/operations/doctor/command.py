@@ -17,9 +17,9 @@ from vapo_megatron.run.place import node_name, place_from_environment
 from vapo_megatron.run.preflight import check_train
 from vapo_megatron.run.start import foresee_start
 
-# The name under which stands what no single node can be blamed for.
+# Stands in the table for faults that no single node can be blamed for.
 BETWEEN = "(between nodes)"
-# Nodes that have met have imported what they need: from then on they wait for each other no longer than this.
+# Once all nodes have connected, their imports are done: they wait for each other no longer than this.
 _AMONG_THOSE_PRESENT = 120.0
 
 
@@ -30,13 +30,13 @@ def doctor(
     broken_file: Path | None = None,
     node_names: Sequence[str] = (),
 ) -> int:
-    """Examine this node, and with the others of the job what only they show together; rank 0 prints the result.
+    """Check this node, and together with the other nodes of the job what needs several; rank 0 prints the result.
 
     Args:
         config: of the run that is to follow.
         quick: without the slow checks.
         wait: seconds to wait for other nodes to come.
-        broken_file: gets the names of nodes with a fault, one per line; what no node can be blamed for is left out.
+        broken_file: gets the names of nodes with a fault, one per line.
         node_names: of all nodes in the order of their ranks, equally many on each, so that those that do not come
             have a name; empty where it is not known.
 

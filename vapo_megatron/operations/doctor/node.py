@@ -1,4 +1,4 @@
-"""What one node shows by itself: GPUs, versions and network adapters.
+"""Checks of one node by itself: GPUs, versions and network adapters.
 
 GPUs are read through `nvidia-smi`. The links between them are measured (allreduce.py).
 """
@@ -20,7 +20,7 @@ from vapo_megatron.operations.doctor.nodes import Line, Status, lines_of
 _SECONDS = 60.0
 _SYSFS = Path("/sys/class/infiniband")
 _REPLACE = "leave the node out and reset the GPU; if it comes back, have the GPU replaced"
-# What `nvidia-smi -q -x` says of a GPU that is unfit: path, words that say so, severity, what it means, what to do.
+# Signs of an unfit GPU in `nvidia-smi -q -x`: path, pattern, severity, meaning, remedy.
 _SYMPTOMS: tuple[tuple[str, str, Status, str, str], ...] = (
     ("fb_memory_usage/used", r"([2-9]\d{3}|\d{5,}) MiB", "fault", "in use", "end what `nvidia-smi` lists"),
     ("mig_mode/current_mig", "Enabled", "fault", "in MIG mode", "have an administrator switch it off"),
@@ -34,7 +34,7 @@ _SYMPTOMS: tuple[tuple[str, str, Status, str, str], ...] = (
 
 
 class Unreadable(Exception):
-    """A tool is not there, failed, or said something unknown; the message names it."""
+    """A tool is missing, failed, or printed something unknown; the message names it."""
 
 
 def read_gpus() -> ElementTree.Element:
@@ -45,11 +45,11 @@ def read_gpus() -> ElementTree.Element:
         return ElementTree.fromstring(done.stdout)
     except (OSError, subprocess.SubprocessError, ElementTree.ParseError) as error:
         words = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
-        raise Unreadable(f"`nvidia-smi -q -x`, part of the driver, gives nothing to read: {words[-1]}") from None
+        raise Unreadable(f"`nvidia-smi -q -x`, part of the driver, failed: {words[-1]}") from None
 
 
 def judge_gpus(log: ElementTree.Element, hardware: HardwareConfig, usable: int) -> list[Line]:
-    """Whether as many GPUs are there as the config says, alike, free and sound. usable: those that PyTorch sees."""
+    """Whether the node has as many GPUs as configured, all alike, free and sound. usable: those that PyTorch sees."""
     gpus = [gpu for gpu in log.findall("gpu") if gpu.findtext("product_name") not in (None, "GPU is lost")]
     kinds = Counter(gpu.findtext("product_name", "") for gpu in gpus)
     named = ", ".join(f"{count} x {name}" for name, count in kinds.items())
@@ -93,7 +93,7 @@ _LOST = {
 
 
 def check_versions(gpus: bool) -> list[Line]:
-    """One line for everything that is wrong, or one that all is well. gpus: whether this machine has GPUs."""
+    """A line for each problem, or one if there is none. gpus: whether this machine has GPUs."""
     python = python_platform.python_version()
     good, troubles = [f"Python {python}"], list[tuple[object, Status, str, str]]()
     troubles.append((not SpecifierSet(PYTHON).contains(python), "fault", f"Python {python}", f"use Python {PYTHON}"))
@@ -107,14 +107,14 @@ def check_versions(gpus: bool) -> list[Line]:
             troubles.append((True, severity, f"{package} is not installed: {lost}", remedy))
             continue
         is_tried = SpecifierSet(versions).contains(version, prereleases=True)
-        # Other versions may work: what was never tried is no fault.
+        # Other versions may work: one that was never tried is no fault.
         troubles.append((not is_tried, "warning", f"{package} {version}, tried were {versions}", remedy))
         good.append(f"{package} {version}")
     return lines_of(", ".join(good), *troubles)
 
 
 def read_ports(root: Path = _SYSFS) -> dict[str, bool]:
-    """The ports of all adapters that the kernel knows (mlx5_0:1), and whether each is active."""
+    """Whether each port of an adapter that the kernel knows (mlx5_0:1) is active."""
     ports = {}
     for folder in sorted(root.glob("*/ports/*")):
         try:
@@ -126,7 +126,7 @@ def read_ports(root: Path = _SYSFS) -> dict[str, bool]:
 
 
 def usable_adapters() -> list[str] | None:
-    """Adapters that `ibv_devices`, as NCCL, can open: those whose provider is installed; None without the tool."""
+    """Adapters that `ibv_devices`, like NCCL, can open: those with an installed provider; None without the tool."""
     try:
         done = subprocess.run(["ibv_devices"], capture_output=True, text=True, timeout=_SECONDS)
     except (OSError, subprocess.TimeoutExpired):

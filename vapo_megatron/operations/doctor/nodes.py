@@ -1,7 +1,7 @@
-"""What a node reports, and what only several nodes together show: one file system, equal software, one time.
+"""Reports of nodes, and the checks that need several nodes: a shared file system, equal software.
 
-The processes of doctor meet in a store in which each leaves values for the others. Collectives would wait for a broken
-node; here each node reads what is there and names the nodes that are missing.
+The processes of doctor exchange values through a store. A collective would wait for a broken node; here each node reads
+what the others have set, and names those that are missing.
 """
 
 import json
@@ -29,7 +29,7 @@ _POLL_SECONDS = 0.05
 _APPEARS_WITHIN = 30.0  # attribute caches of network file systems have run out by then
 
 Status = Literal["ok", "warning", "fault", "skipped", "not applicable"]
-# From the least to the worst; what was not looked at says nothing.
+# From the least to the worst.
 _COLOURS: dict[Status, str] = {
     "not applicable": "dim",
     "skipped": "dim",
@@ -42,7 +42,7 @@ _ORDER = tuple(_COLOURS)
 
 @dataclass(frozen=True)
 class Line:
-    """What a check found, and for all but "ok" what to do about it. check: its name, which perform() puts in."""
+    """A finding, and for all but "ok" what to do about it. check: the name of the check; perform() fills it in."""
 
     status: Status
     found: str
@@ -51,7 +51,7 @@ class Line:
 
 
 def lines_of(good: str, *troubles: tuple[object, Status, str, str]) -> list[Line]:
-    """A line for each trouble (whether it holds, status, finding, remedy) that holds; `good` where none does."""
+    """A line for each trouble (condition, status, finding, remedy) whose condition holds; `good` if none does."""
     return [Line(*trouble) for holds, *trouble in troubles if holds] or [Line("ok", good)]  # type: ignore[arg-type]
 
 
@@ -75,12 +75,12 @@ def worst(statuses: Iterable[Status]) -> Status:
 
 
 def broken_nodes(reports: Sequence[NodeReport]) -> list[str]:
-    """Nodes with a fault, each once: those a next try had better leave out."""
+    """Nodes with a fault, each once, which the next try should leave out."""
     return list(dict.fromkeys(report.node for report in reports if report.status == "fault"))
 
 
 def from_json(value: Mapping[str, Any]) -> NodeReport:
-    """A node's report as it came from another process."""
+    """A node's report that another process has sent."""
     return NodeReport(value["node"], value["rank"], tuple(Line(**line) for line in value["lines"]))
 
 
@@ -105,20 +105,20 @@ def show(reports: Sequence[NodeReport]) -> None:
 
 
 class Meeting:
-    """The nodes that take part, one process each, as one of them sees them. Without a place this process is alone.
+    """All nodes that take part, as the process of one of them sees them. Without a place it is the only one.
 
     Attributes:
         nodes, ranks: names of all nodes, and the rank of the process that examines each.
-        missing: ranks that did not come.
-        leads: whether this process examines its node; its other processes have nothing to do.
+        missing: ranks that did not appear in time.
+        leads: whether this process examines its node; other processes of the node have nothing to do.
         index: this node's number; 0 is where rank 0 is.
     """
 
     def __init__(self, place: RankPlace | None, node: str, deadline: float) -> None:
-        """Tell of this process and wait for the others, at most `deadline` seconds.
+        """Announce this process and wait for the others, at most `deadline` seconds.
 
         Raises:
-            RunFailed: the place where they meet cannot be reached.
+            RunFailed: rank 0 cannot be reached.
         """
         self.node, self.rank, self._store = node, 0 if place is None else place.rank, self._join(place, node, deadline)
         nodes: dict[str, Any] | None = {"nodes": [node], "ranks": [0], "missing": []}
@@ -128,13 +128,13 @@ class Meeting:
                 self.put("nodes", self._gather(place.world_size, deadline))
             nodes = self.get("nodes", 2 * deadline)
         if nodes is None:
-            raise RunFailed(f"doctor on {node} (rank {self.rank}): rank 0 fell silent: see its output")
+            raise RunFailed(f"doctor on {node} (rank {self.rank}): no answer from rank 0: see its output")
         self.nodes, self.ranks, self.missing = nodes["nodes"], nodes["ranks"], nodes["missing"]
         self.leads = self.rank in self.ranks
         self.index = self.ranks.index(self.rank) if self.leads else -1
 
     def put(self, key: str, value: Any) -> None:
-        """Leave a word; anything that JSON holds."""
+        """Set a value for the others to read: anything that JSON can hold."""
         if self._store is not None:
             self._store.set(key, json.dumps(value))
 
@@ -175,9 +175,8 @@ class Meeting:
         except (DistStoreError, RuntimeError) as error:
             first = str(error).partition("\n")[0]
             raise RunFailed(
-                f"doctor on {node} (rank {place.rank}): nobody meets at {host}:{port} within {deadline:g} s ({first}): "
-                "see that MASTER_ADDR is rank 0's node, that MASTER_PORT is free there, and that no firewall is in "
-                "between"
+                f"doctor on {node} (rank {place.rank}): rank 0 is not reached at {host}:{port} within {deadline:g} s "
+                f"({first}): check that MASTER_ADDR is its node, that the port is free and no firewall blocks it"
             ) from None
         return PrefixStore("doctor", store)
 
