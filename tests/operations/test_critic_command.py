@@ -132,5 +132,5 @@ def test_what_cannot_be_probed_is_refused_in_one_line(config: Path, overrides: l
 
 
 def test_training_refuses_the_section(config: Path) -> None:
-    with pytest.raises(BadInput, match="critic_probes.prompts; it belongs to .*`critic`"):
+    with pytest.raises(BadInput, match=r"critic_probes\.prompts; it belongs to .*`critic`"):
         load_config(TrainConfig, config, ["critic_probes.prompts=4"], PRESETS)

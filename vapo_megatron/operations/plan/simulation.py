@@ -90,7 +90,7 @@ class Outcome:
 
 
 class _Rollouts:
-    """Groups on their way through engines, tools and graders. `responses` has a row for each, oldest first."""
+    """Groups on their way through engines and graders. `responses` has a row for each, oldest first."""
 
     def __init__(self, scenario: Scenario, steps: int) -> None:
         self.scenario, self.ledger = scenario, Ledger(replace(scenario.rule, steps=steps, windows=1))
@@ -143,9 +143,11 @@ class _Rollouts:
             self._grade()
 
     def _fill(self) -> None:
-        scenario, drawn = self.scenario, []
+        scenario, drawn, room = self.scenario, [], self.ledger.room()
+        if not room:
+            return
         load = np.bincount(self.responses["engine"], self.responses["state"] != _DONE, scenario.engines)
-        for _ in range(self.ledger.room()):
+        for _ in range(room):
             number = self.ledger.draw()
             lengths = scenario.lengths_of(number)
             rows = np.zeros(len(lengths), _RESPONSE)
@@ -156,24 +158,24 @@ class _Rollouts:
             load[load.argmin()] += len(rows)
             self._missing[self._draws] = len(rows)
             drawn.append(rows)
-        if drawn:
-            self._may_begin, count = True, len(self.responses)
-            new = np.concatenate(drawn)
-            if count + len(new) > len(self._rows):
-                self._rows = np.concatenate((self.responses, np.zeros(count + 2 * len(new), _RESPONSE)))
-            self._rows[count : count + len(new)] = new
-            self.responses = self._rows[: count + len(new)]
+        self._may_begin, count = True, len(self.responses)
+        new = np.concatenate(drawn)
+        if count + len(new) > len(self._rows):
+            self._rows = np.concatenate((self.responses, np.zeros(count + 2 * len(new), _RESPONSE)))
+        self._rows[count : count + len(new)] = new
+        self.responses = self._rows[: count + len(new)]
 
     def _begin_waiting(self) -> None:
         """Give the places that are free in an engine's batch to those that wait longest."""
         rows = self.responses
-        waiting = np.flatnonzero(rows["state"] == _WAITING)
+        running = np.bincount(rows["engine"], rows["state"] == _RUNNING, self.scenario.engines)
+        free = self.scenario.at_once - running
+        waiting = np.flatnonzero((rows["state"] == _WAITING) & (free[rows["engine"]] > 0))
         self._may_begin = False
         waiting = waiting[np.argsort(rows["engine"][waiting].astype(np.int16), kind="stable")]
         engine = rows["engine"][waiting]
         place = np.arange(len(waiting)) - np.searchsorted(engine, np.arange(self.scenario.engines))[engine]
-        running = np.bincount(rows["engine"], rows["state"] == _RUNNING, self.scenario.engines)
-        begun = waiting[place < self.scenario.at_once - running[engine]]
+        begun = waiting[place < free[engine]]
         for row in begun[rows["unread"][begun] > 0]:
             self._unread_seconds[rows["engine"][row]] += self.scenario.prefill_seconds(rows["unread"][row])
         rows["unread"][begun], rows["state"][begun] = 0, _RUNNING
@@ -266,6 +268,7 @@ _OF_ENGINES = ("rollout", "verify", "weight_sync")
 _TICKS = 60  # in the time of a mean response
 
 
+@cache  # each mode draws the same groups
 def drawn_lengths(lengths: Lengths, responses: int, seed: int, number: int) -> np.ndarray:
     """Tokens of the responses of a group; those to one prompt are long together."""
     random = np.random.default_rng((seed, number))
