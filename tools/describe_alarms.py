@@ -28,27 +28,27 @@ INTRODUCTION = """\
 
 <!-- Written by tools/describe_alarms.py from vapo_megatron/monitoring/alarms.py; do not edit. -->
 
-After each step its metrics are compared with limits and with what they were before in the same run: medians, and
-median absolute deviations, which single steps do not move. What goes wrong is told in red on the console when it
-begins; in every step that it holds in, the row of `metrics.jsonl` (and TensorBoard, trackers, `report.html`) has
-`alarm/<name>` = 1.
+An alarm is a red line on the console when a fault begins, and `alarm/<name>` = 1 in `metrics.jsonl` (and TensorBoard,
+trackers, `report.html`) for every step that has it. The last column says what to do first.
 
-`monitoring.alarms.stop` names alarms that also end the run after the step, with exit code 1 (what is saved stays as it
-is, so that the last checkpoints are from before the trouble), `monitoring.alarms.off` those that are never raised.
+After each step the metrics are compared with fixed limits and with earlier steps of the same run, by medians and median
+absolute deviations, which single steps do not move. `monitoring.alarms.stop` lists alarms that also end the run after
+the step, with exit code 1 and without saving, so that the last checkpoints are from before the fault;
+`monitoring.alarms.off` lists alarms that are never raised.
 
-| alarm | holds when | meaning | first remedy |
+| alarm | condition | meaning | what to do first |
 |---|---|---|---|
 """
 
 ABLATION = """\
 ## On the runs of the ablation
 
-The limits on runs of `examples/ablation`, five seeds of each method, with the shorter cold start that it had then (250
-steps; its runs fall more often than those of [ablation.md](ablation.md)): what the accuracy of the last two steps came to,
-how many seeds had no alarm, and the steps that each alarm first went off at, one a seed. The runs without decoupled GAE,
-without the NLL of positives and (but for two seeds) without length-adaptive GAE fall from what they had reached.
-The runs were made with nineteen alarms; those that are gone since (`slow_engine` had gone off in DAPO, VC-PPO and GRPO) are left
-out, so of GRPO's silent seeds only the least number is known.
+The alarms of `examples/ablation`, five seeds of each method, with the shorter cold start that it had then (250 steps; its
+runs collapse more often than those of [ablation.md](ablation.md)): accuracy of the last two steps, the number of seeds
+without an alarm, and the first step of each alarm, one per seed. The runs without decoupled GAE, without the NLL of
+positives and (except for two seeds) without length-adaptive GAE lose what they had reached. The runs were made with
+nineteen alarms; alarms removed since (`slow_engine` had gone off in DAPO, VC-PPO and GRPO) are left out, so only the least
+number of GRPO's silent seeds is known.
 
 | run | steps | accuracy at the end | silent | alarms |
 |---|---|---|---|---|
@@ -259,10 +259,10 @@ def alarms_part() -> str:
 def curves_part(folder: Path) -> str:
     """What the alarms say of public curves."""
     text = (
-        f"{CURVES_BEGIN}\n\nThe limits on published runs of other trainers, as far as their metrics tell: the "
-        "step that each alarm first goes off at. Runs of one group of responses a step (Qwen3-0.6B on MATH, AReaL) are "
-        "as noisy as runs get. What a curve does not have (values, gap) is tried on made "
-        "histories in `tests/monitoring/test_alarms.py`.\n\n| run | steps | trouble | alarms |\n|---|---|---|---|\n"
+        f"{CURVES_BEGIN}\n\nThe alarms on published runs of other trainers, as far as their metrics allow: the "
+        "first step of each alarm. Runs with one group of responses per step (Qwen3-0.6B on MATH, AReaL) are the "
+        "noisiest. Alarms on metrics that a curve lacks (values, KL) are tested on synthetic histories in "
+        "`tests/monitoring/test_alarms.py`.\n\n| run | steps | trouble | alarms |\n|---|---|---|---|\n"
     )
     for curve in CURVES_TRIED:
         rows = read_curve(folder, curve)
