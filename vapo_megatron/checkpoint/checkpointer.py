@@ -1,4 +1,4 @@
-"""When the state of a run is saved, and when the run stops for it."""
+"""Decides when the state of a run is saved, and when the run stops."""
 
 import logging
 import time
@@ -26,13 +26,13 @@ from vapo_megatron.signals import job_end_time, stop_requested
 
 _logger = logging.getLogger(__name__)
 
-# Of the run's time, at most, that it waits for copies in host memory: where steps are short, not each has one.
+# The largest share of the run's time spent on copies in host memory: if steps are short, not each has one.
 _COPYING_SHARE = 0.05
 
 
 @dataclass(frozen=True)
 class _Decision:
-    """What all ranks do at a safe point."""
+    """The decisions of all ranks at a safe point."""
 
     stop: bool
     save: bool

@@ -58,7 +58,7 @@ class PlannedSave:
 
     @property
     def bytes(self) -> int:
-        """Of this rank's tensors, until they are written."""
+        """Bytes of this rank's tensors, until they are written."""
         buckets = self.writer.write_buckets or ()
         return sum(tensor.nbytes for _, _, (_, tensors) in buckets for _, tensor in tensors)
 

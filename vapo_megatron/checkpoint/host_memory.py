@@ -1,8 +1,8 @@
 """The folder of a run in host memory: copies of its state that outlive its ranks, and where its processes meet.
 
-It is one folder a run and machine, in /dev/shm, and holds checkpoints as a run directory does. What it was made for is
-over when the process that made it is: whoever makes the next one removes it. One that a batch job names outlives its
-processes, for the job's next step: whoever named it removes it.
+There is one folder per run and machine in /dev/shm, which holds checkpoints as a run directory does. It belongs to the
+process that made it: the next process that makes such a folder removes those of processes that are gone. A folder that
+a batch job names outlives its processes, for the job's next step; the job removes it.
 """
 
 import hashlib
@@ -33,16 +33,15 @@ _KEPT_FILE = "kept"
 
 
 def host_memory_of(run_dir: Path, environment: Mapping[str, str] = os.environ) -> Path:
-    """Where the copies of a run are, if there are any."""
+    """The folder of a run's copies, whether it exists or not."""
     if named := environment.get(_JOB_VARIABLE):
         return Path(named)
     return ROOT / f"{_PREFIX}{hashlib.sha256(str(run_dir.absolute()).encode()).hexdigest()[:16]}"
 
 
 def job_memory(run_dir: Path, is_first: bool, environment: Mapping[str, str] = os.environ) -> Path | None:
-    """The folder that the job has named for this node, made where it is not there; None where none is, or the system
-    refuses. Its copies are of this run: those of another one of the job go. is_first: this process is the first of
-    the job on its node, and stands for it."""
+    """The folder that the job names for this node, made if need be; None without one, or if it cannot be used. Copies
+    of another run of the job are removed. is_first: this process is the job's first on its node."""
     if _JOB_VARIABLE not in environment:
         return None
     folder, here = host_memory_of(run_dir, environment), Holder.here(environment)
@@ -51,7 +50,7 @@ def job_memory(run_dir: Path, is_first: bool, environment: Mapping[str, str] = o
         _remove_abandoned(here, folder)
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
-        # Its name can be guessed, and what it holds is trusted.
+        # Its name can be guessed, and its contents are trusted.
         if folder.is_symlink() or folder.stat().st_uid != os.getuid():
             raise PermissionError("it is somebody else's")
         if is_first:
@@ -115,7 +114,7 @@ def host_memory(run_dir: Path, keep_copies: bool = False) -> Iterator[Path | Non
 
 
 def make_folder(run_dir: Path, place: Path, keep_copies: bool = False) -> None:
-    """Make the folder of a run in place of what is there, of which copies may be kept. Raises OSError."""
+    """Make the folder of a run in place of an earlier one, whose copies may be kept. Raises OSError."""
     folder = Path(tempfile.mkdtemp(prefix=f".{_PREFIX}", dir=ROOT))
     (folder / _OWNER_FILE).write_text(json.dumps(asdict(Holder.here(os.environ))))
     # A checkpoint names what value pretraining has recorded by its place in the run directory.
@@ -127,7 +126,7 @@ def make_folder(run_dir: Path, place: Path, keep_copies: bool = False) -> None:
 
 
 def _remove_abandoned(here: Holder, ours: Path) -> None:
-    """Remove what processes of this machine that are gone have left; ours stays, whoever has made it."""
+    """Remove the folders of processes of this machine that are gone, except ours."""
     for path in (*ROOT.glob(f"{_PREFIX}*"), *ROOT.glob(f".{_PREFIX}*"), *ROOT.glob(f"{_JOB_PREFIX}*")):
         with suppress(OSError, ValueError, TypeError):  # another user's, or one that is just being made
             kept = (path / _KEPT_FILE).exists() and (path / RECORD_FOLDER).readlink().parent.is_dir()

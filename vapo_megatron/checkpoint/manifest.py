@@ -1,5 +1,5 @@
-"""The manifest of a checkpoint: what belongs to it, of which size and content, so that damage is found by name; and how
-far the run was."""
+"""The manifest of a checkpoint, with size and digest of each file, so that damage is found by name; and the progress of
+the run."""
 
 import hashlib
 import json
@@ -31,7 +31,7 @@ class FileFacts(Section):
 
 
 class Manifest(Section):
-    """What a checkpoint is made of."""
+    """The files of a checkpoint, and the run that they belong to."""
 
     checkpoint_id: str = Field(description="of this checkpoint alone")
     run_id: str = Field(description="of the run, the same over all its lives")
@@ -64,7 +64,7 @@ class DigestedFile:
         return self._file.write(data)
 
     def finish(self) -> FileFacts:
-        """What is in the file, which is on the disk then."""
+        """Close the file once it is on the disk; its size and digest."""
         self.flush()
         os.fsync(self._file.fileno())
         return FileFacts(bytes=self.tell(), sha256=self._digest.hexdigest())
@@ -116,7 +116,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
 
 
 def readable_manifests(run_dir: Path) -> dict[CheckpointName, Manifest]:
-    """Those of a run's checkpoints, oldest first, without those that are damaged, which a resume will say."""
+    """The manifests of a run's checkpoints, oldest first, but for damaged ones, which a resume will name."""
     manifests = {}
     for name, path in list_checkpoints(run_dir).items():
         with suppress(BadInput):
@@ -142,7 +142,7 @@ def check_structure(checkpoint: Path, manifest: Manifest) -> None:
 
 
 def check_contents(checkpoint: Path, files: Mapping[Path, FileFacts]) -> str | None:
-    """What is wrong with the first of some files of a checkpoint that differs from its digest; None if nothing is."""
+    """The fault of the first file that differs from its digest; None if none does."""
     for path, facts in files.items():
         name = _shown(path, checkpoint)
         try:

@@ -1,4 +1,4 @@
-"""The nodes of a run: which ranks share host memory, and files that go from one node's to another's."""
+"""The nodes of a run: which ranks share host memory, and how files are copied from one node to another."""
 
 import logging
 import os
@@ -19,47 +19,47 @@ from vapo_megatron.megatron.mesh import world_timeout
 
 _logger = logging.getLogger(__name__)
 
-# Files of tensors, which a rank needs few of; all others are small, and every node gets them.
+# The extension of tensor files, of which a rank needs few; all other files are small, and every node gets them.
 _TENSORS = ".distcp"
-# Of a file, sent at once.
+# Bytes of a file that are sent at once.
 _CHUNK_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
 class Nodes:
-    """Ranks by the folder that they share. places: of each rank, in words that only ranks of its node have."""
+    """Ranks by the folder that they share. places: the folder of each rank, the same for ranks of one node only."""
 
     places: tuple[str, ...]
 
     @classmethod
     def of(cls, place: Path) -> "Nodes":
-        """Collective. place: this rank's folder; ranks of one node name the same one, others another one."""
+        """Collective. place: this rank's folder, the same for ranks of one node only."""
         return cls(tuple(gather_values(str(place))))
 
     @property
     def count(self) -> int:
-        """Of nodes."""
+        """The number of nodes."""
         return len(set(self.places))
 
     @property
     def own(self) -> list[int]:
-        """Ranks of this node."""
+        """The ranks of this node."""
         return self._ranks_of(self.places[dist.get_rank()])
 
     @property
     def is_leader(self) -> bool:
-        """Whether this rank does what its node does once."""
+        """Whether this rank does the work that its node does once."""
         return self.own[0] == dist.get_rank()
 
     def keeper(self, rank: int) -> int:
-        """The rank on the next node that keeps a second copy of what a rank has written."""
+        """The rank on the next node that keeps a second copy of the files of a rank."""
         order = list(dict.fromkeys(self.places))
         place = self.places[rank]
         there = self._ranks_of(order[(order.index(place) + 1) % len(order)])
         return there[self._ranks_of(place).index(rank) % len(there)]
 
     def kept_by(self, rank: int) -> list[int]:
-        """The ranks that `rank` is the keeper of."""
+        """The ranks of which `rank` is the keeper."""
         return [node_rank for node_rank in range(len(self.places)) if self.keeper(node_rank) == rank]
 
     def _ranks_of(self, place: str) -> list[int]:
@@ -67,12 +67,13 @@ class Nodes:
 
 
 def send_to_keepers(nodes: Nodes, folder: Path, own: Mapping[str, int], group: Any) -> OSError | None:
-    """Collective: each rank's files go to its keeper, which has them under the same names; what was in the way there.
+    """Collective: send each rank's files to its keeper, which stores them under the same names. Returns why this rank
+    could not store a file, if so.
 
     Args:
-        nodes: of the run.
-        folder: of this node, where the files are and those of others come.
-        own: bytes of this rank's files, by their path in the folder.
+        nodes: the nodes of the run.
+        folder: the folder of this node, for its own files and those of the other node.
+        own: size of each file of this rank, by its path in the folder.
         group: a CPU process group of all ranks.
     """
     rank = dist.get_rank()
@@ -88,13 +89,14 @@ def send_to_keepers(nodes: Nodes, folder: Path, own: Mapping[str, int], group: A
 
 
 def receive_file(path: Path, size: int, source: int, group: Any) -> OSError | None:
-    """Take a file that another rank sends; where it cannot be written it is taken all the same, and left."""
+    """Receive a file that another rank sends. If it cannot be written, it is received and discarded, and the error
+    returned."""
     failed: OSError | None = None
     into: torch.Tensor | None = None
     try:
         with path.open("wb") as file:
             if size:
-                os.posix_fallocate(file.fileno(), 0, size)  # a full disk says so now, and not by a signal later
+                os.posix_fallocate(file.fileno(), 0, size)  # a full disk raises here, not by SIGBUS later
         into = _mapped(path, size, writes=True)
     except OSError as error:
         failed = error
@@ -107,7 +109,7 @@ def receive_file(path: Path, size: int, source: int, group: Any) -> OSError | No
 
 
 def _send(path: Path, size: int, target: int, group: Any) -> list[tuple[Any, torch.Tensor]]:
-    """What is under way, with the memory that it comes from."""
+    """The pending sends, each with the memory that it reads from."""
     content = _mapped(path, size)
     parts = [content[start : start + _CHUNK_BYTES] for start in range(0, size, _CHUNK_BYTES)]
     return [(dist.isend(part, dst=target, group=group), part) for part in parts]
@@ -121,8 +123,8 @@ def _mapped(path: Path, size: int, writes: bool = False) -> torch.Tensor:
 
 @dataclass
 class NodeCopy:
-    """A copy, as this rank's node has it. path: its folder on this node; group: a CPU process group of all ranks;
-    held: by rank, which files its node has."""
+    """A copy as this rank's node has it. path: its folder on this node; group: a CPU process group of all ranks;
+    held: the files that the node of each rank has, by rank."""
 
     path: Path
     manifest: Manifest
@@ -131,7 +133,8 @@ class NodeCopy:
     held: list[set[str]] = field(default_factory=list)
 
     def look(self) -> list[str]:
-        """Collective: find out which node holds what, every byte compared with its digest; what none holds whole."""
+        """Collective: find out which node holds which files, comparing every byte with its digest. Returns those
+        that no node holds whole."""
         files = {name: path for name in self.manifest.files if (path := self.path / name).is_file()}
         mine = sorted(files)[self.nodes.own.index(dist.get_rank()) :: len(self.nodes.own)]
         good = []
@@ -146,10 +149,10 @@ class NodeCopy:
         return sorted(self.manifest.files.keys() - set().union(*self.held))
 
     def fetch(self, names: Iterable[str]) -> None:
-        """Collective: what this rank names is on its node when this returns, what has come compared with its digest.
+        """Collective: have the named files on this node; those that are copied are compared with their digests.
 
         Raises:
-            TryAgain: it cannot be written here, or has changed on its way.
+            TryAgain: a file cannot be written here, or was changed in transit.
         """
         rank, failed, nodes = dist.get_rank(), None, self.nodes
         sizes = {name: self.manifest.files[name].bytes for name in names}
@@ -177,7 +180,7 @@ class NodeCopy:
         self._note(sizes)
 
     def _note(self, names: Iterable[str]) -> None:
-        """Collective: all ranks hear of what each found on its node."""
+        """Collective: tell all ranks which files each rank has found on its node."""
         held = gather_values(set(names), self.group)
         before = self.held or [set() for _ in held]
         places = self.nodes.places
@@ -188,7 +191,7 @@ class NodeCopy:
 
 
 def find_copy(memory: Path, run_dir: Path) -> NodeCopy | None:
-    """Collective: the newest copy that nodes still have all files of, and that is not older than the last checkpoint.
+    """Collective: the newest copy of which the nodes still have all files, unless the last checkpoint is newer.
 
     memory: the folder of this node's copies.
     """

@@ -30,12 +30,12 @@ _OVER_TOKENS = ("tokens", "rollout_logprobs", "loss_mask", "segment_starts", "tu
 
 
 class RecordedRollouts:
-    """Recorded rollouts in the order in which they were recorded; groups of several rollouts stay apart.
+    """Recorded rollouts in the order in which they were recorded; groups of different rollouts stay apart.
 
     Attributes:
         files: size and digest of each, by its path from the run directory.
-        table: what goes by samples, of all of them.
-        prompt_ids: int64 [S], a digest of each sample's prompt: the same in whichever rollout.
+        table: the fields by samples, of all rollouts.
+        prompt_ids: int64 [S], a digest of each sample's prompt, the same in every rollout.
     """
 
     def __init__(self, run_dir: Path, files: Mapping[str, FileFacts] | None = None) -> None:
@@ -102,8 +102,8 @@ def _prompt_ids(rollout: ExperienceBatch) -> Tensor:
 
 
 def write_rollout(batch: ExperienceBatch, path: Path) -> FileFacts:
-    """On rank 0: a rollout as a file, whole and on the disk when this returns; its size and digest. What phases fill in
-    and routed_experts are left out. Raises BadInput where it cannot be written."""
+    """On rank 0: write a rollout to a file, which is on the disk when this returns; its size and digest. Fields that
+    phases fill in, and routed_experts, are left out. Raises BadInput if it cannot be written."""
     content = save(batch.rollout_tensors())
     with atomic_write(path, "wb") as file:
         file.write(content)
@@ -115,8 +115,8 @@ def write_rollout(batch: ExperienceBatch, path: Path) -> FileFacts:
 
 
 def remove_unneeded(run_dir: Path) -> None:
-    """On rank 0, while nothing is being written or recorded: remove the files that no checkpoint names, nor copy in
-    host memory. Nothing goes where a checkpoint cannot be read: it may name any of them."""
+    """On rank 0, while nothing is being written or recorded: remove the files that no checkpoint or copy in host memory
+    names. If a checkpoint cannot be read nothing is removed, since it may name any of them."""
     folder = run_dir / RECORD_FOLDER
     if not folder.is_dir():
         return
@@ -138,7 +138,7 @@ def remove_unneeded(run_dir: Path) -> None:
 
 
 def _mapped(path: Path) -> ExperienceBatch:
-    """A file as a batch: what is large is mapped, the rest read."""
+    """A file as a batch: fields over tokens are mapped, the others read."""
     tensors: dict[str, Tensor] = {}
     try:
         with safe_open(path, framework="pt") as file:

@@ -1,5 +1,5 @@
-"""Going on from a checkpoint: its config fits, it is proven whole while it is read, and then the run directory is put
-back to where the checkpoint was saved."""
+"""Resuming from a checkpoint: its config is compared, its files are verified and loaded, and the run directory is put
+back to the state at which the checkpoint was saved."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -65,7 +65,7 @@ class SavedModel:
 
 @dataclass(frozen=True)
 class Resumed:
-    """A checkpoint that is proven whole."""
+    """A checkpoint whose files are verified."""
 
     checkpoint: Path
     name: CheckpointName

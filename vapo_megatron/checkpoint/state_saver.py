@@ -57,17 +57,22 @@ from vapo_megatron.monitoring.names import EVALUATION
 from vapo_megatron.weights.adapters import base_identity
 from vapo_megatron.weights.torch_dist import write_model_card
 
-# What other users of host memory are left with.
+# Bytes of host memory that are left to others.
 _ROOM_BYTES = 64 << 20
-# What writing may fail with: torch's own writer turns OSError into RuntimeError.
+# Errors of writing; torch's own writer turns OSError into RuntimeError.
 _WRITE_ERRORS = (OSError, BadInput, RuntimeError)
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What a checkpoint holds besides models, generators and files. metrics: rank 0's of the last step; record:
-    files of what value pretraining has recorded, until it is over; contents: of files by name, graded groups that wait
-    for the trainer and a critic that is a probe; empty ones are not written."""
+    """The contents of a checkpoint besides models, random generators and run files.
+
+    Attributes:
+        progress: how far the run is.
+        metrics: rank 0's metrics of the last step.
+        record: the files that value pretraining has recorded, until it is over.
+        contents: more files by name, such as graded groups that wait for the trainer; empty ones are not written.
+    """
 
     progress: Progress
     metrics: Mapping[str, float]
@@ -76,7 +81,7 @@ class Snapshot:
 
     @property
     def name(self) -> CheckpointName:
-        """Of the checkpoint."""
+        """The name of the checkpoint."""
         pretraining = self.progress.pretraining
         return (
             CheckpointName(self.progress.step, pretraining.count) if self.record else CheckpointName(self.progress.step)
@@ -85,7 +90,7 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class SavedRun:
-    """What of a run stays the same from save to save; run_id is the same over all attempts."""
+    """The facts of a run that stay the same from save to save. run_id: the same in all attempts."""
 
     settings: TrainConfig | SftConfig
     kind: Literal["train", "sft", "pretrain-critic"]
@@ -95,13 +100,13 @@ class SavedRun:
 
 
 def run_id_of(resumed: Resumed | None) -> str:
-    """That of a run that goes on from a checkpoint; of a new one a new one."""
+    """The id of the run that is resumed, or a new one."""
     return resumed.manifest.run_id if resumed is not None else secrets.token_hex(8)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a save ended, the same on every rank; problem: why it failed, None where it did not."""
+    """How a save ended, the same on every rank. problem: why it failed; None if it did not."""
 
     seconds: float
     problem: str | None = None
@@ -122,7 +127,7 @@ class _Save:
 
 @dataclass
 class _Part:
-    """What a rank tells rank 0 when it has written."""
+    """What a rank reports to rank 0 after it has written its part."""
 
     results: dict[str, list[Any]] = field(default_factory=dict)
     files: dict[str, FileFacts] = field(default_factory=dict)
@@ -150,7 +155,7 @@ class StateSaver:
 
     @property
     def has_failed(self) -> bool:
-        """Whether it is known on this rank that the last save failed."""
+        """Whether this rank knows that the last save failed."""
         return self._broken is not None or (self._outcome is not None and self._outcome.problem is not None)
 
     def begin(self, snapshot: Snapshot, making_room: Callable[[], AbstractContextManager[None]]) -> None:
@@ -300,7 +305,7 @@ class StateSaver:
             return _reason(error), {}
 
     def _on_each_node(self, act: Callable[[], None]) -> str | None:
-        """Collective: have one rank of each node do something that its file system may refuse; the first reason."""
+        """Collective: have one rank of each node do something. Returns the first error of a file system, if any."""
         problem = None
         if self._nodes.is_leader:
             try:
@@ -336,7 +341,7 @@ def _reason(error: BaseException) -> str:
 
 
 def _metrics_to_keep(metrics: Mapping[str, float], best: str | None) -> dict[str, float]:
-    """Those of evaluations, and the one that says which checkpoint is the best; numbers alone can be compared."""
+    """The metrics of evaluations, and the one that decides which checkpoint is the best, if they are finite."""
     return {
         name: value
         for name, value in metrics.items()

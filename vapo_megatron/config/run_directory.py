@@ -16,12 +16,12 @@ _ROOM_BYTES = 64 << 20
 MARKER = ".vapo_run"
 PROFILE = "profile"  # folder of traces
 HF_FOLDER = "hf"  # of exported models
-# What a run has made before its first step ends.
+# Files and folders of a run before its first step ends.
 _BEFORE_RESULTS = {
     *(MARKER, "config.yaml", "environment.json", "logs", "metrics.jsonl", "mlflow_run_id"),
     *("samples", "tensorboard", "wandb"),
 }
-# What commands leave in a run directory in the end.
+# Files and folders that commands leave in a run directory.
 _RESULTS = {
     *("checkpoints", "critic_probes", "evaluation", "evaluation.json", HF_FOLDER, PROFILE, "recorded_rollouts"),
     "report.html",
@@ -80,7 +80,7 @@ def make_run_dir(config: Section, run: RunPlace, keeps_exports: bool = False) ->
 
 
 def _replace(run_dir: Path, fresh: Path, kept: set[str]) -> None:
-    """Put a fresh directory in the place of a run's; what no run makes stays in it."""
+    """Replace a run directory by a fresh one; files that no run makes stay in it."""
     if run_dir.exists():
         for entry in run_dir.iterdir():
             if entry.name in kept or entry.name not in _BEFORE_RESULTS | _RESULTS:
@@ -98,7 +98,7 @@ def _replace(run_dir: Path, fresh: Path, kept: set[str]) -> None:
 
 
 def check_place(run: RunPlace) -> None:
-    """Raises BadInput where something that run.overwrite does not allow to replace is in the place of a run."""
+    """Raises BadInput if the run directory exists and run.overwrite does not allow to replace it."""
     run_dir = Path(run.directory)
     if not run_dir.exists():
         return
@@ -118,7 +118,7 @@ def check_place(run: RunPlace) -> None:
 
 
 def _came_to_nothing(run_dir: Path) -> bool:
-    """Whether it is of a run that ended before its first result: it must not block the command that mends it."""
+    """Whether the run ended before its first result; such a directory is replaced without run.overwrite."""
     names = {path.name for path in run_dir.iterdir()}
     metrics = run_dir / "metrics.jsonl"
     return MARKER in names and names <= _BEFORE_RESULTS and not (metrics.exists() and metrics.stat().st_size)

@@ -1,4 +1,4 @@
-"""What an error that a rank ran into means for the run: whether trying again mends it, where, and what to change.
+"""What an error of a rank means for the run: whether trying again helps, on which node, and what to change.
 
 CUDA and NCCL report a failed device, a lost rank, a mistake in a program and a lack of memory by the same few types.
 """

@@ -1,4 +1,4 @@
-"""What a command started by hand looks at before it imports the rest of the program: most mistakes end here, soon."""
+"""The checks that a command started by hand makes before it imports the rest of the program: most mistakes end here."""
 
 import os
 from importlib.util import find_spec

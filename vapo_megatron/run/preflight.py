@@ -1,4 +1,4 @@
-"""What can be known to fail before anything is started is found here."""
+"""The checks of a config and its files before anything is started."""
 
 import os
 import resource
@@ -40,7 +40,7 @@ _FEWEST_DISTINCT = 0.9
 def cautions(
     config: TrainConfig, prompts: Sequence[Prompt], evaluations: Mapping[str, Sequence[Prompt]]
 ) -> Iterator[str]:
-    """One line for each. prompts: of training; evaluations: prompts of each set of data.eval, by its name."""
+    """Yields a line for each likely mistake. prompts: of training; evaluations: of each set of data.eval."""
     largest, bucket = resource.getrlimit(resource.RLIMIT_FSIZE)[0], config.rollout.sync.bucket_mib
     if 0 <= largest < bucket << 20:  # -1: any size
         yield (

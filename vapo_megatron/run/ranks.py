@@ -227,7 +227,7 @@ def _wait(ranks: list[Any], failures: Any) -> None:
 
 
 def _killed(rank: Any) -> RankKilled:
-    """What to raise for a rank that a signal ended: whoever sent it, the run itself did nothing wrong."""
+    """The error for a rank that a signal ended; the run itself did nothing wrong."""
     name, hint = signal.Signals(-rank.exitcode).name, ""
     if rank.exitcode == -signal.SIGKILL:
         hint = (

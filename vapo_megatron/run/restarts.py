@@ -1,4 +1,4 @@
-"""Ranks that are started again in the job where one was lost, from a copy of the run's state in host memory."""
+"""Starts lost ranks again in the same job, from a copy of the run's state in host memory."""
 
 import logging
 import shutil
@@ -65,7 +65,7 @@ def run_ranks(settings: Settings, count: int, body: Callable[[Start], None], sta
 
 
 def _start_after(error: VapoError, settings: Settings, start: Start, lease: Lease) -> Start:
-    """Where ranks begin that are started again. Raises `error` where that is not what mends it."""
+    """Where restarted ranks begin. Raises `error` if a restart does not help."""
     if isinstance(error, Damaged):
         if not start.is_copy:
             raise error

@@ -1,4 +1,4 @@
-"""Where a run begins: anew, or at the saved state of its last attempt; or not at all, where it is finished."""
+"""Decides where a run begins: anew, at its saved state, or not at all because it is finished."""
 
 import logging
 from collections.abc import Callable
@@ -45,7 +45,7 @@ def prepare_start(settings: Settings, check: Callable[[], None], take: Callable[
 
 
 def foresee_start(settings: Settings, check: Callable[[], None], take: Callable[[], None] = lambda: None) -> Start:
-    """Where the run begins, all of it checked that can be before anything starts; nothing is changed.
+    """Decide where the run begins, and check all that can be checked before anything starts. Nothing is changed.
 
     Args:
         settings: the config of the run.

@@ -59,7 +59,7 @@ class Hang(TryAgain):
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """What a rank last said: its phase, how many phases it has begun, since when (Unix time), and when it said so."""
+    """A rank's last report: its phase, how many it has begun, when this one began, when it reported (Unix time)."""
 
     rank: int
     phase: str
@@ -195,7 +195,7 @@ class Watchdog:
 
 
 def read_heartbeats(folder: Path, world_size: int) -> list[Heartbeat]:
-    """What ranks last said; ranks that never said anything are not in it."""
+    """The last report of each rank; ranks that have never reported are missing."""
     paths = [folder / f"heartbeat_{rank:05d}.json" for rank in range(world_size)]
     beats = []
     for path in paths:

@@ -38,7 +38,7 @@ TRACKER_FILE = "tracked_returns.json"
 
 
 class ReturnHistory:
-    """What past steps of a run said of returns; the same on every rank, and part of its checkpoints.
+    """The returns of past steps, summed up; the same on every rank, and part of checkpoints.
 
     Attributes:
         past: for advantage.calibration.
@@ -254,7 +254,7 @@ def shaped_rewards(batch: ExperienceBatch | SampleTable, config: ShapingConfig) 
 
 
 def kl_penalty(batch: ExperienceBatch, config: KlConfig) -> Tensor:
-    """What the KL to the reference takes from the reward of every token, float32 [T]."""
+    """The KL penalty that is subtracted from the reward of every token, float32 [T]."""
     if config.placement != "reward":
         return torch.zeros(batch.response_tokens)
     assert batch.old_logprobs is not None and batch.ref_logprobs is not None, "no log-probs: the batch is not scored"
@@ -314,7 +314,7 @@ def turns_of(batch: ExperienceBatch) -> tuple[Tensor, Tensor]:
 
 
 def gae_over_turns(batch: ExperienceBatch, rewards: Tensor, config: AlgorithmConfig) -> None:
-    """The same with turns for steps: length-adaptive lambda counts turns."""
+    """As gae(), with turns in place of tokens: length-adaptive lambda counts turns."""
     values, bounds = batch.values, batch.response_cu_seqlens
     assert values is not None, "no values: the batch is not scored"
     turns, responses = turns_of(batch)

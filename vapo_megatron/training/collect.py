@@ -23,7 +23,7 @@ from vapo_megatron.training.shards import ShardedBatch, scatter
 
 
 def step_rule(size: BatchConfig, sampling: DynamicSamplingConfig, steps: int, rollout: RolloutConfig) -> StepRule:
-    """What a step of training is made of: with dynamic sampling, of groups with correct and incorrect responses."""
+    """The groups that a step of training needs: with dynamic sampling, those with correct and incorrect responses."""
     rule = StepRule(size.prompts_per_step, steps, staleness=rollout.asynchronous.max_staleness, windows=rollout.windows)
     if (in_flight := rollout.partial_responses.oversampling) is not None:
         rule = replace(rule, any_order=True, oversampling=in_flight)

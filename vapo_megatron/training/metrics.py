@@ -1,4 +1,4 @@
-"""What a step reports of its rollout: reward, lengths, agreement with the engine, quality of the critic."""
+"""The metrics of a step's rollout: reward, lengths, agreement with the engine, quality of the critic."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -104,7 +104,7 @@ def advantage_metrics(batch: ShardedBatch) -> dict[str, float]:
 
 
 class OverTokens(NamedTuple):
-    """Of numbers, over response tokens; the variance is not unbiased. means: of each sample, [S]."""
+    """Statistics over response tokens; the variance is the biased one. means: those of each sample, [S]."""
 
     means: Tensor
     mean: float

@@ -22,7 +22,7 @@ from vapo_megatron.weights.spec import Head, read_spec
 
 @dataclass
 class Models:
-    """What is trained and scored with, as this rank holds it.
+    """The models of a run, as this rank holds them.
 
     Attributes:
         actor: the policy.
@@ -30,7 +30,7 @@ class Models:
         reference: the policy that the KL penalty keeps the actor near to; None without such a penalty.
         has_base_as_reference: whether that is the actor without its adapters, and no model of its own.
         sources: the Hugging Face directory that each model started from, by name.
-        saves_reference: whether the reference is not what the run started from, and so belongs into checkpoints.
+        saves_reference: whether the reference is replaced during the run, and therefore saved in checkpoints.
         base: the frozen weights that actor and critic share, or None.
         shares_device: with engines, for which models leave the device while responses are written.
         served: the actor's weights as engines have them, where groups that are drawn are still to be written by these
@@ -80,7 +80,7 @@ class Models:
         return self.critic is not None and self.critic.updates == 0
 
     def saved(self) -> dict[str, SavedModel]:
-        """What a checkpoint holds, by the name of its folder."""
+        """The models that a checkpoint holds, by the name of their folder."""
         models = [*self.trained, self.reference] if self.saves_reference else self.trained
         return {model.name: SavedModel(model, self.sources[model.name]) for model in models if model is not None}
 

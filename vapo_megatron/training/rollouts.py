@@ -79,7 +79,7 @@ class Waits:
 
 @dataclass
 class Rollouts:
-    """Where graded samples come from. prompts, evaluation_prompts and verifier are rank 0's.
+    """The source of graded samples. prompts, evaluation_prompts and verifier are on rank 0 alone.
 
     Attributes:
         seed: of the run; that of a response follows from it.
@@ -243,7 +243,7 @@ def has_signal(group: Sequence[Sample]) -> bool:
 
 
 def dynamic_sampling_metrics(counts: Mapping[str, int]) -> dict[str, float]:
-    """Of the groups that a step has looked through, by what became of them: how many, and how many have signal."""
+    """How many groups a step has looked through, and how many of them have signal. counts: groups by their fate."""
     trained, filled = counts["trained"], counts[FILLED]
     looked_through = trained + counts[NO_SIGNAL]
     return {

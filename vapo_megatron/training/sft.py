@@ -100,7 +100,7 @@ def batch_order(rows: int, batch_size: int, steps: int, seed: int) -> list[list[
 
 
 def fingerprint(demonstrations: ExperienceBatch) -> str:
-    """Of all tokens, and of where each demonstration and its response begin."""
+    """A digest of all tokens, and of where each demonstration and its response begin."""
     digest = hashlib.sha256()
     for tensor in (demonstrations.tokens, demonstrations.cu_seqlens, demonstrations.prompt_lengths):
         digest.update(tensor.contiguous().numpy().data)

@@ -85,7 +85,7 @@ _BY_TOKENS = ("tokens", "positions", "response_tokens")
 
 @dataclass(frozen=True)
 class Part:
-    """What a rank computes of some samples with a model.
+    """The samples that a rank runs a model on.
 
     Attributes:
         batch: the samples of this rank's share.
@@ -137,7 +137,7 @@ class ShardedBatch:
             setattr(self.own, name, None if values is None else values[self.at_home])
 
     def everywhere(self, found: Tensor) -> Tensor:
-        """Collective: what ranks found of the samples at home with them, [own S, ...], as [S, ...] on every rank."""
+        """Collective: results of the samples at home on each rank, [own S, ...], as [S, ...] on every rank."""
         if self._ranks == 1:
             return found
         whole = torch.zeros(self.samples, *found.shape[1:], dtype=found.dtype)
@@ -146,7 +146,7 @@ class ShardedBatch:
         return whole
 
     def summed(self, found: Tensor) -> Tensor:
-        """Collective: the sum of what ranks found."""
+        """Collective: the sum over ranks."""
         if self._ranks > 1:
             dist.all_reduce(found)
         return found

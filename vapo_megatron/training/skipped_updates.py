@@ -86,7 +86,7 @@ class SkippedUpdates:
         return False
 
     def metrics(self) -> dict[str, float]:
-        """What was skipped since the last call, in all and by cause. A batch counts as one."""
+        """The number of skipped updates since the last call, in total and by cause. A batch counts as one."""
         taken, self._skipped = self._skipped, Counter()
         row = {names.SKIPPED_UPDATES: float(taken.total())}
         return row | {f"{names.SKIPPED}{cause}": float(number) for cause, number in sorted(taken.items())}

@@ -1,4 +1,4 @@
-"""How far a run is: its step, its value pretraining, and what of it is saved when."""
+"""The progress of a run: its step, its value pretraining, and when its state is saved."""
 
 import logging
 import time
@@ -34,13 +34,13 @@ class RunState:
     """Progress of a run, the same on every rank.
 
     Attributes:
-        run_dir: of the run.
-        step: the iteration that is going on, or was done last; 0 before the first.
-        pretraining: how far value pretraining is.
-        recorded: what value pretraining has recorded so far, empty once it is over.
-        metrics: of the step that was done last, by name; rank 0's count.
-        updates: judges those of the models.
-        returns: what past steps said of returns, for advantage.calibration and advantage.tracker.
+        run_dir: the run directory.
+        step: the current step, or the last one that was done; 0 before the first.
+        pretraining: the progress of value pretraining.
+        recorded: the rollouts recorded for value pretraining; empty once it is over.
+        metrics: the metrics of the last step, by name; only those of rank 0 count.
+        updates: judges the optimizer updates.
+        returns: the returns of past steps, for advantage.calibration and advantage.tracker.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class RunState:
 
     @property
     def seed(self) -> str:
-        """Of what is random in this step."""
+        """The seed of this step."""
         return f"{self._run.seed}/{self.step}"
 
     @property

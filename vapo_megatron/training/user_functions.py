@@ -21,7 +21,7 @@ LOSS_KEY, METRICS_KEY = "algorithm.policy_loss.function", "algorithm.metrics_fun
 
 @dataclass(frozen=True)
 class ScoredResponses:
-    """What a user's function is given: S responses with T tokens in all, end to end. CPU tensors, not to be changed.
+    """The argument of a user's function: S responses with T tokens in all, end to end, as read-only CPU tensors.
 
     The tokens are those that the policy wrote; observations between them (Sample.loss_mask) are left out.
 
@@ -58,7 +58,7 @@ class ScoredResponses:
 
 @dataclass(frozen=True)
 class PolicyTerms:
-    """What a user's policy loss is given: t tokens of a micro-batch on this rank's device, in no order to rely on.
+    """The argument of a user's policy loss: t tokens of a micro-batch on this rank's device, in no particular order.
 
     A response may be cut over ranks and micro-batches: the loss of a token may depend on that token's numbers alone.
 
