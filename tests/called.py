@@ -1,11 +1,24 @@
 """A command called as a shell would, in this process or in a fork of it."""
 
 import multiprocessing
+import sys
 import traceback
 from typing import Any
+from unittest import mock
 
+import pytest
 from typer import Typer
 from typer.testing import CliRunner
+
+from vapo_megatron import cli
+
+
+def exit_code_of(*arguments: object) -> int:
+    """The exit code of `vapo-megatron ARGUMENTS`, called in this process."""
+    line = ["vapo-megatron", *map(str, arguments)]
+    with mock.patch.object(sys, "argv", line), pytest.raises(SystemExit) as end:
+        cli.main()
+    return int(end.value.code or 0)
 
 
 def called(app: Typer, *arguments: object) -> tuple[int, str]:

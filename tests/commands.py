@@ -1,14 +1,11 @@
 """The commands of the command line, called in this process with a config that works until a case spoils it."""
 
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import pytest
+from called import exit_code_of
 from tiny_runs import evaluate_config, sft_config, train_config, write_config
-
-from vapo_megatron import cli
 
 CONFIGS = {"train": train_config, "sft": sft_config, "evaluate": evaluate_config}
 
@@ -16,18 +13,15 @@ CONFIGS = {"train": train_config, "sft": sft_config, "evaluate": evaluate_config
 class Command:
     """One of the three commands with a config that works, until a case spoils it."""
 
-    def __init__(self, folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.folder, self.model, self._monkeypatch = folder, model, monkeypatch
+    def __init__(self, folder: Path, model: Path) -> None:
+        self.folder, self.model = folder, model
         self.run_dir = folder / "runs" / "tiny"
 
     def exit_code(self, command: str, *overrides: str, config: Mapping[str, Any] | Path | None = None) -> int:
         if not isinstance(config, Path):
             content = config or CONFIGS[command](self.folder, self.model)
             config = write_config(self.folder / f"{command}.yaml", content)
-        self._monkeypatch.setattr(sys, "argv", ["vapo-megatron", command, str(config), *overrides])
-        with pytest.raises(SystemExit) as end:
-            cli.main()
-        return int(end.value.code or 0)
+        return exit_code_of(command, config, *overrides)
 
 
 def assert_refused(command: Command, code: int, error: str, *named: str) -> None:

@@ -21,6 +21,27 @@ os.register_at_fork(after_in_child=gc.freeze)
 
 pytest_plugins = ["engine_server"]
 
+# Files that take a minute and more, the longest first: begun at last, one would keep a worker after the others.
+LONGEST = (
+    "test_slurm_stories.py",
+    "test_train_command.py",
+    "test_asynchronous.py",
+    "test_gsm8k_two_steps.py",
+    "test_invariance_full.py",
+    "test_fault_soak.py",
+    "test_quickstart_one_gpu.py",
+    "test_invariance.py",
+    "test_weight_sync.py",
+    "test_step_switches.py",
+    "test_resume.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long files first; otherwise the order is that of the folders."""
+    places = {name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path.name, len(places)))
+
 
 @pytest.fixture(autouse=True)
 def stop_signals_as_before() -> Iterator[None]:

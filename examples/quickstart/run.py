@@ -4,6 +4,7 @@ It runs the same commands as a person would, on the same program that trains on 
 """
 
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -29,6 +30,7 @@ from vapo_megatron.config.train import TrainConfig  # noqa: E402
 from vapo_megatron.errors import BadInput  # noqa: E402
 from vapo_megatron.monitoring import names  # noqa: E402
 from vapo_megatron.monitoring.metrics import read_metrics  # noqa: E402
+from vapo_megatron.signals import end_with_parent, heeded_signals  # noqa: E402
 
 SFT, VAPO = HERE / "sft.yaml", HERE / "vapo.yaml"
 # One GPU instead of two CPU ranks, in the dtype that its kernels are made for. Trainer and engine share its memory.
@@ -76,11 +78,19 @@ def _entry(key: str, mapping: str) -> bool:
 
 
 def command(*arguments: str) -> None:
-    """Run a command, showing it first; its failure is ours."""
+    """Run a command, showing it first; its failure is ours, and a request to stop is passed on to it."""
     console.print(f"\n[bold]$ {escape(' '.join(arguments))}[/bold]", soft_wrap=True)
-    code = subprocess.run([sys.executable, "-m", "vapo_megatron.cli", *arguments[1:]], cwd=ROOT).returncode
+    line = [sys.executable, "-m", "vapo_megatron.cli", *arguments[1:]]
+    child = subprocess.Popen(line, cwd=ROOT, preexec_fn=end_with_parent)
+    for number in heeded_signals():
+        signal.signal(number, lambda number, _: child.send_signal(number))
+    try:
+        code = child.wait()
+    except KeyboardInterrupt:
+        child.terminate()
+        code = child.wait()
     if code:
-        raise typer.Exit(code)
+        raise typer.Exit(code if code > 0 else 128 - code)
 
 
 def what_the_critic_explains(rows: Sequence[Mapping[str, Any]]) -> str:

@@ -1,7 +1,6 @@
 """A run that trains an agent: from episodes of two turns to weights, killed and resumed."""
 
 import json
-import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -9,9 +8,9 @@ from typing import Any
 
 import pytest
 from attempts import End, World, config_of, kill_at, live, metrics, world
+from called import exit_code_of
 from tiny_runs import evaluate_config, make_model, write_config
 
-from vapo_megatron import cli
 from vapo_megatron.config.train import TrainConfig
 
 pytestmark = pytest.mark.full
@@ -40,15 +39,12 @@ def agent_config(shared: World, name: str, *overrides: str) -> TrainConfig:
     )
 
 
-def test_evaluate_plays_episodes_as_a_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_evaluate_plays_episodes_as_a_command(tmp_path: Path) -> None:
     config = evaluate_config(tmp_path, make_model(tmp_path / "model"))
     config["data"]["max_prompt_tokens"] = 32
     config["rollout"] = {"agent": f"{__name__}:two_turns", "episode": {"max_tokens": 64}, "max_total_tokens": 16384}
     config["reward"] = {"answer_format": "auto", "workers": 1}
-    monkeypatch.setattr(sys, "argv", ["vapo-megatron", "evaluate", str(write_config(tmp_path / "e.yaml", config))])
-    with pytest.raises(SystemExit) as end:
-        cli.main()
-    assert not end.value.code
+    assert exit_code_of("evaluate", write_config(tmp_path / "e.yaml", config)) == 0
     lines = (tmp_path / "runs" / "tiny" / "evaluation" / "sums.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines]
     assert sorted(row["id"] for row in rows) == sorted([f"p{n}" for n in range(4)] * 2)

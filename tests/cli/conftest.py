@@ -23,5 +23,5 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def command(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> Command:
-    return Command(tmp_path, model, monkeypatch)
+def command(tmp_path: Path, model: Path) -> Command:
+    return Command(tmp_path, model)

@@ -38,8 +38,7 @@ async def served(handler: Callable[[web.Request], Coroutine[Any, Any, web.Respon
     site = web.TCPSite(runner, "127.0.0.1", 0, shutdown_timeout=0.1)
     await site.start()
     try:
-        assert site._server is not None and isinstance(site._server, asyncio.Server)
-        yield f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}"
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
     finally:
         await runner.cleanup()
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import psutil
 import pytest
+from called import exit_code_of
 from tiny_runs import evaluate_config, make_model, problems, write_config, write_rows
 
 from vapo_megatron import cli
@@ -69,18 +70,13 @@ class _Output:
         return False
 
 
-def test_check_says_what_can_be_read_and_answers_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_check_says_what_can_be_read_and_answers_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     model = make_model(tmp_path / "model")
     file = str(write_config(tmp_path / "e.yaml", evaluate_config(tmp_path, model)))
 
     def check(*overrides: str) -> tuple[int, str]:
-        monkeypatch.setattr(sys, "argv", ["vapo-megatron", "evaluate", file, "--check", *overrides])
-        with pytest.raises(SystemExit) as end:
-            cli.main()
-        said = capfd.readouterr()
-        return int(end.value.code or 0), said.out + said.err
+        code, said = exit_code_of("evaluate", file, "--check", *overrides), capfd.readouterr()
+        return code, said.out + said.err
 
     code, said = check()
     assert code == 0 and "sums: 4 problems\n" in said and f"model.path={model}: qwen3, " in said

@@ -54,7 +54,7 @@ def test_an_export_is_evaluated_as_the_run_does_it(tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr(evaluation_command, "engines_of", engines_of)
     with pytest.raises(Enough):
-        Command(tmp_path, actor, monkeypatch).exit_code(
+        Command(tmp_path, actor).exit_code(
             "evaluate", "--checkpoint", "step_000002", "evaluation.max_new_tokens=6", config=config
         )
     assert started == [(str(actor), "auto", 4096)]
@@ -111,7 +111,7 @@ def test_what_a_run_has_not_exported_is_refused_with_what_to_do(
     for folder in made:
         (tmp_path / "elsewhere/tiny" / folder).mkdir(parents=True)
         (tmp_path / "elsewhere/tiny" / folder / "config.json").touch()
-    command = Command(tmp_path, tmp_path / "absent", monkeypatch)
+    command = Command(tmp_path, tmp_path / "absent")
     overrides = ("--checkpoint", "final", f"run.root={tmp_path / 'elsewhere'}", override)
     code = command.exit_code("evaluate", *overrides, config=train_config(tmp_path, tmp_path / "absent"))
     assert_refused(command, code, capfd.readouterr().err, *named)

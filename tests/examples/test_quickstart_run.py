@@ -1,9 +1,14 @@
 """What the quickstart sets and says; it is run as a whole by hand."""
 
 import importlib.util
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 from types import ModuleType
 
+import psutil
 import pytest
 
 from vapo_megatron.cli import PRESETS
@@ -41,3 +46,24 @@ def test_the_last_lines_say_what_the_critic_explains_beside_what_is_free(script:
     assert "0.25 (mean of the other responses to the prompt -0.11," in before and "before the policy moves" in before
     # Ten values of 0.2 on average, 0.1 beside it: t(9) 2.262 * 0.1054 / sqrt(10).
     assert "0.20 ± 0.08 (mean of the other responses to the prompt 0.10 ± 0.08," in last and "last 10 steps" in last
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGKILL, -signal.SIGKILL)])
+def test_a_quickstart_that_is_ended_leaves_no_process(number: signal.Signals, code: int, tmp_path: Path) -> None:
+    command = [sys.executable, str(FOLDER / "run.py"), "--out", str(tmp_path / "q"), "--set", "data.steps=100000"]
+    with (tmp_path / "output").open("w") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=output)
+    deadline = time.monotonic() + 120
+    try:
+        while not (tmp_path / "q/sft/metrics.jsonl").exists():
+            assert process.poll() is None and time.monotonic() < deadline, (tmp_path / "output").read_text()
+            time.sleep(0.1)
+        family = psutil.Process(process.pid).children(recursive=True)
+        assert len(family) >= 3, "the cold start and its two ranks"
+        process.send_signal(number)
+        assert process.wait(60) == code, (tmp_path / "output").read_text()
+        _, alive = psutil.wait_procs(family, timeout=20)
+        assert not alive
+    finally:
+        process.kill()

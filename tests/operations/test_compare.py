@@ -1,13 +1,12 @@
 import itertools
 import json
 import random
-import sys
 from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+from called import exit_code_of
 
-from vapo_megatron import cli
 from vapo_megatron.data.sample import Prompt
 from vapo_megatron.errors import BadInput
 from vapo_megatron.evaluation.responses import Response
@@ -69,13 +68,9 @@ def test_different_problems_are_refused(tmp_path: Path) -> None:
         compare_runs(first, tmp_path)
 
 
-def test_the_command_prints_a_table(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_prints_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first, second = _run(tmp_path / "a", {"p1": 1, "p2": 2}), _run(tmp_path / "b", {"p1": 3, "p2": 2}, top_p=0.9)
-    monkeypatch.setattr(sys, "argv", ["vapo-megatron", "compare", str(first), str(second)])
-    with pytest.raises(SystemExit):
-        cli.main()
+    assert exit_code_of("compare", first, second) == 0
     output = capsys.readouterr().out
     assert "aime" in output and "+0.125" in output and "not sampled alike: top_p 0.7 against 0.9" in output
 
@@ -96,15 +91,13 @@ def _training_run(folder: Path, correct: dict[str, list[bool]], top_p: float = 0
 
 
 def test_training_runs_are_compared_by_their_last_evaluation(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     first = _training_run(tmp_path / "a", {"p": [True, False], "q": [False, False]})
     second = _training_run(tmp_path / "b", {"p": [True, True], "q": [False, True]}, top_p=0.9)
     (one,) = compare_runs(first, second)
     assert (one.name, one.problems, one.a, one.b, one.better) == ("sums", 2, 0.25, 0.75, 2)
-    monkeypatch.setattr(sys, "argv", ["vapo-megatron", "compare", str(first), str(second)])
-    with pytest.raises(SystemExit):
-        cli.main()
+    assert exit_code_of("compare", first, second) == 0
     output = " ".join(capsys.readouterr().out.split())
     assert "its evaluation after step 4" in output and "top_p 0.7 against 0.9" in output
     # An evaluation of a model on the same problems is comparable with it: digests are of text and answer.

@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 import pytest
 import ranks  # noqa: F401  (imports what processes need before they are forked)
+from called import exit_code_of
 from ports import free_port
 from tiny_runs import make_model, train_config, write_config
 
@@ -191,11 +192,9 @@ def test_a_truncated_model_is_a_fault_and_the_exit_code_says_so(
     weights.write_bytes(weights.read_bytes()[:-100])
     codes: list[int] = []
     monkeypatch.setattr(command, "leave", codes.append)
-    monkeypatch.setattr("sys.argv", ["vapo-megatron", "doctor", str(file), "--quick"])
     for name in ("RANK", "WORLD_SIZE", "SLURM_NTASKS"):
         monkeypatch.delenv(name, raising=False)
-    with pytest.raises(SystemExit):
-        cli.main()
+    exit_code_of("doctor", file, "--quick")
     rows = {line.split()[0]: line for line in capfd.readouterr().out.splitlines() if line.strip()}
     assert codes == [1] and rows["config"].split()[1] == "fault" and "broken:" in rows
     assert "no GPU here" in rows["gpus"]

@@ -4,6 +4,7 @@ import itertools
 from pathlib import Path
 
 import pytest
+from called import exit_code_of
 from plans import ROOT, model_dir, planned_config
 from tiny_runs import make_model
 
@@ -123,23 +124,17 @@ def test_more_gpus_do_not_take_longer(large: Path) -> None:
 
 
 def test_a_32b_model_that_does_not_fit_is_refused_with_one_that_does(
-    large: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    large: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     example = str(ROOT / "examples" / "gsm8k" / "vapo.yaml")
-    command = ["vapo-megatron", "plan", example, f"model.path={large}", *LONG, "--nodes", "16"]
-    monkeypatch.setattr("sys.argv", command)
-    with pytest.raises(SystemExit) as end:
-        cli.main()
-    assert end.value.code == 2
+    command = ["plan", example, f"model.path={large}", *LONG, "--nodes", "16"]
+    assert exit_code_of(*command) == 2
     said = capfd.readouterr()
     assert len(said.err.splitlines()) == 1 and "does not fit 128 x h100-80g" in said.err
     proposed = said.err.strip().partition(": try ")[2].split()
     assert proposed
-    monkeypatch.setattr("sys.argv", [*command, *proposed])
-    with pytest.raises(SystemExit) as end:
-        cli.main()
-    said = capfd.readouterr()
-    assert end.value.code == 0, said.err
+    code, said = exit_code_of(*command, *proposed), capfd.readouterr()
+    assert code == 0, said.err
     assert "GPU-hours" in said.out and "Assumed" in said.out
 
 
@@ -155,14 +150,12 @@ def test_a_32b_model_that_does_not_fit_is_refused_with_one_that_does(
     ],
 )
 def test_what_cannot_be_planned_is_named(
-    small: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], override: str, named: str
+    small: Path, capfd: pytest.CaptureFixture[str], override: str, named: str
 ) -> None:
     example = str(ROOT / "examples" / "gsm8k" / "vapo.yaml")
-    monkeypatch.setattr("sys.argv", ["vapo-megatron", "plan", example, f"model.path={small}", override])
-    with pytest.raises(SystemExit) as end:
-        cli.main()
+    code = exit_code_of("plan", example, f"model.path={small}", override)
     lines = capfd.readouterr().err.splitlines()
-    assert end.value.code == 2 and len(lines) == 1 and named in lines[0]
+    assert code == 2 and len(lines) == 1 and named in lines[0]
 
 
 def test_a_rollout_that_would_be_given_up_is_warned_of(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
