@@ -157,10 +157,12 @@ $(STAMP): requirements/cpu.lock setup.py
 	if ! $(BIN)/python -c 'import pip, sys; sys.exit(sys.version_info[:2] != (3, 11))' >/dev/null 2>&1; then
 	  echo "== [1/4] making .venv with $$python"; "$$python" -m venv --clear .venv
 	fi
-	echo "== [2/4] installing PyTorch ($(TORCH))"
+	echo "== [2/4] installing PyTorch ($(TORCH)) and, beside it, the rest of requirements/cpu.lock"
+	$(PIP) --no-deps "$(TORCH)" & torch=$$!
+	$(PIP) --no-deps -r <(grep -v '^torch==' requirements/cpu.lock) || { kill $$torch; exit 1; }
+	wait $$torch
+	echo "== [3/4] installing what this build of PyTorch needs besides"
 	$(PIP) "$(TORCH)"
-	echo "== [3/4] installing the rest of requirements/cpu.lock"
-	$(PIP) --no-deps -r requirements/cpu.lock
 	# Of earlier locks, and not to be loaded with every torch.
 	$(BIN)/python -m pip --disable-pip-version-check uninstall --quiet --yes torchvision 2>/dev/null
 	$(PIP) --no-deps --no-build-isolation --quiet --editable .
