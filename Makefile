@@ -157,10 +157,11 @@ $(STAMP): requirements/cpu.lock setup.py
 	if ! $(BIN)/python -c 'import pip, sys; sys.exit(sys.version_info[:2] != (3, 11))' >/dev/null 2>&1; then
 	  echo "== [1/4] making .venv with $$python"; "$$python" -m venv --clear .venv
 	fi
-	echo "== [2/4] installing PyTorch ($(TORCH)) and, beside it, the rest of requirements/cpu.lock"
-	$(PIP) --no-deps "$(TORCH)" & torch=$$!
-	$(PIP) --no-deps -r <(grep -v '^torch==' requirements/cpu.lock) || { kill $$torch; exit 1; }
-	wait $$torch
+	echo "== [2/4] installing requirements/cpu.lock"
+	# pip uses one core: two at once, each with every second line.
+	$(PIP) --no-deps "$(TORCH)" -r <(sed -n '1~2p' requirements/cpu.lock) & half=$$!
+	$(PIP) --no-deps -r <(sed -n '2~2p' requirements/cpu.lock | grep -v '^torch==') || { kill $$half; exit 1; }
+	wait $$half
 	echo "== [3/4] installing what this build of PyTorch needs besides"
 	$(PIP) "$(TORCH)"
 	# Of earlier locks, and not to be loaded with every torch.

@@ -56,7 +56,7 @@ def cold_start(task: Path) -> str:
         str(QUICKSTART / "sft.yaml"),
         f"model.path={task / 'model'}",
         f"data.path={task / 'sft.jsonl'}",
-        "data.steps=90",
+        "data.steps=50",
         "actor.optimizer.decay=constant",
         "actor.optimizer.min_lr=0",
         f"run.root={task}",
