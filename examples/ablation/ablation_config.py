@@ -66,6 +66,7 @@ class Row(Section):
     preset: str
     critic: Literal["pretrained", "reward_model", "new", "none"]
     overrides: tuple[str, ...] = ()
+    rate: float = Field(1.0, gt=0, description="learning rates of actor and critic over those of train.yaml")
     more_steps: int = Field(0, ge=0, description="than other rows: to draw as many responses as VAPO in all")
     paper: float | None = Field(None, description="AIME 2024 avg@32 in percent (arXiv 2504.05118, table 1)")
 

@@ -12,6 +12,7 @@ import typer
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from examples.ablation import transformer_tables as transformer
+from examples.ablation import tuned_tables
 from examples.ablation.figures import save_tabular_figure, save_transformer_figure
 from examples.ablation.intervals import Interval, shown
 from examples.ablation.results import Figures, read_figures
@@ -40,7 +41,14 @@ QUESTIONS = {
 }
 
 
-def render(tabular: Figures, sweep: Figures, price: Figures, forks: Figures, measured: Figures | None) -> str:
+def render(
+    tabular: Figures,
+    sweep: Figures,
+    price: Figures,
+    forks: Figures,
+    measured: Figures | None,
+    tuned: Figures | None,
+) -> str:
     """The page as Markdown; without figures of the transformer it says that there are none."""
     environment = Environment(
         loader=FileSystemLoader(HERE),
@@ -56,6 +64,8 @@ def render(tabular: Figures, sweep: Figures, price: Figures, forks: Figures, mea
         "chosen": CHOSEN,
         "measured": measured,
         "transformer": transformer,
+        "tuned": tuned,
+        "tuned_tables": tuned_tables,
     }
     facts |= {"techniques": _techniques(tabular), "table": tabular_table, "budgets": budget_table, "behind": _behind}
     facts |= {"price": price, "price_table": price_table, "price_findings": price_findings}
@@ -220,13 +230,13 @@ def write_page(docs: Path, measured: Path = MEASURED) -> Path:
         BadInput: measured/tabular.json, sweep.json, price.json or forks.json is missing.
     """
     tables = [read_figures(measured / f"{name}.json") for name in ("tabular", "sweep", "price", "forks")]
-    path = measured / "transformer.json"
-    found = read_figures(path) if path.is_file() else None
+    paths = (measured / f"{name}.json" for name in ("transformer", "tuned"))
+    found, tuned = (read_figures(path) if path.is_file() else None for path in paths)
     save_tabular_figure(tables[0], docs / "images" / "ablation_tabular.png")
     if found is not None and transformer.finished(found):
         save_transformer_figure(found, docs / "images" / "ablation.png")
     with atomic_write(docs / "ablation.md") as file:
-        file.write(render(*tables, found))
+        file.write(render(*tables, found, tuned))
     return docs / "ablation.md"
 
 

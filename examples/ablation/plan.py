@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import yaml
+
 from examples.ablation.ablation_config import SETTINGS_FILE, AblationConfig, RewardModelConfig, Setting, task_settings
 from examples.ablation.task import PROMPT_TOKENS, SPARE_TOKENS, longest_sequence
 from vapo_megatron.cli import PRESETS
@@ -99,7 +101,7 @@ class _Seed:
             yield self._train(
                 row.name,
                 row.preset,
-                [*overrides, *row.overrides],
+                [*overrides, *learning_rates(row.rate), *row.overrides],
                 needs,
                 steps,
                 START + STEP * steps,
@@ -195,6 +197,13 @@ def explained_before_training(run_dir: Path) -> float:
     """Held-out explained variance at the end of value pretraining, before the policy has moved."""
     name = f"{names.PRETRAINING}explained_variance"
     return [row[name] for row in read_metrics(run_dir) if name in row][-1]
+
+
+def learning_rates(rate: float) -> list[str]:
+    """Overrides that multiply the learning rates of train.yaml."""
+    shared = yaml.safe_load((HERE / "train.yaml").read_text())
+    models = ("actor", "critic") if rate != 1 else ()
+    return [f"{model}.optimizer.lr={rate * shared[model]['optimizer']['lr']:.6g}" for model in models]
 
 
 def _cli(command: str, config: Path, overrides: list[str]) -> tuple[str, ...]:

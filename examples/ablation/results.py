@@ -26,6 +26,7 @@ OF_A_STEP = {
     "length_max": names.LENGTH_MAX,
     "clip_low": names.CLIP_LOW,
     "clip_high": names.CLIP_HIGH,
+    "kl": "actor/approx_kl",
     "lambda": "advantage/lambda_mean",
     "explained": names.EXPLAINED_VARIANCE,
     "baseline_loo": names.BASELINE_LOO,

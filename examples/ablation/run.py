@@ -5,6 +5,7 @@
 
 import signal
 import time
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -19,6 +20,13 @@ from examples.ablation.plan import HERE, ROOT, Job, plan_jobs
 from examples.ablation.results import collect, write_figures
 from examples.ablation.transformer_tables import accuracy_table, cost_table, critic_table, finished, missing
 from vapo_megatron.errors import RunFailed, VapoError
+
+class Variant(StrEnum):
+    """Other settings than ablation.yaml's."""
+
+    LONG = "long"
+    TUNED = "tuned"
+
 
 console = Console(highlight=False, soft_wrap=True)
 
@@ -44,7 +52,9 @@ def main(
     settings: Annotated[
         list[str] | None, typer.Option("--setting", help="a setting to run; may be given again")
     ] = None,
-    long: Annotated[bool, typer.Option("--long", help="ablation_long.yaml: more seeds, steps and settings")] = False,
+    variant: Annotated[
+        Variant | None, typer.Option(help="ablation_VARIANT.yaml in place of ablation.yaml; tuned: each row at its rate")
+    ] = None,
     plan: Annotated[bool, typer.Option("--plan", help="say what would run, and end")] = False,
     as_is: Annotated[bool, typer.Option("--as-is", help="run nothing, present what is finished")] = False,
     docs: Annotated[
@@ -55,7 +65,7 @@ def main(
     started = time.monotonic()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends the runs as Ctrl-C does
     try:
-        file = HERE / ("ablation_long.yaml" if long else "ablation.yaml")
+        file = HERE / (f"ablation_{variant}.yaml" if variant else "ablation.yaml")
         config = read_ablation(file, overrides or [], only or [], settings or [])
         jobs = plan_jobs(config, out.resolve())
         show_plan(config, jobs, unfinished(jobs))
@@ -69,13 +79,14 @@ def main(
         chosen = [f"--only {row}" for row in only or []] + [f"--setting {setting}" for setting in settings or []]
         words = [
             "python -m examples.ablation.run",
-            *(["--long"] if long else []),
+            *([f"--variant {variant}"] if variant else []),
             *(overrides or []),
             *chosen,
             "--docs",
         ]
         command = " ".join(words)
-        present(config, out.resolve(), outcome, command if docs else None, time.monotonic() - started)
+        measured = MEASURED / f"{'tuned' if variant == Variant.TUNED else 'transformer'}.json" if docs else None
+        present(config, out.resolve(), outcome, command, measured, time.monotonic() - started)
     except VapoError as error:
         typer.echo(f"ablation: {error}", err=True)
         raise typer.Exit(error.exit_code) from None
@@ -84,8 +95,13 @@ def main(
         raise typer.Exit(130) from None
 
 
-def present(config: AblationConfig, out: Path, outcome: Outcome, command: str | None, seconds: float) -> None:
-    """Print tables and write figures of all that is finished, with a command the page too; fail where a job did."""
+def present(
+    config: AblationConfig, out: Path, outcome: Outcome, command: str, measured: Path | None, seconds: float
+) -> None:
+    """Print tables and write figures of all that is finished; fail where a job did.
+
+    measured: file of the figures that the page is made of, which is then written too.
+    """
     figures = collect(config, out, {*outcome.done, *outcome.skipped}, outcome.refused) | {"command": command}
     write_figures(figures, out / "measured.json")
     for name, setting in figures["settings"].items():
@@ -97,8 +113,8 @@ def present(config: AblationConfig, out: Path, outcome: Outcome, command: str | 
         f"[bold green]{len(outcome.done)} jobs run, {len(outcome.skipped)} were finished before, "
         f"{len(outcome.refused)} not run[/bold green] ({seconds / 60:.1f} minutes)\n  figures  {out / 'measured.json'}"
     )
-    if command and finished(figures):
-        write_figures(figures, MEASURED / "transformer.json")
+    if measured and finished(figures):
+        write_figures(figures, measured)
         console.print(f"  page     {write_page(ROOT / 'docs')}")
         for line in missing(figures):
             console.print(f"  missing  {line}")

@@ -1,0 +1,76 @@
+"""Tables of the transformer ablation in which every row has its own learning rate, from measured/tuned.json."""
+
+from statistics import mean
+
+from examples.ablation.intervals import Interval, interval, paired, shown
+from examples.ablation.results import Figures, accuracy_at, finals, known
+
+POINTS = 32  # at which a course is read for its mean
+
+
+def least_spent(setting: Figures, by: str) -> float:
+    """What every row of every seed has spent at its end. by: "responses" or "cpu_seconds"."""
+    return min(seed[by][-1] for row in setting["rows"].values() for seed in row["seeds"].values())
+
+
+def area(setting: Figures, row: Figures, by: str) -> dict[int, float]:
+    """Mean accuracy, by seed, over what every row has spent; value pretraining's is counted."""
+    most, areas = least_spent(setting, by), {}
+    for seed, figures in row["seeds"].items():
+        critic = setting["critics"][seed]
+        start = (critic[by] if row["critic"] == "pretrained" else 0.0, critic["accuracy"])
+        course = [accuracy_at(figures, start, by, most * (n + 0.5) / POINTS) for n in range(POINTS)]
+        areas[int(seed)] = mean(known(course))
+    return areas
+
+
+def lead(setting: Figures, first: str, second: str, by: str = "responses") -> Interval | None:
+    """Area of the first row less the second's, paired by seed."""
+    rows = setting["rows"]
+    return paired(area(setting, rows[first], by), area(setting, rows[second], by))
+
+
+QUESTIONS = (
+    ("the loss (token mean, clip-higher, positive NLL)", "without_critic", "grpo"),
+    ("the sampling (one response a prompt, the batch's mean in place of the group's)", "reinforce_direct", "without_critic"),
+    ("the critic, calibrated and trusted as far as it explains", "direct", "reinforce_direct"),
+    ("the pretrained critic at its price", "vapo", "without_critic"),
+    ("all of it", "direct", "grpo"),
+)
+
+
+def tuned_findings(setting: Figures) -> list[str]:
+    """What of the lead is the loss, the sampling and the critic: leads in area by responses, and by seconds."""
+    titles = {name: row["title"] for name, row in setting["rows"].items()}
+    return [
+        f"{what}: {titles[first]} less {titles[second]} is {shown(lead(setting, first, second))} by responses, "
+        f"{shown(lead(setting, first, second, 'cpu_seconds'))} by seconds"
+        for what, first, second in QUESTIONS
+    ]
+
+
+def tuned_table(setting: Figures, rows: list[str], compared_with: str, steps: int) -> str:
+    """Accuracy per step, per response and per second of the rows, and their lead over one of them in area."""
+    titles = ["", "rate", f"after {steps} steps", "area by responses", "area by seconds"]
+    titles += [f"less {setting['rows'][compared_with]['title']}, by responses", "by seconds"]
+    titles += ["explained variance", "KL of an update"]
+    lines = [f"| {' | '.join(titles)} |", "|---|" + "---:|" * (len(titles) - 1)]
+    for name in rows:
+        row = setting["rows"][name]
+        if not row["seeds"]:
+            continue
+        seeds = list(row["seeds"].values())
+        cells = [row["title"], f"x{row['rate']:g}", spread(finals(row, steps))]
+        cells += [spread(area(setting, row, by)) for by in ("responses", "cpu_seconds")]
+        for by in ("responses", "cpu_seconds"):
+            cells.append("–" if name == compared_with else shown(lead(setting, name, compared_with, by)))
+        explained = [mean(known(seed["explained"][:steps])) for seed in seeds if "explained" in seed]
+        cells.append(f"{mean(explained):.2f}" if explained else "")
+        cells.append(f"{mean(mean(known(seed['kl'][:steps])) for seed in seeds):.1e}")
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def spread(values: dict[int, float]) -> str:
+    """Mean over seeds with its 95 % interval."""
+    return shown(interval(list(values.values())), mark=False).lstrip("+")
