@@ -173,7 +173,7 @@ class _Seed:
             self._name(name),
             _cli("train", HERE / "train.yaml", overrides),
             folder / name,
-            (self._name(needs),),
+            (self._name(needs), f"{self.setting.name}/seed{self.config.seeds[0]}/cold_start"),  # its engine's model too
             seconds,
             lambda: is_finished(folder / name, wanted, steps),
             self._engine(),
