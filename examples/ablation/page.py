@@ -65,7 +65,7 @@ def render(
         "measured": measured,
         "transformer": transformer,
         "tuned": tuned,
-        "tuned_tables": tuned_tables,
+        **tuned_tables.for_page(tuned),
     }
     facts |= {"techniques": _techniques(tabular), "table": tabular_table, "budgets": budget_table, "behind": _behind}
     facts |= {"price": price, "price_table": price_table, "price_findings": price_findings}

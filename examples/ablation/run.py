@@ -21,6 +21,7 @@ from examples.ablation.results import collect, write_figures
 from examples.ablation.transformer_tables import accuracy_table, cost_table, critic_table, finished, missing
 from vapo_megatron.errors import RunFailed, VapoError
 
+
 class Variant(StrEnum):
     """Other settings than ablation.yaml's."""
 
@@ -53,7 +54,8 @@ def main(
         list[str] | None, typer.Option("--setting", help="a setting to run; may be given again")
     ] = None,
     variant: Annotated[
-        Variant | None, typer.Option(help="ablation_VARIANT.yaml in place of ablation.yaml; tuned: each row at its rate")
+        Variant | None,
+        typer.Option(help="ablation_VARIANT.yaml in place of ablation.yaml; tuned: each row at its rate"),
     ] = None,
     plan: Annotated[bool, typer.Option("--plan", help="say what would run, and end")] = False,
     as_is: Annotated[bool, typer.Option("--as-is", help="run nothing, present what is finished")] = False,

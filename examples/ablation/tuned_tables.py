@@ -1,9 +1,10 @@
 """Tables of the transformer ablation in which every row has its own learning rate, from measured/tuned.json."""
 
 from statistics import mean
+from typing import Any
 
 from examples.ablation.intervals import Interval, interval, paired, shown
-from examples.ablation.results import Figures, accuracy_at, finals, known
+from examples.ablation.results import Figures, accuracy_at, finals, known, mean_over_steps
 
 POINTS = 32  # at which a course is read for its mean
 
@@ -32,7 +33,11 @@ def lead(setting: Figures, first: str, second: str, by: str = "responses") -> In
 
 QUESTIONS = (
     ("the loss (token mean, clip-higher, positive NLL)", "without_critic", "grpo"),
-    ("the sampling (one response a prompt, the batch's mean in place of the group's)", "reinforce_direct", "without_critic"),
+    (
+        "the sampling (one response a prompt, the batch's mean in place of the group's)",
+        "reinforce_direct",
+        "without_critic",
+    ),
     ("the critic, calibrated and trusted as far as it explains", "direct", "reinforce_direct"),
     ("the pretrained critic at its price", "vapo", "without_critic"),
     ("all of it", "direct", "grpo"),
@@ -74,3 +79,51 @@ def tuned_table(setting: Figures, rows: list[str], compared_with: str, steps: in
 def spread(values: dict[int, float]) -> str:
     """Mean over seeds with its 95 % interval."""
     return shown(interval(list(values.values())), mark=False).lstrip("+")
+
+
+METHODS = ("vapo", "grpo", "dapo", "without_critic", "reinforce_direct", "direct")
+
+
+def for_page(tuned: Figures | None) -> dict[str, Any]:
+    """What the page's template is given."""
+    if tuned is None:
+        return {}
+    setting, steps = tuned["settings"]["steps"], tuned["steps"]
+    methods = {name: row for name, row in setting["rows"].items() if name in METHODS}
+    kinds = [name for name, row in setting["rows"].items() if name not in METHODS and row["seeds"]]
+    long = setting | {"rows": methods}
+    return {
+        "tuned_responses": next(critic["responses"] for critic in setting["critics"].values()),
+        "spent": {
+            "responses": f"{least_spent(long, 'responses'):.0f}",
+            "seconds": f"{least_spent(long, 'cpu_seconds'):.0f}",
+        },
+        "tuned_findings": tuned_findings(long),
+        "tuned_methods": tuned_table(long, list(methods), "reinforce_direct", steps),
+        "tuned_kinds": kinds and kinds_table(setting, ["direct", *kinds], steps),
+    }
+
+
+def kinds_table(setting: Figures, rows: list[str], steps: int) -> str:
+    """Accuracy and explained variance of the first row, and of others less the first, after equally many steps."""
+    titles = [
+        "",
+        "seeds",
+        f"after {steps} steps",
+        "mean of evaluations",
+        "less direct",
+        "explained variance",
+        "CPU seconds of a step",
+    ]
+    lines = [f"| {' | '.join(titles)} |", "|---|" + "---:|" * (len(titles) - 1)]
+    first = setting["rows"][rows[0]]
+    for name in rows:
+        row = setting["rows"][name]
+        seeds = list(row["seeds"].values())
+        means = mean_over_steps(row, steps)
+        less = "–" if name == rows[0] else shown(paired(means, mean_over_steps(first, steps)))
+        explained = {int(seed): mean(known(found["explained"][:steps])) for seed, found in row["seeds"].items()}
+        seconds = mean(found["cpu_seconds"][0] for found in seeds)
+        cells = [row["title"], str(len(seeds)), spread(finals(row, steps)), spread(means), less, spread(explained)]
+        lines.append(f"| {' | '.join([*cells, f'{seconds:.1f}'])} |")
+    return "\n".join(lines)

@@ -8,7 +8,7 @@ import psutil
 import pytest
 
 from examples.ablation import execute as execution
-from examples.ablation import transformer_tables
+from examples.ablation import transformer_tables, tuned_tables
 from examples.ablation.ablation_config import Task, read_ablation
 from examples.ablation.forked import SharedEngine
 from examples.ablation.page import MEASURED, ROOT, render
@@ -23,7 +23,7 @@ from vapo_megatron.errors import BadInput, RunFailed
 from vapo_megatron.rewards.math import grade_response
 
 FOLDER = Path(__file__).parents[2] / "examples" / "ablation"
-SHORT, LONG = FOLDER / "ablation.yaml", FOLDER / "ablation_long.yaml"
+SHORT, LONG, TUNED = (FOLDER / f"ablation{variant}.yaml" for variant in ("", "_long", "_tuned"))
 
 
 # The task.
@@ -158,6 +158,21 @@ def test_rows_keep_the_papers_proportions_and_share_all_but_what_they_are_about(
     assert advantage["without_decoupled_gae"].lambda_critic == 0.0 and advantage["vapo"].lambda_critic == 1.0
     assert advantage["without_length_adaptive_gae"].lambda_policy == 0.0
     assert advantage["lambda_policy_095"].lambda_policy == advantage["lambda_critic_095"].lambda_critic == 0.95
+
+
+def test_a_tuned_row_has_its_own_multiple_of_the_shared_rates(tmp_path: Path) -> None:
+    config = read_ablation(TUNED, ["seeds=[1]"], [], [])
+    jobs = {job.name.split("/")[2]: job for job in plan_jobs(config, tmp_path) if "train" in job.argv}
+    for row in config.rows:
+        arguments = jobs[row.name].argv[jobs[row.name].argv.index("train") + 1 :]
+        settings = load_config(TrainConfig, Path(arguments[0]), list(arguments[1:]), PRESETS)
+        expected = {"actor": 2e-4 * row.rate, "critic": 4e-4 * row.rate}
+        for override in row.overrides:
+            if (key := override.partition(".optimizer.lr=")[0]) in expected:
+                expected[key] = float(override.partition("=")[2])
+        assert settings.actor.optimizer.lr == pytest.approx(expected["actor"]), row.name
+        assert settings.critic.optimizer.lr == pytest.approx(expected["critic"]), row.name
+    assert all("steps/seed1/cold_start" in job.needs for name, job in jobs.items() if name != "value_critic")
 
 
 def test_names_choose_rows_and_settings_and_wrong_ones_are_refused() -> None:
@@ -322,12 +337,24 @@ def test_figures_count_the_responses_of_value_pretraining(tmp_path: Path) -> Non
     assert "| GRPO | 256 | 256 | 256 | not reached | 128 | 3.00 |" in transformer_tables.cost_table(setting)
 
 
+def test_a_lead_is_over_what_both_rows_have_spent(tmp_path: Path) -> None:
+    config, names = finished_runs(tmp_path)
+    setting = collect(config, tmp_path, names, {})["settings"]["steps"]
+    assert tuned_tables.least_spent(setting, "responses") == 512, "GRPO's four steps"
+    area = tuned_tables.area(setting, setting["rows"]["grpo"], "responses")
+    assert area[1] == pytest.approx((0.55 + 0.77) / 2, abs=1e-3), "0.4 to 0.7 to 0.84"
+    still = tuned_tables.area(setting, setting["rows"]["vapo"], "responses")
+    assert still == {1: 0.4, 2: 0.4}, "VAPO's value pretraining draws more than that, and moves no policy"
+    lead = tuned_tables.lead(setting, "grpo", "vapo")
+    assert lead is not None and lead.mean == pytest.approx(0.26, abs=1e-3) and lead.half == pytest.approx(0, abs=1e-9)
+
+
 def test_the_page_says_what_was_not_run_and_what_is_missing(tmp_path: Path) -> None:
     config, names = finished_runs(tmp_path, explained=0.1)
     refused = {"steps/seed2/vapo": "its critic explains 0.100 held out, below 0.2"}
     figures = collect(config, tmp_path, names - {"steps/seed2/vapo", "steps/seed2/grpo"}, refused)
     tables = [read_figures(MEASURED / f"{name}.json") for name in ("tabular", "sweep", "price", "forks")]
-    page = render(*tables, figures | {"command": "as run"})
+    page = render(*tables, figures | {"command": "as run"}, None)
     assert "- GRPO: after equally many steps VAPO is ahead in none, behind in none" in page, "one seed has no interval"
     assert "not run: VAPO, seed 2: its critic explains 0.100" in page
     assert "steps, GRPO: seeds 2" in page and "`as run`" in page
@@ -340,7 +367,7 @@ def test_the_page_says_what_was_not_run_and_what_is_missing(tmp_path: Path) -> N
 
 
 def test_the_page_is_what_the_figures_give() -> None:
-    path = MEASURED / "transformer.json"
     tables = [read_figures(MEASURED / f"{name}.json") for name in ("tabular", "sweep", "price", "forks")]
-    wanted = render(*tables, read_figures(path) if path.is_file() else None)
+    paths = (MEASURED / f"{name}.json" for name in ("transformer", "tuned"))
+    wanted = render(*tables, *(read_figures(path) if path.is_file() else None for path in paths))
     assert (ROOT / "docs" / "ablation.md").read_text() == wanted, "python -m examples.ablation.page writes it anew"
