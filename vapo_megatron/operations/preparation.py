@@ -209,7 +209,7 @@ class LeftOut:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a preparation. repeated: rows whose problem and answer came before; they are not listed."""
+    """Result of a preparation. repeated: rows whose problem and answer came before; they are not listed."""
 
     rows: int
     kept: int
@@ -233,9 +233,9 @@ def prepare(
 ) -> Outcome:
     """Write rows {id, problem, answer} to out, and what was left out and why to <out>.report.json.
 
-    In this order a row goes where it has no problem or answer (empty), where one before it has the same words
-    (repeated, or conflicting_answers, and then all of them go), where it is too near to an evaluation problem
-    (contaminated), and where its answer is no integer and only integers are wanted (not_an_integer).
+    A row is left out, in this order, if it has no problem or answer (empty), if an earlier row has the same problem
+    (repeated, or conflicting_answers, which removes all of them), if it is too near to an evaluation problem
+    (contaminated), and if only integers are wanted and its answer is none (not_an_integer).
 
     Args:
         sources: files, or hub:OWNER/NAME[@REVISION][:PART].
@@ -283,7 +283,7 @@ def prepare(
 def _read(
     sources: Sequence[str], left_out: list[LeftOut] | None = None, keep: Sequence[str] = ()
 ) -> tuple[int, list[RawProblem]]:
-    """Number of rows of all sources, and those with a problem and an answer."""
+    """The number of rows of all sources, and the problems of those that have one and an answer."""
     problems: list[RawProblem] = []
     count = 0
     for source in sources:
@@ -303,7 +303,7 @@ def _read(
 def _without(
     problems: Sequence[RawProblem], reason: str, detail_of: Callable[[RawProblem], str | None], left_out: list[LeftOut]
 ) -> list[RawProblem]:
-    """The problems of which detail_of says nothing; what it says of the others goes into left_out."""
+    """The problems for which detail_of returns None; the others go into left_out with their detail."""
     kept: list[RawProblem] = []
     for row in problems:
         detail = detail_of(row)
@@ -328,7 +328,7 @@ def _not_an_integer(row: RawProblem) -> str | None:
 
 
 def _distinct(problems: Sequence[RawProblem], left_out: list[LeftOut]) -> tuple[list[RawProblem], int]:
-    """One of each problem, and how many repeat one. Of a problem with several answers none is kept."""
+    """Each problem once, and the number of repeats. A problem with several answers is left out."""
     first: dict[str, RawProblem] = {}
     conflicts: set[str] = set()
     repeated = 0

@@ -1,4 +1,4 @@
-"""`vapo-megatron critic`: what a critic knows of the true values of states, which the engines find by trying."""
+"""`vapo-megatron critic`: compares a critic's values with true values, which engines estimate by continuing states."""
 
 import os
 import signal
@@ -158,7 +158,7 @@ def _score(config: ProbedRunConfig, batch: ExperienceBatch, found: Path) -> None
 
 
 class ProbeReport(NamedTuple):
-    """What probes say: algorithms.critic_probes.figures with their intervals, what they come to, and figures of the
+    """Result of the probes: algorithms.critic_probes.figures with their intervals, the conclusion, and figures of the
     responses: reward, tokens, share of continuations that were cut."""
 
     figures: dict[str, Interval]
@@ -195,7 +195,7 @@ def probed(drawn: Drawn, values: Tensor, gamma: float, config: CriticProbesConfi
     )
 
 
-# Figures in the order of the page, with what they are.
+# Figures in the order of the page, with their meaning.
 _ROWS = (
     ("correlation", "correlation of value and true value, the noise of the probes taken out"),
     ("calibration_slope", "slope of true value on value: 1 is right, below it values are too extreme"),

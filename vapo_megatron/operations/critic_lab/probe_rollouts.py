@@ -1,4 +1,4 @@
-"""Responses that are continued at some of their states, and graded: what critic probes are made of."""
+"""Draws responses, continues them at some of their states, and grades what follows."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -48,7 +48,7 @@ class Drawn:
 
 
 def choose_prompts(config: ProbedRunConfig, tokenizer: TextTokenizer) -> tuple[str, list[Prompt]]:
-    """What the prompts are, for people, and the prompts themselves, their cursors from 0.
+    """A description of the prompts, and the prompts themselves, their cursors from 0.
 
     Raises:
         BadInput: critic_probes.set is no set of data.eval, or its file cannot be used.

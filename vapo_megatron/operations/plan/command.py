@@ -17,7 +17,7 @@ from vapo_megatron.operations.plan.plan import Plan, default_world, make_plan
 from vapo_megatron.operations.plan.rollout import drawn_prompts, imbalance
 from vapo_megatron.operations.plan.search import Proposal, propose
 
-# A proposal is worth telling where it saves at least this share of the run's time.
+# A proposal is shown if it saves at least this share of the run's time.
 _WORTH_TELLING = 0.1
 
 
@@ -52,7 +52,7 @@ def plan_run(config: PlanConfig, gpus: int | None, nodes: int | None, simulated:
 
 
 def assumptions(plan: Plan) -> list[str]:
-    """What is taken for granted, one line each; the keys are explained in docs/configuration.md."""
+    """What the plan assumes, one line each; docs/configuration.md explains the keys."""
     hardware, lengths, config = plan.hardware, plan.lengths, plan.config
     uneven = imbalance(plan.engines, config.batch.prompts_per_step, config.samples, lengths)
     reached = ", ".join(f"{name} {value:g}" for name, value in hardware.efficiency.model_dump().items())
@@ -91,7 +91,7 @@ def assumptions(plan: Plan) -> list[str]:
 
 
 def warnings(plan: Plan) -> list[str]:
-    """What a run of this plan would meet; one line each."""
+    """Settings that do not suit a run of this plan, one line each."""
     lines, rollout = proportions_left(plan.config, plan.lengths.mean), plan.config.rollout
     if plan.time.phases["rollout"] > rollout.collect_timeout_s:
         lines.append(
@@ -140,7 +140,7 @@ def show(plan: Plan, proposals: Sequence[Proposal], console: Console) -> None:
 
 
 def _table_of(title: str, columns: Sequence[str]) -> Table:
-    """One without rows yet: names to the left, figures to the right."""
+    """An empty table: names to the left, figures to the right."""
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
     for number, column in enumerate(columns):
         table.add_column(column, justify="left" if number == 0 else "right")

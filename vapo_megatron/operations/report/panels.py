@@ -1,4 +1,4 @@
-"""What the pictures of a run show: panels of curves, the same in every report."""
+"""The panels of curves in a report."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -8,13 +8,13 @@ from vapo_megatron.monitoring import names
 
 Rows = Sequence[Mapping[str, Any]]
 
-# Of a run: beyond it only every n-th point is drawn.
+# Points of a curve; of a longer run only every n-th point is drawn.
 _MOST_POINTS = 1500
 
 
 @dataclass(frozen=True)
 class Curve:
-    """A metric in a panel. smooth: faint as it is, and strong as a moving mean. low, high: metrics that bound it."""
+    """A metric in a panel. smooth: drawn faint, with a strong moving mean. low, high: metrics that bound it."""
 
     metric: str
     label: str
@@ -130,7 +130,7 @@ PANELS: tuple[Panel, ...] = (
 
 
 def panels_of(rows: Rows) -> list[Panel]:
-    """The panels that these rows have something to show in, with the curves that they have."""
+    """The panels for which these rows have values, with the curves that have any."""
     present = {name for row in rows for name, value in row.items() if value is not None}
     shown = [_accuracy(present, rows), *PANELS, _phases(rows)]
     kept = (replace(panel, curves=tuple(c for c in panel.curves if c.metric in present)) for panel in shown)

@@ -24,11 +24,10 @@ _SCRIPTS = ("charts.js", "samples.js", "page.js")
 
 
 def write_report(directories: Sequence[Path], out: Path | None = None) -> Path:
-    """Write the page of these runs; its path.
+    """Write the page of these runs, evaluations and unfinished runs included; returns its path.
 
-    Any run may be reported on, an evaluation and one that goes on still too. out: where the page goes, as of runs of
-    other people; None: report.html in the run's directory, of several runs in the current one. Raises BadInput where a
-    run has nothing to report on, or a file cannot be read.
+    out: where to write the page; None: report.html in the run's directory, or in the current one for several runs.
+    Raises BadInput if a run has nothing to report on, or a file cannot be read.
     """
     runs = [read_run(directory) for directory in directories]
     path = out or (runs[0].directory if len(runs) == 1 else Path()) / "report.html"
@@ -38,7 +37,7 @@ def write_report(directories: Sequence[Path], out: Path | None = None) -> Path:
 
 
 def page(runs: Sequence[Run], live: bool = False) -> str:
-    """The page. live: it asks its server for the state of the runs from time to time."""
+    """The page as HTML. live: it asks its server for the state of the runs every few seconds."""
     templates = Environment(
         loader=PackageLoader("vapo_megatron.operations.report"),
         autoescape=select_autoescape(["html.j2"]),
@@ -55,7 +54,7 @@ def page(runs: Sequence[Run], live: bool = False) -> str:
 
 
 def content(runs: Sequence[Run]) -> dict[str, Any]:
-    """What the page shows, for JSON: panels with the curves that any of the runs has, and the runs."""
+    """The data of the page, for JSON: panels with the curves that any run has, and the runs."""
     panels: dict[str, dict[str, Any]] = {}
     for run in runs:
         for panel in panels_of(run.rows):
@@ -72,7 +71,7 @@ def content(runs: Sequence[Run]) -> dict[str, Any]:
 
 
 def _names(runs: Sequence[Run]) -> list[str]:
-    """Names that tell runs apart: those of their directories, where two are alike the whole paths."""
+    """Names of the runs' directories, or their whole paths if two names are equal."""
     short = [run.name for run in runs]
     return short if len(set(short)) == len(short) else [str(run.directory) for run in runs]
 
@@ -119,7 +118,7 @@ def alarms_of(rows: Rows) -> list[dict[str, str]]:
 
 
 def phases(rows: Rows) -> list[dict[str, Any]]:
-    """Every phase, the longest first: seconds, their share of all phases' seconds, highest memory in GiB by gauge."""
+    """Every phase, the longest first: seconds, share of all phases' seconds, peak memory in GiB by gauge."""
     timed = [row for row in rows if row["step"] > 0]
     present = set[str]().union(*timed)
     metrics = {name for name in present if name.startswith(names.TIME)} - {names.STEP_TIME}
@@ -136,7 +135,7 @@ def phases(rows: Rows) -> list[dict[str, Any]]:
 
 
 def headline(run: Run) -> list[tuple[str, str, str]]:
-    """What somebody who knows nothing of the run should see first: label, figure, what stands beside it."""
+    """The figures at the top of the page: label, figure, remark."""
     figures = []
     for name, entry in run.sets.items():
         first = series(run.rows, f"{names.EVALUATION}{name}_avg@{entry['samples']}")[1]
@@ -179,7 +178,7 @@ def _ends(values: Sequence[float]) -> tuple[float, float] | None:
 
 
 def duration(seconds: float) -> str:
-    """In the unit that fits."""
+    """A time in days, hours, minutes or seconds."""
     for unit, size in (("days", 86400), ("hours", 3600), ("minutes", 60)):
         if seconds >= 2 * size:
             return f"{seconds / size:.1f} {unit}"

@@ -1,4 +1,4 @@
-"""What a run directory holds, read for a report."""
+"""Reads a run directory for a report."""
 
 import json
 import re
@@ -20,7 +20,7 @@ from vapo_megatron.evaluation.metrics import PROBLEMS
 from vapo_megatron.monitoring.metrics import METRICS_FILE, read_metrics
 from vapo_megatron.operations.report.panels import Rows
 
-# What a page takes of the responses of a run.
+# How many responses of a run a page shows.
 STEPS_OF_SAMPLES = 12
 BYTES_OF_SAMPLES = 3 << 20
 _SAMPLES_OF_STEP = re.compile(r"step_(\d+)\.jsonl")
@@ -48,7 +48,7 @@ class Run:
 
     @cached_property
     def settings(self) -> Mapping[str, Any]:
-        """Its config, as far as it can be read."""
+        """Its config; empty if it cannot be read."""
         try:
             settings = yaml.safe_load(self.config)
         except yaml.YAMLError:
@@ -56,7 +56,7 @@ class Run:
         return settings if isinstance(settings, dict) else {}
 
     def facts(self) -> dict[str, str]:
-        """Date, preset, model, data and machine, as far as its files tell."""
+        """Date, preset, model, data, machine and commit, those that its files have."""
         settings, machine = self.settings, self.environment
         sections = {name: section for name, section in settings.items() if isinstance(section, Mapping)}
         data = sections.get("data", {}).get("train")
@@ -73,7 +73,7 @@ class Run:
         return {name: str(fact) for name, fact in facts.items() if fact}
 
     def samples(self) -> list[dict[str, Any]]:
-        """Responses to browse, each with the `step` or `set` it is of: of some steps, from the first to the last.
+        """Responses to browse, each with its `step` or `set`: those of some steps, the first and the last among them.
 
         No more than STEPS_OF_SAMPLES steps and BYTES_OF_SAMPLES in all.
         """
@@ -89,7 +89,7 @@ class Run:
         return [origin | row for origin, path in origins for row in _within(path, share)]
 
     def problems(self) -> list[dict[str, Any]]:
-        """The problems of an evaluation, each with its `set`; none where it has kept no such file."""
+        """The problems of an evaluation, each with its `set`; none if there is no such file."""
         files = {name: self.directory / "evaluation" / f"{name}{PROBLEMS}" for name in self.sets}
         return [{"set": name} | row for name, path in files.items() if path.is_file() for _, row in read_rows(path)]
 
@@ -119,7 +119,7 @@ def _within(path: Path, size: int) -> Iterator[dict[str, Any]]:
 
 
 def read_run(directory: Path) -> Run:
-    """Raises BadInput where it is no run directory, has nothing to report on, or holds a file that cannot be read."""
+    """Raises BadInput if it is no run directory, has nothing to report on, or holds a file that cannot be read."""
     if not directory.is_dir():
         raise BadInput(f"{directory}: no such run directory; give one, such as runs/vapo")
     rows, evaluation = read_metrics(directory), read_evaluation(directory)
@@ -134,7 +134,7 @@ def read_run(directory: Path) -> Run:
 
 
 def read_evaluation(directory: Path) -> dict[str, Any]:
-    """evaluation.json of a run; empty where there is none. Raises BadInput where it is something else."""
+    """evaluation.json of a run; empty if there is none. Raises BadInput if it holds something else."""
     path = directory / "evaluation.json"
     evaluation = _read_json(path)
     sets, step = evaluation.get("sets", []), evaluation.get("step", 0)
@@ -144,7 +144,7 @@ def read_evaluation(directory: Path) -> dict[str, Any]:
 
 
 def _is_result(one: Any) -> bool:
-    """Whether it is what SetResult.as_dict gives, as far as a report shows it."""
+    """Whether it has the fields of a SetResult that a report shows."""
     return (
         isinstance(one, dict)
         and isinstance(one.get("name"), str)
