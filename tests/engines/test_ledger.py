@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from vapo_megatron.engines.ledger import DROPPED, FILLED, NO_SIGNAL, STALE, Ledger, StepRule
+from vapo_megatron.engines.ledger import DROPPED, FILLED, NO_SIGNAL, STALE, GroupRecord, Ledger, StepRule
 
 
 def every(n: int) -> Callable[[int], bool]:
@@ -130,3 +130,18 @@ def test_groups_of_a_later_step_than_allowed_are_not_drawn() -> None:
     assert ledger.room() == 4
     last = Ledger(StepRule(4, 1, staleness=5))
     assert last.room() == 4, "there is no step 2"
+
+
+def test_a_step_is_taken_without_comparing_each_group_with_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(record: GroupRecord, other: object) -> bool:
+        raise AssertionError("quadratic in the groups of a step")
+
+    monkeypatch.setattr(GroupRecord, "__eq__", refuse)
+    ledger = Ledger(StepRule(8, 1, most_draws=20))
+    for number in range(ledger.room()):
+        assert ledger.draw() == number
+        ledger.grade(number, number % 4 > 0)
+    while not ledger.is_ready():
+        number = ledger.draw()
+        ledger.grade(number, True)
+    assert len(ledger.take()) == 8

@@ -184,7 +184,7 @@ class Ledger:
         for number in set(taken).difference(finished):
             self._records[number].graded = False
         self._drop([record.number for record in spare[len(fill) :]], NO_SIGNAL)
-        self._drop([record.number for record in graded if record not in fresh], STALE)
+        self._drop([record.number for record in graded if self._is_stale(record, part)], STALE)
         self.taken += 1
         self.counts["trained"] += len(finished)
         self.counts[FILLED] += len(fill)
