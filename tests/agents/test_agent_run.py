@@ -64,5 +64,9 @@ def test_episodes_train_and_a_killed_run_goes_on(shared: World) -> None:
     for row in rows.values():
         assert row["agent/turns"] == 2 and row["agent/tokens_observed"] > 0 and row["agent/tokens_written"] <= 12
         assert row["response_length/mean"] == pytest.approx(row["agent/tokens_written"]), "observations carry no loss"
+        by_turn = [row[f"agent/tokens_written/turn_{turn}"] for turn in (1, 2)]
+        assert sum(by_turn) == pytest.approx(row["agent/tokens_written"]) and all(by_turn)
+        assert row["agent/episodes/turn_2"] == 1 and "agent/episodes/turn_3" not in row
+        assert row["agent/cut_by_turns"] == row["agent/cut_by_tokens"] == 0
         assert row["actor/grad_norm"] > 0 and row["critic/value_loss"] > 0
         assert row["rollout/train_infer_logprob_diff"] < 1e-4

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -200,7 +201,9 @@ def test_evaluation_plays_episodes_and_grades_what_the_agent_did_not(
     for name, reason in (("Echo", "agent"), ("forgets", "asked"), ("raises", "broken: error")):
         settings = RolloutConfig(agent=f"{__name__}:{name}", episode=EpisodeConfig(max_tokens=200))
         agents = Agents(dispatcher, tokenizer, settings)
-        generator = generate_with(agents.collect, tokenizer.decode, sampling, 11, 0, RewardConfig())
+        generator = generate_with(
+            partial(dispatcher.collect, generate=agents.generate), tokenizer.decode, sampling, 11, 0, RewardConfig()
+        )
         evaluator = Evaluator(cast(VerifierPool, AskedVerifier()), RewardConfig())
         try:
             responses = evaluator.answer("set", problems, 2, generator)

@@ -8,7 +8,6 @@ from http import HTTPStatus
 from typing import Any
 
 import httpx
-import numpy as np
 import orjson
 from aiohttp import web
 
@@ -17,11 +16,10 @@ from vapo_megatron.config.rollout import EpisodeConfig
 from vapo_megatron.data.sample import Sample
 from vapo_megatron.data.tokenizer import TextTokenizer
 from vapo_megatron.engines.dispatcher import Dispatcher
-from vapo_megatron.engines.request import GroupRequest, response_seed
+from vapo_megatron.engines.request import GroupRequest, empty_response, response_seed
 from vapo_megatron.errors import TryAgain, VapoError
 from vapo_megatron.loop_thread import LoopThread
 
-_NO_TOKENS, _NO_LOGPROBS = np.zeros(0, np.int32), np.zeros(0, np.float32)
 _ADDRESS = "127.0.0.1"
 _LARGEST_REQUEST = 64 << 20
 _ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -202,8 +200,7 @@ class Endpoint:
         number, request = episode.recording.turns, episode.request
         seed = episode.seed if number == 0 else response_seed(episode.seed, request.prompt.cursor, number)
         prompt = replace(request.prompt, token_ids=tuple(context))
-        version = request.weight_version
-        empty = Sample(prompt, request.group, 0, seed, _NO_TOKENS, _NO_LOGPROBS, "abort", version, version)
+        empty = replace(empty_response(request, 0), prompt=prompt, seed=seed)
         turn_request = replace(
             request, prompt=prompt, samples=1, max_new_tokens=room, begun=(empty,), engine=episode.engine
         )

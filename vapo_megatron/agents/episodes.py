@@ -17,14 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import numpy as np
 
 from vapo_megatron.agents.endpoint import DirectTransport, Endpoint, Episode
 from vapo_megatron.config.rollout import RolloutConfig
 from vapo_megatron.data.sample import BROKEN, Prompt, Sample
 from vapo_megatron.data.tokenizer import TextTokenizer
 from vapo_megatron.engines.dispatcher import Dispatcher
-from vapo_megatron.engines.request import GenerationRequest, GroupRequest, response_seed
+from vapo_megatron.engines.request import GroupRequest, empty_response, response_seed
 from vapo_megatron.errors import BadInput, RunFailed, reason_of
 from vapo_megatron.loop_thread import LoopThread
 
@@ -87,7 +86,6 @@ def run_verifiers_environment(name: str) -> Callable[[dict[str, Any], str, Any],
 
 
 _logger = logging.getLogger(__name__)
-_NO_TOKENS, _NO_LOGPROBS = np.zeros(0, np.int32), np.zeros(0, np.float32)
 # Why an episode is not trained on: too slow, the agent raised, the chat template failed, engines were stopped, no turn.
 CAUSES = ("timeout", "error", "template", "stopped", "no_turn")
 _KEY = "rollout.agent"
@@ -166,15 +164,6 @@ class Agents:
             )
         return samples
 
-    def collect(
-        self,
-        request: GenerationRequest,
-        on_done: Callable[[int], None] | None = None,
-        on_group: Callable[[list[Sample]], None] | None = None,
-    ) -> list[Sample]:
-        """Dispatcher.collect() with an episode for each response."""
-        return self._dispatcher.collect(request, on_done, on_group, self.generate)
-
     def broken_metrics(self, whole: int) -> dict[str, float]:
         """Episodes broken since the last call, by cause, and as a share of all. whole: episodes that did not break."""
         counts, self.broken = self.broken, Counter()
@@ -211,19 +200,7 @@ class Agents:
         cause = cause or episode.fault or ("" if episode.recording.segments else "no_turn")
         if cause:
             self.broken[cause] += 1
-            version = group.weight_version
-            return Sample(
-                group.prompt,
-                group.group,
-                index,
-                seed,
-                _NO_TOKENS,
-                _NO_LOGPROBS,
-                "stop",
-                version,
-                version,
-                grade_reason=BROKEN + cause,
-            )
+            return replace(empty_response(group, index), finish_reason="stop", grade_reason=BROKEN + cause)
         episode.end_tool(time.monotonic())
         return self._sample(group, index, episode, answer or {}, time.monotonic() - start)
 

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 from vapo_megatron.agents.episodes import Agents
@@ -126,7 +127,7 @@ def _start(plan: Evaluation, run_dir: Path, console: RunConsole, stack: ExitStac
     if settings.rollout.agent is not None:
         agents = Agents(dispatcher, tokenizer, settings.rollout)
         stack.callback(agents.close)
-        collect = agents.collect
+        collect = partial(dispatcher.collect, generate=agents.generate)
     sampling, seed = settings.sampling, settings.run.seed
     return generate_with(collect, tokenizer.decode, sampling, seed, WEIGHT_VERSION, settings.reward)
 

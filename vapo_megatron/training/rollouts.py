@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -156,7 +157,8 @@ class Rollouts:
     def generator(self, sampling: SamplingConfig, seed: int) -> Generate:
         """On rank 0: what answers evaluation sets, by episodes where agents are trained."""
         self._open_agents()
-        collect = self.engines.dispatcher.collect if self.agents is None else self.agents.collect
+        generate = None if self.agents is None else self.agents.generate
+        collect = partial(self.engines.dispatcher.collect, generate=generate)
         return generate_with(collect, self.tokenizer.decode, sampling, seed, self.engines.version, self.reward)
 
     def _open_agents(self) -> None:
