@@ -132,10 +132,11 @@ def test_nonsense_is_refused_and_leaves_the_episode_as_it_was(tokenizer: TextTok
 async def listens_to_the_limit(task: dict[str, Any], base_url: str, http_client: Any) -> float:
     """As an agent does that knows OpenAI's error: it ends where the context does."""
     *_, last = await _talk(http_client, task, base_url, turns=9)
-    error = last.json()["error"]
-    assert last.status_code == 400 and error["code"] == "context_length_exceeded"
-    assert "maximum context length is 40 tokens" in error["message"]
+    errors.append({"status": last.status_code, **last.json()["error"]})
     return 0.75
+
+
+errors: list[dict[str, Any]] = []  # what an agent raises at a limit is not seen
 
 
 async def falls_over_the_limit(task: dict[str, Any], base_url: str, http_client: Any) -> float:
@@ -146,7 +147,12 @@ async def falls_over_the_limit(task: dict[str, Any], base_url: str, http_client:
 
 @pytest.mark.parametrize("name", ["listens_to_the_limit", "falls_over_the_limit"])
 def test_an_episode_that_outgrows_the_context_is_cut_there_and_counted(tokenizer: TextTokenizer, name: str) -> None:
+    errors.clear()
     samples, uncut = play(tokenizer, name, max_tokens=40), play(tokenizer, "by_its_client")
+    for error in errors:
+        assert error["status"] == 400 and error["code"] == "context_length_exceeded"
+        assert "maximum context length is 40 tokens" in error["message"]
+    assert len(errors) == (3 if name == "listens_to_the_limit" else 0)
     row = episode_metrics(samples)
     assert is_whole(samples) and row["agent/cut_by_tokens"] == 1 and row["agent/cut_by_turns"] == 0
     for sample, longer in zip(samples, uncut, strict=True):
@@ -244,3 +250,23 @@ def test_a_failure_of_the_last_engine_is_the_runs_and_no_broken_episode(tokenize
     Engine.gone_at = 4
     with pytest.raises(TryAgain, match="the server is gone"):
         play(tokenizer, "swallows")
+
+
+async def spells_otherwise(task: dict[str, Any], base_url: str, http_client: Any) -> float:
+    """The same history in another spelling, then one with a word changed in it."""
+    url, turns = f"{base_url}/chat/completions", []
+    for opening in ("w5", [{"type": "text", "text": "w5"}], "w6"):
+        turns = [
+            {"role": "user", "content": opening},
+            *turns[1:],
+            *([{"role": "user", "content": "w8"}] if turns else []),
+        ]
+        answer = await http_client.post(url, json={"messages": turns})
+        turns.append(answer.json()["choices"][0]["message"])
+    return 1.0
+
+
+def test_only_a_changed_history_begins_a_segment(tokenizer: TextTokenizer) -> None:
+    (sample,) = play(tokenizer, "spells_otherwise", samples=1)
+    assert sample.episode["segments"] == 2 and sample.episode["turns"] == 3
+    assert sample.episode["tokens_rewritten"] > 0 and len(sample.segment_starts) == 1
