@@ -157,8 +157,9 @@ class Rollouts:
     def generator(self, sampling: SamplingConfig, seed: int) -> Generate:
         """On rank 0: what answers evaluation sets, by episodes where agents are trained."""
         self._open_agents()
-        generate = None if self.agents is None else self.agents.generate
-        collect = partial(self.engines.dispatcher.collect, generate=generate)
+        collect = self.engines.dispatcher.collect
+        if self.agents is not None:
+            collect = partial(collect, generate=self.agents.generate)
         return generate_with(collect, self.tokenizer.decode, sampling, seed, self.engines.version, self.reward)
 
     def _open_agents(self) -> None:
