@@ -52,8 +52,7 @@ class MetricsWriter:
     def _flush(self, most_pending: int) -> None:
         try:
             with self.path.open("r+b") as file:  # each time anew: a handle may go stale
-                file.truncate(self._size)  # without the rest of a refused write
-                file.seek(self._size)
+                file.seek(self._size)  # overwrites the rest of a refused write
                 file.write(self._pending)
         except FileNotFoundError:
             self._pending = b""
