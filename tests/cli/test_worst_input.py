@@ -192,8 +192,8 @@ def test_an_engine_started_by_hand_is_asked_the_same(
     monkeypatch.setattr(EngineServer, "check_arguments", refuse)
     monkeypatch.setattr(EngineServer, "start", start)
     config = train_config(command.folder, command.model)
-    code = command.exit_code("engine", "rollout.server_args.ep=2", config=config)
-    assert_refused(command, code, capfd.readouterr().err, "rollout.server_args: {'ep': 2}")
+    code = command.exit_code("engine", "rollout.server_args.ep_size=2", config=config)
+    assert_refused(command, code, capfd.readouterr().err, "rollout.server_args: {'ep_size': 2}")
 
 
 @pytest.mark.parametrize("name", ["train", "sft"])
