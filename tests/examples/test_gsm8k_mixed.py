@@ -27,7 +27,8 @@ SMALL = {
     "batch": "{prompts_per_step: 8, samples_per_prompt: 2}",
     "algorithm.update.minibatch_size": 16,
     "sampling.max_new_tokens": 8,
-    "rollout.context_length": 64,
+    "data.max_prompt_tokens": 32,
+    "rollout.context_length": 128,
     "reward.workers": 1,
     "data.eval.0.limit": 2,
     "data.eval.0.samples": 1,
@@ -79,7 +80,7 @@ def test_each_row_is_drawn_by_its_weight_and_graded_by_its_verifier(
     data = tmp_path / "data"
     for name in ("gsm8k", "mixed"):
         (data / name).mkdir(parents=True)
-    write_rows(data / "gsm8k" / "train.jsonl", [row | {"verifier": "judge"} for row in problems(3)])
+    write_rows(data / "gsm8k" / "train.jsonl", [{"problem": "7 plus 8", "answer": 15, "verifier": "judge"}])
     write_rows(data / "gsm8k" / "eval.jsonl", problems(2))
     write_rows(data / "mixed" / "code.jsonl", [{"text": "1 plus 2", "tests": "assert f(1) == 2"}])
     write_rows(data / "mixed" / "questions.jsonl", [{"problem": "3 plus 4", "answer": "seven"}])
@@ -98,20 +99,16 @@ def test_each_row_is_drawn_by_its_weight_and_graded_by_its_verifier(
 
     lines = (tmp_path / "gsm8k_mixed" / "samples" / "step_000001.jsonl").read_text().splitlines()
     samples = [json.loads(line) for line in lines]
-    drawn = Counter(sample["id"].rpartition(":")[0] for sample in samples)
-    assert {name.rpartition("/")[2].partition(":")[0]: count for name, count in drawn.items()} == {
-        "sums": 2 * 4,
-        "train.jsonl": 2 * 2,
-        "code.jsonl": 2 * 1,
-        "questions.jsonl": 2 * 1,
-    }
+    files = {"7 plus 8": "train", "1 plus 2": "code", "3 plus 4": "questions"}
+    drawn = Counter(files.get(sample["problem"], "hub") for sample in samples)
+    assert drawn == {"hub": 2 * 4, "train": 2 * 2, "code": 2 * 1, "questions": 2 * 1}, (
+        "two responses to each of 8 prompts"
+    )
     for sample in samples:
-        if sample["finish_reason"] == "length":
-            continue
-        if "train.jsonl" in sample["id"] or "questions" in sample["id"]:
-            assert (sample["reward"], sample["grade"]) == (0.0, "scored"), "half of the way from -1 to 1"
-        elif "code" in sample["id"]:
-            assert (sample["reward"], sample["grade"]) == (-1.0, "no_answer")
-        else:
-            assert sample["grade"] in ("equal", "different", "no_answer")
+        file, grade = files.get(sample["problem"], "hub"), (sample["grade_reason"], sample["reward"])
+        if file == "hub":
+            assert grade[0] in ("equal", "different", "no_answer", "truncated")
+        elif grade[0] != "truncated":
+            # A judge's half is half of the way from -1 to 1.
+            assert grade == (("no_answer", -1.0) if file == "code" else ("scored", 0.0))
     assert any("seven" in prompt for prompt in asked) and not any("assert f" in prompt for prompt in asked)
