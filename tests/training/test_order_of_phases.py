@@ -49,6 +49,10 @@ class Counted(Planner):
         self.name, self.updates = name, 0
         self.carried_of_cut: list[float] = []  # of each update, the weight of responses that were cut off
 
+    @property
+    def offloader(self) -> "Counted":
+        return self
+
     def onload_only(self, *parts: str) -> None: ...
 
     def footprint(self) -> dict[str, Any]:
