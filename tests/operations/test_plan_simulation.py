@@ -11,6 +11,7 @@ from plans import planned_config
 from vapo_megatron.engines.ledger import DROPPED, StepRule
 from vapo_megatron.operations.plan.inputs import Lengths
 from vapo_megatron.operations.plan.plan import make_plan
+from vapo_megatron.operations.plan.rollout import rollout_seconds
 from vapo_megatron.operations.plan.simulation import Outcome, Scenario, drawn_lengths, full_rate, modes, simulate
 
 
@@ -111,6 +112,27 @@ def test_engines_are_idle_for_what_their_full_rate_would_have_written_besides() 
     outcome = simulate(tail)
     rate = sum(outcome.tokens) / sum(outcome.seconds) / full_rate(tail, Lengths(4, 10, 100, 4))
     assert rate == pytest.approx((100 + 7 * 10) / (100 * 8))
+
+
+def test_an_episode_that_waits_for_a_tool_leaves_its_place_to_others() -> None:
+    alone, waiting = (simulate(scenario(turns=2, tool_seconds=seconds)) for seconds in (0.0, 100.0))
+    assert waiting.step == pytest.approx(alone.step + 100), "nobody else wants the places"
+    # Eight episodes share two places, so that a turn of five tokens waits for three others: 15 s are hidden.
+    full, hidden = (simulate(scenario(turns=2, tool_seconds=seconds, at_once=1)) for seconds in (0.0, 15.0))
+    assert hidden.step == pytest.approx(full.step)
+    exposed = simulate(scenario(turns=2, tool_seconds=25.0, at_once=1))
+    assert exposed.step == pytest.approx(full.step + 10)
+
+
+def test_a_plan_adds_what_tools_take_beyond_the_wait_for_a_place() -> None:
+    def rollout(samples: float, *overrides: str) -> float:
+        plan = make_plan(planned_config(Path("Qwen2.5-1.5B"), "rollout.max_running_requests=64", *overrides), 8)
+        return rollout_seconds(plan.memory.engine, 1, samples, samples, plan.lengths, plan.config.plan)
+
+    tools = ("plan.turns=5", "plan.tool_seconds=60")
+    assert rollout(64, *tools) == pytest.approx(rollout(64) + 4 * 60), "nobody waits for the places that become free"
+    queue = rollout(100 * 64) - rollout(64)
+    assert queue > 5 * 60 and rollout(100 * 64, *tools) == pytest.approx(rollout(100 * 64)), "others decode meanwhile"
 
 
 def test_lengths_have_the_mean_that_was_asked_for_and_follow_from_the_seed() -> None:

@@ -92,6 +92,10 @@ class PlannedRunConfig(Section):
         description="groups with both correct and incorrect responses, which dynamic sampling keeps; it falls as the "
         "policy learns",
     )
+    turns: int = Field(1, ge=1, description="responses of an episode, where rollout.agent is an agent")
+    tool_seconds: float = Field(
+        0.0, ge=0, description="an episode's wait for a tool between two turns; its place in an engine is free then"
+    )
     grade_seconds: float = Field(
         0.02, ge=0, description="of one response on one of reward.workers, while others are generated"
     )

@@ -77,8 +77,8 @@ def assumptions(plan: Plan) -> list[str]:
         lines.append(f"dynamic sampling draws {drawn:.0f} prompts for {config.batch.prompts_per_step}")
     if config.rollout.external_urls:
         lines.append("`rollout` is what the trainer waits for engines elsewhere, where they work ahead")
-    if config.rollout.agent:
-        lines.append("an agent's episode is one response, and its tools take no time")
+    if config.rollout.agent and config.plan.turns == 1:
+        lines.append("an agent's episode is one response: plan.turns and plan.tool_seconds say otherwise")
     if config.rollout.deterministic is True:
         lines.append("deterministic kernels of engines are as fast as others; SGLang measured 34 % less")
     if config.rollout.attention_parts > 1:

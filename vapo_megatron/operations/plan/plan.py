@@ -151,7 +151,7 @@ def plan_time(run: PlannedRun, engine: PlannedEngine) -> StepTime:
     samples = float(config.samples)
 
     def generate(prompts: float, responses: float) -> float:
-        return rollout_seconds(engine, run.engines, prompts, responses, run.lengths)
+        return rollout_seconds(engine, run.engines, prompts, responses, run.lengths, config.plan)
 
     def grade(responses: float) -> float:
         return responses * config.plan.grade_seconds / config.reward.workers

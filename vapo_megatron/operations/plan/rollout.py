@@ -7,6 +7,7 @@ from functools import cache
 
 from vapo_megatron.config.algorithm import DynamicSamplingConfig
 from vapo_megatron.config.model import LayoutConfig, RecomputeConfig
+from vapo_megatron.config.plan import PlannedRunConfig
 from vapo_megatron.config.rollout import RolloutConfig
 from vapo_megatron.operations.plan.inputs import Hardware, Lengths
 from vapo_megatron.weights.rules import Rule
@@ -155,11 +156,14 @@ _TAIL_POINTS = 128
 BETWEEN_PROMPTS = 0.5
 
 
-def rollout_seconds(engine: PlannedEngine, engines: int, prompts: float, samples: float, lengths: Lengths) -> float:
+def rollout_seconds(
+    engine: PlannedEngine, engines: int, prompts: float, samples: float, lengths: Lengths, episode: PlannedRunConfig
+) -> float:
     """Seconds until the last of `engines` has answered its share of prompts with `samples` responses in all.
 
     Prompts are read once, then responses run, as many as the cache holds. While responses wait the batch is full; the
-    last ones run out as their lengths are distributed. An engine without room for a single response, with
+    last ones run out as their lengths are distributed. An episode that waits for a tool leaves its place to others: the
+    wait adds time only where it is longer than theirs for a place. An engine without room for a single response, with
     which no plan fits, is counted as if it had that.
     """
     prompts, samples = prompts / engines, samples / engines * imbalance(engines, prompts, samples, lengths)
@@ -172,7 +176,7 @@ def rollout_seconds(engine: PlannedEngine, engines: int, prompts: float, samples
         produced = (point + 0.5) * width
         running = max(1.0, at_once * lengths.still_running(produced))
         tail += width * decode_seconds(engine, running, lengths.prompt + produced)
-    return prefill + full + tail
+    return prefill + full + tail + (episode.turns - 1) * max(0.0, episode.tool_seconds - full / episode.turns)
 
 
 def imbalance(engines: int, prompts: float, samples: float, lengths: Lengths) -> float:

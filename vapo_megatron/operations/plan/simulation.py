@@ -1,7 +1,7 @@
 """`plan --simulate`: the steps of a run in small ticks of time, to see which way of collecting would suit a cluster.
 
-What is drawn, kept and dropped is decided by the run's own ledger (engines/ledger.py). Engines, graders and the trainer
-only take time; nothing is written.
+What is drawn, kept and dropped is decided by the run's own ledger (engines/ledger.py). Engines, tools, graders and the
+trainer only take time; nothing is written.
 """
 
 import math
@@ -24,9 +24,9 @@ from vapo_megatron.operations.plan.plan import Plan, make_plan
 from vapo_megatron.operations.plan.rollout import BETWEEN_PROMPTS, decode_seconds, prefill_seconds
 from vapo_megatron.training.collect import step_rule
 
-_WAITING, _RUNNING, _DONE = range(3)
-_NUMBERS = ("number", "draw", "engine", "state")
-_AMOUNTS = ("left", "written", "unread", "versions")
+_WAITING, _RUNNING, _AT_TOOL, _DONE = range(4)
+_NUMBERS = ("number", "draw", "engine", "state", "turns")
+_AMOUNTS = ("left", "turn_tokens", "written", "unread", "ready_at", "versions")
 _RESPONSE = np.dtype([(name, np.int64) for name in _NUMBERS] + [(name, np.float64) for name in _AMOUNTS])
 _NORMAL = NormalDist()
 
@@ -45,6 +45,7 @@ class Scenario:
         is_informative: whether a group has both correct and incorrect responses, by its number.
         trainer_seconds: of everything that the trainer does with samples of so many tokens.
         grade_seconds, grade_workers: of a response; how many share the grading.
+        turns, tool_seconds: responses of an episode, and its wait for a tool between two, outside the batch.
         tick: time moves by at most so much.
         steps: that are counted, after those in which the run settles.
     """
@@ -63,6 +64,8 @@ class Scenario:
     grade_workers: int
     tick: float
     is_informative: Callable[[int], bool] = lambda number: True
+    turns: int = 1
+    tool_seconds: float = 0.0
     steps: int = 4
 
 
@@ -134,12 +137,18 @@ class _Rollouts:
             if self._may_begin and not self._is_paused:
                 self._begin_waiting()
             event = min(end, self._graded_at[0][0] if self._graded_at else math.inf)
+            if self.scenario.turns > 1:
+                at_tools = self.responses["ready_at"][self.responses["state"] == _AT_TOOL]
+                event = min(event, at_tools.min(initial=math.inf))
             running = np.flatnonzero(self.responses["state"] == _RUNNING)
             if not len(running) or self._is_paused:
                 assert event < math.inf, "the simulation waits for what will never happen"
                 self.now = max(self.now, event)
             else:
                 self._decode(running, min(self.scenario.tick, max(0.0, event - self.now)))
+            if self.scenario.turns > 1:
+                answered = (self.responses["state"] == _AT_TOOL) & (self.responses["ready_at"] <= self.now)
+                self.responses["state"][answered], self._may_begin = _WAITING, True
             self._grade()
 
     def _fill(self) -> None:
@@ -153,7 +162,8 @@ class _Rollouts:
             rows = np.zeros(len(lengths), _RESPONSE)
             self._draws += 1
             rows["number"], rows["draw"], rows["engine"] = number, self._draws, load.argmin()
-            rows["left"] = lengths
+            rows["turns"] = np.minimum(scenario.turns, lengths) - 1
+            rows["turn_tokens"] = rows["left"] = lengths / (rows["turns"] + 1)
             rows["unread"][0] = scenario.prompt_tokens  # it is read once for the whole group
             load[load.argmin()] += len(rows)
             self._missing[self._draws] = len(rows)
@@ -196,8 +206,11 @@ class _Rollouts:
         self.now += seconds
         ended = running[rows["left"][running] < 1e-6]
         self._may_begin = self._may_begin or len(ended) > 0
-        rows["state"][ended] = _DONE
-        for row in ended:
+        goes_on = ended[rows["turns"][ended] > 0]
+        rows["state"][ended], rows["state"][goes_on] = _DONE, _AT_TOOL
+        rows["ready_at"][goes_on] = self.now + self.scenario.tool_seconds
+        rows["left"][goes_on], rows["turns"][goes_on] = rows["turn_tokens"][goes_on], rows["turns"][goes_on] - 1
+        for row in ended[rows["state"][ended] == _DONE]:
             draw, number = int(rows["draw"][row]), int(rows["number"][row])
             self._missing[draw] -= 1
             if not self._missing[draw]:
@@ -329,6 +342,8 @@ def scenario_of(plan: Plan, partial: bool = False, staleness: int = 0, engine_gp
         grade_workers=config.reward.workers,
         tick=lengths.mean * decode_seconds(engine, at_once, lengths.running) / _TICKS,
         is_informative=lambda number: int((number + 1) * share) > int(number * share),
+        turns=config.plan.turns,
+        tool_seconds=config.plan.tool_seconds,
     )
 
 
