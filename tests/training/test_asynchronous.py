@@ -80,7 +80,7 @@ def test_an_engine_that_comes_back_writes_old_groups_by_their_own_weights(shared
     """The actor is newer when a weight sync waits: they would be the next policy's, and marked as the last one's."""
     own = ("sampling.max_new_tokens=40", "checkpoint.every=null", "checkpoint.every_minutes=null")
     config, straight = ahead(shared, "alone", *own)
-    assert live(shared, config, 1, own_engines=True) == End(0, "")
+    assert live(shared, config, 1) == End(0, "")
     config, run_dir = ahead(shared, "replaced", *own)
     assert live(shared, config, 1, partial(kill_while_old_groups_are_awaited, 3), own_engines=True) == End(0, "")
     assert sum(row.get("rollout/engine_failures", 0) for row in metrics(run_dir)) == 1

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest.mock import ANY
@@ -55,7 +56,7 @@ def cold_start(task: Path) -> str:
         str(QUICKSTART / "sft.yaml"),
         f"model.path={task / 'model'}",
         f"data.path={task / 'sft.jsonl'}",
-        "data.steps=90",
+        "data.steps=50",
         "actor.optimizer.decay=constant",
         "actor.optimizer.min_lr=0",
         f"run.root={task}",
@@ -91,6 +92,36 @@ def two_ranks(task: Path) -> Path:
     """A finished run: actor and critic at TP2."""
     vapo(*train_arguments(task, "two", "run.profile.steps=[2]"))
     return task / "two"
+
+
+@dataclass(frozen=True)
+class Killed:
+    """A run of which one rank was killed after its first step, and which of its processes lived on."""
+
+    run_dir: Path
+    code: int
+    ranks: int
+    processes: int
+    alive: list[psutil.Process]
+
+
+@pytest.fixture(scope="module")
+def killed(task: Path) -> Killed:
+    arguments = train_arguments(task, "killed", "run.steps=500", "cluster.restarts=0")
+    command = [sys.executable, "-m", "vapo_megatron.cli", *arguments]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        metrics, end = task / "killed" / "metrics.jsonl", time.monotonic() + DEADLINE
+        while not metrics.exists() or '"step": 1' not in metrics.read_text():
+            assert process.poll() is None and time.monotonic() < end, "the run did not get to its first step"
+            time.sleep(0.2)
+        family = psutil.Process(process.pid).children(recursive=True)
+        ranks = [child for child in family if child.ppid() == process.pid]
+        os.kill(ranks[0].pid, signal.SIGKILL)
+        code = process.wait(timeout=60)
+        return Killed(task / "killed", code, len(ranks), len(family), psutil.wait_procs(family, timeout=20)[1])
+    finally:
+        process.kill()
 
 
 def test_a_run_leaves_what_it_promises(two_ranks: Path) -> None:
@@ -134,18 +165,17 @@ def test_actor_and_critic_are_ordinary_hugging_face_directories(two_ranks: Path)
 
 @pytest.mark.full
 def test_another_layout_trains_alike_and_starts_from_a_value_checkpoint(
-    task: Path, two_ranks: Path, cold_start: str
+    task: Path, killed: Killed, cold_start: str
 ) -> None:
-    """The critic of four ranks begins where the other run's value pretraining ended: rollouts, losses and gradient
-    norms of the first step are then those of two ranks."""
-    # The same prompts: the other run drew two rollouts for its value pretraining first.
+    """Critics on four and on two ranks begin where another run's value pretraining ended: rollouts, losses and gradient
+    norms of the first step are the same."""
     layouts = [
         "cluster.ranks=4",
         "actor.layout={tp: 2, pp: 2, sequence_parallel: true}",
         "critic.layout={cp: 2}",
         "actor.max_tokens_per_microbatch=400",
     ]
-    critic = two_ranks / "hf" / "value_pretrained" / "critic"
+    critic = killed.run_dir / "hf" / "value_pretrained" / "critic"
     shared = [
         cold_start,
         "value_pretraining.enabled=false",
@@ -211,30 +241,5 @@ def test_a_second_run_does_not_overwrite_the_first(task: Path, two_ranks: Path) 
 
 
 @pytest.mark.full
-def test_kill_minus_nine_leaves_no_process(task: Path) -> None:
-    process = subprocess.Popen(
-        [
-            sys.executable,
-            "-m",
-            "vapo_megatron.cli",
-            *train_arguments(task, "killed", "run.steps=500", "cluster.restarts=0"),
-        ],
-        cwd=ROOT,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    try:
-        metrics, end = task / "killed" / "metrics.jsonl", time.monotonic() + DEADLINE
-        while not metrics.exists() or '"step": 1' not in metrics.read_text():
-            assert process.poll() is None and time.monotonic() < end, "the run did not get to its first step"
-            time.sleep(0.2)
-        family = psutil.Process(process.pid).children(recursive=True)
-        ranks = [child for child in family if child.ppid() == process.pid]
-        assert len(family) > len(ranks) >= 2
-        os.kill(ranks[0].pid, signal.SIGKILL)
-        assert process.wait(timeout=60) == 75
-        _, alive = psutil.wait_procs(family, timeout=20)
-        assert not alive
-    finally:
-        if process.poll() is None:
-            process.kill()
+def test_kill_minus_nine_leaves_no_process(killed: Killed) -> None:
+    assert killed.code == 75 and killed.processes > killed.ranks >= 2 and not killed.alive
