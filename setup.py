@@ -22,7 +22,7 @@ class BuildWithTools(build_py):
 
 setup(
     name="vapo-megatron",
-    version="0.4.0",
+    version="0.5.0",
     description="VAPO (value-based PPO for long chain-of-thought reasoning) on Megatron-Core with SGLang rollouts",
     long_description=(Path(__file__).parent / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
