@@ -17,6 +17,7 @@ sys.path.insert(0, str(ROOT))
 
 from examples.agents.lookup import make_task  # noqa: E402
 from vapo_megatron.monitoring.metrics import read_metrics  # noqa: E402
+from vapo_megatron.signals import end_with_parent  # noqa: E402
 
 Method = Literal["turn", "token", "grpo"]
 # Of the methods, what differs from lookup.yaml. Rewards, clipping and learning rates are the same for all.
@@ -34,7 +35,7 @@ OVERRIDES: dict[str, tuple[str, ...]] = {
 def command(name: str, config: str, *overrides: str) -> None:
     """Run a command of the program; its failure is ours."""
     arguments = [sys.executable, "-m", "vapo_megatron.cli", name, str(ROOT / "examples/agents" / config), *overrides]
-    if code := subprocess.run(arguments, cwd=ROOT).returncode:
+    if code := subprocess.run(arguments, cwd=ROOT, preexec_fn=end_with_parent).returncode:
         raise typer.Exit(code)
 
 

@@ -20,6 +20,7 @@ import numpy as np
 from examples.ablation.intervals import interval, paired, shown
 from vapo_megatron.config.atomic import atomic_write
 from vapo_megatron.monitoring.metrics import read_metrics
+from vapo_megatron.signals import end_with_parent
 
 QUICKSTART = Path("examples/quickstart")
 ACCURACY, GOAL = "evaluation/unseen_avg@4", 0.90
@@ -38,7 +39,7 @@ ONE_RANK = ("cluster.ranks=1", "actor.layout.tp=1")
 def vapo_megatron(*arguments: object) -> None:
     """Run the program; its failure is ours."""
     command = [sys.executable, "-W", "ignore", "-m", "vapo_megatron.cli", *map(str, arguments)]
-    if code := subprocess.run(command).returncode:
+    if code := subprocess.run(command, preexec_fn=end_with_parent).returncode:
         raise SystemExit(code)
 
 
