@@ -68,14 +68,16 @@ def split(successor: list[int], rng: random.Random) -> tuple[list[Pair], list[Pa
     return sorted(pair for pair in pairs if pair not in held_out), sorted(held_out)
 
 
-def cold_start_response(successor: list[int], pair: Pair, rng: random.Random) -> str:
+def cold_start_response(
+    successor: list[int], pair: Pair, rng: random.Random, guesses: float = DIRECT_SHARE, slips: float = SLIP_SHARE
+) -> str:
     """A solution as an unskilled solver writes it: some are bare guesses, and any step may slip to a wrong state."""
-    if rng.random() < DIRECT_SHARE:
+    if rng.random() < guesses:
         return f"#### {rng.randrange(10)}"
     state, steps = pair
     words = []
     for count in range(steps - 1, -1, -1):
-        state = successor[state] if rng.random() >= SLIP_SHARE else rng.randrange(STATES)
+        state = successor[state] if rng.random() >= slips else rng.randrange(STATES)
         words.append(f"s{state} c{count}")
     return " ".join([*words, f"#### {state % 10}"])
 
