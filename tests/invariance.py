@@ -1,4 +1,4 @@
-"""One batch trained for two steps, cut as a split says: what has to be the same for all, and the comparison."""
+"""One batch trained for three steps, cut as a split says: what has to be the same for all, and the comparison."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -41,7 +41,7 @@ from vapo_megatron.weights.spec import read_spec
 LENGTHS = [(5, 9), (3, 1), (1, 30), (7, 2), (2, 17), (1, 1), (4, 4)]
 # Observations in samples: before the first, between, and after the last token of a response.
 OBSERVED = {0: (0, 2), 4: (5, 3), 5: (1, 2)}
-STEPS = 2  # the second from the weights and moments of the first
+STEPS = 3
 # Where a gradient is near 0, AdamW divides rounding errors by eps: a small one would magnify them.
 OPTIMIZER = OptimizerSettings(lr=1e-2, warmup_steps=0, eps=1e-3)
 

@@ -1,7 +1,7 @@
 """Scoring, estimates and both updates of an iteration under every switch, on tables in place of models: each optimizer
 step gets the loss that the formulas of switch_formulas give on its responses, on one rank and on several."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -84,8 +84,9 @@ class Table(Planner):
     def head_has_gradient(self) -> bool:
         return True
 
-    def score(self, batch: ExperienceBatch, read: Any, share: Sequence[int]) -> Tensor:
+    def score(self, batch: ExperienceBatch, on_done: Callable[[int], None], read: Any, share: Sequence[int]) -> Tensor:
         assert self.onloaded == {"weights"}
+        on_done(len(share))
         found = self.outputs(self.before, batch)
         return found if read is None else read(found)[:, None]  # type: ignore[no-any-return]
 

@@ -11,6 +11,7 @@ from vapo_megatron.algorithms import calibration
 from vapo_megatron.algorithms.baselines import TRACKER_FADE
 from vapo_megatron.config.algorithm import AlgorithmConfig
 from vapo_megatron.config.run import MonitoringConfig
+from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.data.batch import from_samples
 from vapo_megatron.data.sample import Prompt, Sample
 from vapo_megatron.monitoring import names
@@ -107,4 +108,12 @@ def test_calibration_weighs_the_history_in_the_place_of_a_group() -> None:
 )
 def test_a_history_that_nothing_reads_is_refused(advantage: dict[str, Any], samples: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        AlgorithmConfig.model_validate({"advantage": advantage}).check(samples)
+        TrainConfig.model_validate(
+            {
+                "model": {"path": "model"},
+                "data": {"train": "train.jsonl"},
+                "sampling": {"max_new_tokens": 8},
+                "batch": {"samples_per_prompt": samples},
+                "algorithm": {"advantage": advantage},
+            }
+        )

@@ -97,6 +97,7 @@ class Probe:
     def score(
         self,
         batch: ExperienceBatch,
+        on_done: Callable[[int], None] | None = None,
         read: Callable[[Tensor], Tensor] | None = None,
         share: Sequence[int] = (),
     ) -> Tensor:
@@ -105,6 +106,8 @@ class Probe:
         for rows in _parts(batch):
             outputs = self.head(_states(batch, rows))
             values.append((outputs[:, 0] if read is None else read(outputs))[:, None].cpu())
+        if on_done is not None:
+            on_done(len(share))
         return torch.cat(values)
 
     def train_step(

@@ -1,6 +1,7 @@
 """Runs Megatron's schedule over the micro-batches of one rank: forward, backward, and traffic between pipeline
 stages."""
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -49,14 +50,18 @@ class Schedule:
         consume: Callable[..., Any],
         temperature: float,
         forward_only: bool = False,
+        on_forward: Callable[[float], None] = lambda _: None,
     ) -> None:
-        """Collective. consume is called with (micro-batch, last stage's output); models: this rank's chunks."""
+        """Collective. consume is called with (micro-batch, last stage's output), on_forward with the share of all forward
+        passes that is done; models: this rank's chunks."""
+        passes = itertools.count(1)
         for model in models:
             model.train(not forward_only)
 
         def forward_step(data: Iterator[MicroBatch], model: Any) -> tuple[Tensor, Callable[..., Any]]:
             microbatch = next(data)
             note_progress()  # for the watchdog
+            on_forward(next(passes) / (len(microbatches) * len(models)))
             return self._forward(model, microbatch, temperature), partial(consume, microbatch)
 
         extra: dict[str, Any] = {}

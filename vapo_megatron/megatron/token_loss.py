@@ -1,6 +1,6 @@
 """The interface between a loss and the layout (a model's outputs at local positions), and sums over ranks."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -134,3 +134,17 @@ class MetricTotals:
                 values = _over_ranks(torch.stack([value.cpu() for value in metrics.values()]), op)
                 totals |= dict(zip(metrics, values.tolist(), strict=True))
         return totals
+
+
+def samples_done(samples: int, on_done: Callable[[int], None] | None) -> Callable[[float], None]:
+    """From the share of the work that is done, 0 to 1, to the number of samples done since the last call."""
+    reported = 0
+
+    def on_forward(share: float) -> None:
+        nonlocal reported
+        if on_done is not None:
+            done = round(share * samples)
+            on_done(done - reported)
+            reported = done
+
+    return on_forward

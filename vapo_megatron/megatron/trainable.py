@@ -32,6 +32,7 @@ from vapo_megatron.megatron.token_loss import (
     StepResult,
     TokenLoss,
     in_place,
+    samples_done,
     sum_over_ranks,
 )
 from vapo_megatron.weights.mapping import ADAPTER
@@ -262,6 +263,7 @@ class Trainable:
     def score(
         self,
         batch: ExperienceBatch,
+        on_done: Callable[[int], None] | None = None,
         temperature: float | None = None,
         read: Callable[[Tensor], Tensor] | None = None,
         share: Share | None = None,
@@ -272,6 +274,7 @@ class Trainable:
 
         Args:
             batch: what to score, the same on every rank unless there is a share.
+            on_done: called with numbers of samples as they are done, going by this rank's share of the work.
             temperature: stands in for the model's own.
             read: from a value head's outputs [t, n] to values [t]; None takes the first.
             share: all of the batch, which is what this rank's part of a plan comes to.
@@ -300,6 +303,7 @@ class Trainable:
             collect,
             temperature or self.temperature,
             forward_only=True,
+            on_forward=samples_done(batch.samples if share is None else share.of, on_done),
         )
         self._give_states(False)
         if states is not None:

@@ -54,8 +54,8 @@ def engines_agree(models: Models, batch: ShardedBatch, config: AlgorithmConfig, 
     step = max(1, min(_ONE_OF, batch.samples // seat()[1]))
     part = batch.part(models.actor, range(0, batch.samples, step))
     models.memory.enter("score_policy")
-    with recorder.phase("score_policy"):
-        outputs = models.actor.score(part.batch, share=part.share)
+    with recorder.phase("score_policy", total=part.whole.samples) as advance:
+        outputs = models.actor.score(part.batch, on_done=advance, share=part.share)
     sums = torch.zeros(4, dtype=torch.float64)
     if len(part.reported[seat()[0]]):
         logprobs, entropies = outputs.double().unbind(1)
@@ -84,20 +84,21 @@ def of_all(
 ) -> Tensor:
     """Collective: a model's outputs (Trainable.score) for all samples, and its states, at home: [own T, ...]."""
     models.memory.enter(phase)
-    with recorder.phase(phase):
-        return score_all(model, batch, read, states)
+    with recorder.phase(phase, total=batch.samples) as advance:
+        return score_all(model, batch, advance, read, states)
 
 
 def score_all(
     model: Trainable | Probe,
     batch: ShardedBatch,
+    advance: Callable[[int], None] | None = None,
     read: Callable[[Tensor], Tensor] | None = None,
     states: list[Tensor] | None = None,
 ) -> Tensor:
     """Collective: what Trainable.score says of all samples, at home: [own T, ...]."""
     part = batch.part(model, range(batch.samples))
     score = model.score if states is None or isinstance(model, Probe) else partial(model.score, states=states)
-    outputs = score(part.batch, read=read, share=part.share)
+    outputs = score(part.batch, on_done=advance, read=read, share=part.share)
     if states:
         states[:] = [batch.bring_home(part, states[0])]
     return batch.bring_home(part, outputs)
@@ -117,7 +118,9 @@ def record_policy(batch: ShardedBatch, outputs: Tensor, recorder: Recorder) -> N
         recorder.add(reference_metrics(batch))
 
 
-def values(critic: Trainable, batch: ExperienceBatch, config: ValueLossConfig) -> Tensor:
+def values(
+    critic: Trainable, batch: ExperienceBatch, config: ValueLossConfig, advance: Callable[[int], None] | None = None
+) -> Tensor:
     """Collective: the critic's value of the state before every response token of a batch that every rank has whole,
     float32 [T]."""
-    return critic.score(batch, read=partial(values_of, config=config))[:, 0].contiguous()
+    return critic.score(batch, on_done=advance, read=partial(values_of, config=config))[:, 0].contiguous()

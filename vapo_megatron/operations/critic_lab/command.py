@@ -151,8 +151,8 @@ def _score(config: ProbedRunConfig, batch: ExperienceBatch, found: Path) -> None
     """Collective: the body of a rank."""
     is_main_rank = dist.get_rank() == 0
     critic = load_frozen("critic", config)
-    with RunConsole(enabled=is_main_rank).phase("values"):
-        scored = values(critic, batch, config.algorithm.value_loss)
+    with RunConsole(enabled=is_main_rank).phase("values", total=batch.samples) as advance:
+        scored = values(critic, batch, config.algorithm.value_loss, advance)
     if is_main_rank:
         torch.save(scored, found)
 
