@@ -160,9 +160,9 @@ $(STAMP): requirements/cpu.lock setup.py
 	fi
 	echo "== [2/4] installing requirements/cpu.lock"
 	# pip uses one core: two at once, each with every second line.
-	$(PIP) --no-deps "$(TORCH)" -r <(sed -n '1~2p' requirements/cpu.lock) & half=$$!
-	$(PIP) --no-deps -r <(sed -n '2~2p' requirements/cpu.lock | grep -v '^torch==') || { kill $$half; exit 1; }
-	wait $$half
+	$(PIP) --no-deps "$(TORCH)" -r <(sed -n '1~2p' requirements/cpu.lock) & half=$$!; trap 'kill $$half 2>/dev/null' EXIT
+	$(PIP) --no-deps -r <(sed -n '2~2p' requirements/cpu.lock | grep -v '^torch==')
+	wait $$half; trap - EXIT
 	echo "== [3/4] installing what this build of PyTorch needs besides"
 	$(PIP) "$(TORCH)"
 	# Of earlier locks, and not to be loaded with every torch.

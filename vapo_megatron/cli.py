@@ -200,7 +200,7 @@ def plan(
 def doctor(
     config: ConfigArgument,
     overrides: OverridesArgument = None,
-    quick: Annotated[bool, typer.Option(help="leave out engines, bandwidth and write speed")] = False,
+    quick: Annotated[bool, typer.Option(help="leave out engines and bandwidth")] = False,
     wait: Annotated[float, typer.Option(min=1, help="seconds to wait for other nodes")] = 120,
     broken_nodes: Annotated[Path | None, typer.Option(help="a file to write the names of broken nodes to")] = None,
     node_names: Annotated[str, typer.Option(help="nodes in the order of their ranks, to name who is absent: a,b")] = "",

@@ -109,6 +109,20 @@ def test_a_request_from_another_process_is_answered_as_that_of_the_agents_client
         assert ours.loss_mask.sum() == 3 * WRITTEN and ours.segment_starts == () == theirs.segment_starts
 
 
+async def gives_up(task: dict[str, Any], base_url: str, http_client: Any) -> float:
+    with pytest.raises(httpx.ReadTimeout, match="no answer within"):
+        await http_client.post(f"{base_url}/chat/completions", json={"messages": task["messages"]}, timeout=0.2)
+    Engine.hangs = False
+    answer = await http_client.post(f"{base_url}/chat/completions", json={"messages": task["messages"]})
+    return np.float32(answer.status_code)  # type: ignore[return-value]
+
+
+def test_a_clients_own_timeout_ends_its_request_alone(tokenizer: TextTokenizer) -> None:
+    Engine.hangs = True
+    (sample,) = play(tokenizer, "gives_up", samples=1)
+    assert sample.reward == 200.0 and type(sample.reward) is float and len(sample.response_ids) == WRITTEN
+
+
 async def sends_nonsense(task: dict[str, Any], base_url: str, http_client: Any) -> float:
     good = task["messages"]
     calls = [{"function": {"name": "add"}}]

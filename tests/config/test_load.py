@@ -132,6 +132,7 @@ def test_override_keeps_what_follows_the_first_equals_sign(presets: Path) -> Non
         (["value_pretraining.iteration=4"], "did you mean value_pretraining.iterations?"),
         (["actor.tensor_model_parallel_size=2"], "did you mean actor.tp?"),
         (["sed=4"], "unknown key sed; did you mean seed?"),
+        (["plan.turn=4"], "it belongs to `vapo-megatron plan`"),
         (["init.kind=checkpoint", "init.path=x", "init.pth=y"], "unknown key init.pth; did you mean init.path?"),
         (["actor.optimizer.qqq=1"], "known keys of actor.optimizer: lr, weight_decay, betas"),
         (["stages=[{name: a, nam: b}]"], "unknown key stages.0.nam; did you mean stages.name?"),

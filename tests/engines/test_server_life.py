@@ -16,7 +16,7 @@ from vapo_megatron.data.sample import Prompt
 from vapo_megatron.engines.dispatcher import Dispatcher
 from vapo_megatron.engines.keeper import ask_health
 from vapo_megatron.engines.request import GenerationRequest
-from vapo_megatron.engines.server import EngineServer, cause_in_log
+from vapo_megatron.engines.server import EngineServer, _locked, cause_in_log, remove_left_folders
 from vapo_megatron.errors import RunFailed, TryAgain
 
 pytestmark = pytest.mark.full
@@ -160,6 +160,17 @@ def test_a_server_that_cannot_start_says_why_in_one_line(tmp_path: Path) -> None
     assert "engine.log" in message
     assert "no-such-model" in message
     assert "\n" not in message
+
+
+def test_the_folder_of_a_server_whose_owner_and_guard_were_killed_goes_with_the_next_start(tmp_path: Path) -> None:
+    alive, dead, of_others = (tmp_path / f"vapo-engine-{name}" for name in ("alive", "dead", "others"))
+    for folder in (alive, dead, of_others):
+        folder.mkdir()
+    lock = _locked(alive)
+    _locked(dead).close()  # as the kernel does when its holder dies
+    remove_left_folders(tmp_path)
+    assert alive.exists() and of_others.exists() and not dead.exists()
+    lock.close()
 
 
 def test_the_cause_in_a_log_is_its_last_exception(tmp_path: Path) -> None:

@@ -98,6 +98,7 @@ def _evaluate_in_the_run(settings: TrainConfig, tokenizer: TextTokenizer, engine
             ["tools/convert_megatron_to_hf.py --checkpoint ", "/tiny/checkpoints/final --out ", "/hf/final/actor"],
         ),
         ([], "data.eval=[]", ["data.eval is empty"]),
+        (["hf/final/actor"], f"run.seed={2**62 - 1}", ["--checkpoint final", "run.seed of its evaluation"]),
     ],
 )
 def test_what_a_run_has_not_exported_is_refused_with_what_to_do(

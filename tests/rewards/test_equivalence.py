@@ -81,7 +81,7 @@ CASES: list[tuple[str, str, bool | None, bool | None]] = [
     ("42", r"\leftarrow 42", None, None),
     # one number and another
     ("42", r"\Rightarrow 42", None, None),
-    ("42", r"x \cup 42", None, None),
+    ("42", r"x \cup 42", False, None),
     ("x=41", r"41 \cup 42", None, None),
     ("42", r"2x=84 \implies x=42", None, None),
     ("42", r"84=2x \implies x=42", None, None),

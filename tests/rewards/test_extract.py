@@ -62,6 +62,10 @@ from vapo_megatron.rewards.extract import NOTHING, AnswerFormat, Extraction, Mar
         ("Answer:\n\\[ 34 \\]", "\\[ 34 \\]", "answer_line"),
         ("Answer:\n[3, 4]", "[3, 4]", "answer_line"),
         (r"\boxed{3}. Answer: 4", "4", "answer_line"),
+        ("Answer: no, wait. Answer: yes", "yes", "answer_line"),
+        ("**Answer:** The answer: 5", "5", "answer_line"),
+        ("\\boxed{5}\na: 7", "5", "boxed"),
+        ("\\boxed{5}\nA: 7", "7", "answer_line"),
         (r"Answer: 4, or \boxed{3}", "3", "boxed"),
         # tags
         ("<ANSWER>1</Answer> <answer>2", "1", "answer_tag"),

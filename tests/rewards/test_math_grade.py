@@ -208,3 +208,17 @@ def test_agreement_on_real_responses() -> None:
 def test_several_hash_answers_cannot_be_a_lottery(response: str, correct: bool) -> None:
     assert grade_response("4", response, "hash").correct is correct
     assert grade_response("4", response, "marked").correct is correct
+
+
+@pytest.mark.parametrize(
+    "response,correct",
+    [
+        (r"\boxed{33 \cup 34}", False),
+        (r"\boxed{33 \vee 34}", False),
+        (r"\boxed{x = 33 \lor x = 34}", False),
+        ("\\boxed{33 \u2228 34}", False),
+        (r"\boxed{|A \cup B| = 34}", True),
+    ],
+)
+def test_several_joined_answers_are_not_one_of_them(response: str, correct: bool) -> None:
+    assert grade_response("34", response, "marked").correct is correct

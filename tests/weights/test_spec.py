@@ -152,6 +152,8 @@ def test_old_and_new_names_of_the_dtype(tmp_path: Path) -> None:
         ),
         ({"model_type": ...}, "model_type is None"),
         ({"rope_scaling": {"type": "yarn"}}, "factor of the rotary embedding is None"),
+        ({"rope_scaling": YARN | {"type": "yarn", "mscale": 0.7}}, "mscale of YaRN is 0.7"),
+        ({"rope_scaling": YARN | {"type": "yarn", "attention_factor": 1.0}}, "attention_factor of YaRN is 1.0"),
         ({"rope_scaling": {"type": "longrope", "factor": 4.0}}, "'longrope'"),
         ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "'dynamic'"),
         ({"rope_scaling": {"type": "linear"}}, "factor of the rotary embedding is None"),

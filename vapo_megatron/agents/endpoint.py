@@ -288,7 +288,11 @@ class DirectTransport(httpx.AsyncBaseTransport):
         self._endpoint, self._loop = endpoint, loop
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        """Called by httpx. A caller that is cancelled cancels its turn."""
+        """Called by httpx. A caller that is cancelled, or that waits for longer than its timeout, cancels its turn."""
         work = self._loop.start(self._endpoint.answer(request.url.path, await request.aread()))
-        status, kind, content = await asyncio.wrap_future(work)
+        seconds = request.extensions.get("timeout", {}).get("read")
+        try:
+            status, kind, content = await asyncio.wait_for(asyncio.wrap_future(work), seconds)
+        except TimeoutError:
+            raise httpx.ReadTimeout(f"no answer within {seconds:g} s", request=request) from None
         return httpx.Response(status, headers={"Content-Type": kind}, content=content)

@@ -233,7 +233,7 @@ class Agents:
             sample.finish_reason = "length"
         elif "reward" in answer:
             before = 0.0 if sample.turn_rewards is None else float(sample.turn_rewards.sum())
-            sample.reward, sample.correct = answer["reward"] + before, answer.get("correct")
+            sample.reward, sample.correct = float(answer["reward"]) + before, answer.get("correct")
         return sample
 
 

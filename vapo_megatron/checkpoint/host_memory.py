@@ -128,11 +128,7 @@ def make_folder(run_dir: Path, place: Path, keep_copies: bool = False) -> None:
 def _remove_abandoned(here: Holder, ours: Path) -> None:
     """Remove the folders of processes of this machine that are gone, except ours."""
     for path in (*ROOT.glob(f"{_PREFIX}*"), *ROOT.glob(f".{_PREFIX}*"), *ROOT.glob(f"{_JOB_PREFIX}*")):
-        with suppress(OSError, ValueError, TypeError):  # another user's, or one that is just being made
+        with suppress(OSError, ValueError, TypeError, KeyError):  # another user's, or one that is just being made
             kept = (path / _KEPT_FILE).exists() and (path / RECORD_FOLDER).readlink().parent.is_dir()
-            if (
-                path != ours
-                and not kept
-                and Holder(**json.loads((path / _OWNER_FILE).read_text())).lives(here) is False
-            ):
+            if path != ours and not kept and Holder.from_json((path / _OWNER_FILE).read_text()).lives(here) is False:
                 shutil.rmtree(path)

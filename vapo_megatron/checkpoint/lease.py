@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Self
 
@@ -46,6 +46,12 @@ class Holder:
     born: int
     job: str
     restart: str
+
+    @classmethod
+    def from_json(cls, text: str) -> "Holder":
+        """What asdict() gave; fields that another version wrote are left out."""
+        row = json.loads(text)
+        return cls(**{field.name: row[field.name] for field in fields(cls)})
 
     @classmethod
     def here(cls, environment: Mapping[str, str]) -> "Holder":
@@ -98,7 +104,7 @@ class Lease:
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             while not self._create(holder):
-                self._remove(self._dead_holder(holder))
+                self._free(holder)
         except OSError as error:
             raise BadInput(
                 f"run.root: {self._run_dir} cannot be made ({error.strerror or error}): make room, or set "
@@ -131,12 +137,15 @@ class Lease:
             raise
         return True
 
-    def _dead_holder(self, here: Holder) -> Holder | None:
-        """The holder, once it is known to be gone; None where the file is not written to its end, or gone."""
+    def _free(self, here: Holder) -> None:
+        """Remove the file once its holder is known to be gone; do nothing where it has changed meanwhile."""
         holder, touched = _look(self._path)
         lives = holder.lives(here) if holder is not None else None
-        if touched is None or lives is False:
-            return holder
+        if touched is None:
+            return
+        if lives is False:
+            self._remove(holder)
+            return
         name, age = holder or "another process", max(0.0, time.time() - touched)
         if lives is None and age < _CLOCKS_SECONDS:
             _logger.warning("%s: %s held it; watching %.0f s for a sign of life", self._run_dir, name, self._stale)
@@ -144,15 +153,15 @@ class Lease:
             while not lives and time.monotonic() < end:
                 time.sleep(min(1.0, self._beat / 4))
                 if (now := _look(self._path)) != (holder, touched):
-                    if now[0] != holder:
-                        return self._dead_holder(here)
+                    if now[0] != holder or now[1] is None:
+                        return
                     lives = True
         if lives:
             raise BadInput(
                 f"{self._run_dir}: {name} works in it, last sign of life {age:.0f} s ago: "
                 "wait for its end, end it, or choose another run.name"
             )
-        return holder
+        self._remove(holder)
 
     def _remove(self, holder: Holder | None) -> None:
         """Remove the file of a holder that is gone, unless another process has taken over meanwhile."""
@@ -188,15 +197,15 @@ def _look(path: Path) -> tuple[Holder | None, float | None]:
     except FileNotFoundError:
         return None, None
     try:
-        return Holder(**json.loads(text)), touched
-    except (ValueError, TypeError):
+        return Holder.from_json(text), touched
+    except (ValueError, TypeError, KeyError):
         return None, touched
 
 
 def _born(pid: int) -> int | None:
     """When a process of this machine started, in clock ticks since boot; None if there is none."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        stat = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return None
-    return None if fields[0] in "ZX" else int(fields[19])
+    return None if stat[0] in "ZX" else int(stat[19])

@@ -68,7 +68,7 @@ def _holding(section: Section, condition: str) -> str:
     assert match is not None, condition
     key, sign, expected = match["key"], match["sign"], match["values"]
     value: Any = reduce(lambda part, name: None if part is None else getattr(part, name), key.split("."), section)
-    shown = "null" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+    shown = "null" if value is None else str(value).removesuffix(".0")
     shown = shown.lower() if isinstance(value, bool) else shown
     if sign is None:
         holds = bool(value)

@@ -20,8 +20,6 @@ def named_here(key: str) -> str | None:
     name, last_two = key.rpartition(".")[2], ".".join(key.split(".")[-2:])
     if "lora" in key.split(".") or name.startswith("lora_"):
         return "here adapters are model.adapter, trained with actor.kind=adapter or critic.kind=adapter: docs/lora.md"
-    if key.partition(".")[0] in ("hardware", "plan", "critic_probes"):
-        return "it belongs to `vapo-megatron plan`, `doctor` or `critic`: give it there, or in a YAML that extends this"
     if name == "val_only":
         return "evaluation alone is a command: vapo-megatron evaluate CONFIG --checkpoint final"
     if (ours := _OURS.get(last_two) or _OURS.get(name)) is not None:
@@ -82,6 +80,8 @@ def _expectation(details: ErrorDetails) -> str:
 
 
 def _hint(key: str, known: Sequence[str]) -> str:
+    if (head := key.partition(".")[0]) in ("hardware", "plan", "critic_probes") and head not in known:
+        return "it belongs to `vapo-megatron plan`, `doctor` or `critic`: give it there, or in a YAML that extends this"
     if (elsewhere := named_here(key)) is not None:
         return elsewhere
     guess = nearest(key, known)

@@ -308,6 +308,7 @@ _SET_BY_US = {
     "nnodes": "an engine is on one node",
     "node_rank": "an engine is on one node",
     "dist_init_addr": "an engine is on one node",
+    "nccl_init_addr": "an engine is on one node",
     "dp_size": "SGLang takes no weight sync then: start more engines, or use attn_dp_size",
     "data_parallel_size": "SGLang takes no weight sync then: start more engines, or use attn_dp_size",
     "pp_size": "engines are cut by rollout.tp alone",

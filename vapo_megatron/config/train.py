@@ -170,7 +170,8 @@ class TrainConfig(Section):
         self._best_is_measured()
         self.data.check_rewards(self.reward)
         if any(reward.correct_above is None for reward in self.data.rewards(self.reward)):
-            refuse(self, _READS_GRADES, "", "needs the verifier's grade, which reward.correct_above=null leaves out")
+            why = "needs the verifier's grade, which reward.correct_above=null leaves out: give that, or switch it off"
+            refuse(self, _READS_GRADES, "", why)
         if self.rollout.collect_timeout_s >= self.cluster.collective_timeout_s:
             raise ValueError(
                 f"rollout.collect_timeout_s={self.rollout.collect_timeout_s:g} s is not below "
@@ -202,8 +203,8 @@ class TrainConfig(Section):
                 f"preset={self.preset} wants one update of a rollout, and algorithm.update gives {updates}: {undone}"
             )
         if self.preset == "vapo_without_clip_higher":
-            low = self.algorithm.policy_loss.clip_low
-            refuse(self, f"algorithm.policy_loss.clip_high!={low:g}", "preset", f"it wants clip_low={low:g}, {undone}")
+            low = str(self.algorithm.policy_loss.clip_low).removesuffix(".0")
+            refuse(self, f"algorithm.policy_loss.clip_high!={low}", "preset", f"it wants clip_low={low}, {undone}")
         for preset, setting in _UNDOES.items():
             refuse(self, setting, f"preset={preset}", f"which is there to leave that out: {undone}")
 

@@ -1,6 +1,7 @@
 """An SGLang server as a subprocess of the rank that owns it."""
 
 import contextlib
+import fcntl
 import http.client
 import json
 import logging
@@ -18,6 +19,7 @@ import urllib.request
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import IO
 
 from pydantic import JsonValue
 
@@ -33,6 +35,7 @@ from vapo_megatron.weights.fp8 import BlockFp8
 _logger = logging.getLogger(__name__)
 
 _PREFIX = "vapo-engine-"
+_LOCK = "lock"  # in the folder of temporary files; held while its owner lives
 _LONGEST_SOCKET = 107  # bytes in a path that is the name of a socket
 _POLL_SECONDS = 0.1
 # Bytes read from the end of a log: it grows for days, and is read for each request that an engine fails to answer.
@@ -121,6 +124,7 @@ class EngineServer:
         self._log_file, self._devices, self._offloads = log_file, devices, offloads
         self._weight_version, self._host, self._fp8 = weight_version, host, fp8
         self._scratch: Path | None = None
+        self._lock: IO[bytes] | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._guard: subprocess.Popen[bytes] | None = None
         self._port = port
@@ -149,7 +153,10 @@ class EngineServer:
             BadInput: the host is not this machine's, or the port is in use.
         """
         self._log_file.parent.mkdir(parents=True, exist_ok=True)
-        self._scratch = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=_short_temporary()))
+        temporary = _short_temporary()
+        remove_left_folders(Path(temporary or tempfile.gettempdir()))
+        self._scratch = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=temporary))
+        self._lock = _locked(self._scratch)
         self._started_at = time.monotonic()
         scratch, environment = str(self._scratch), self._environment(self._scratch)
         try:
@@ -281,6 +288,8 @@ class EngineServer:
         if self._scratch is not None:
             shutil.rmtree(self._scratch, ignore_errors=True)
             self._scratch = None
+        if self._lock is not None:
+            self._lock.close()
         if guard is not None:  # last: until here this process may be killed
             guard.kill()
             guard.communicate()
@@ -349,6 +358,24 @@ def _short_temporary() -> str | None:
         return None
     _logger.warning("TMPDIR=%s is too long for the sockets of engines, which go to /tmp", temporary)
     return "/tmp"
+
+
+def _locked(scratch: Path) -> IO[bytes]:
+    """The lock of a server's folder, which gets its name only once it is held."""
+    unnamed = scratch / f".{_LOCK}"
+    file = unnamed.open("wb")
+    fcntl.flock(file, fcntl.LOCK_EX)
+    unnamed.rename(scratch / _LOCK)
+    return file
+
+
+def remove_left_folders(temporary: Path) -> None:
+    """Remove this user's folders of servers whose owner and guard were both killed: nobody holds their locks."""
+    for path in temporary.glob(f"{_PREFIX}*/{_LOCK}"):
+        with contextlib.suppress(OSError), path.open("rb") as lock:
+            if path.stat().st_uid == os.getuid():
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(path.parent, ignore_errors=True)
 
 
 def _describe(code: int) -> str:

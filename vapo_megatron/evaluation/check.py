@@ -6,6 +6,8 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from pydantic import ValidationError
+
 from vapo_megatron.agents.episodes import load_agent
 from vapo_megatron.checkpoint.checkpoints import CHECKPOINT_FOLDER, HF_FOLDER
 from vapo_megatron.config.data import EvaluationDataConfig, ProblemsConfig
@@ -173,14 +175,19 @@ def evaluation_of(config: TrainConfig, checkpoint: str) -> EvaluateConfig:
         if (saved / "actor").is_dir():
             remedy = f"make it: python tools/convert_megatron_to_hf.py --checkpoint {saved} --out {actor}"
         raise BadInput(f"--checkpoint {checkpoint}: {actor} holds no model: {remedy}")
-    return EvaluateConfig(
-        run=RunPlace(
+    try:
+        place = RunPlace(
             name=f"{run.name}_{checkpoint}",
             root=run.root,
             seed=run.seed + EVALUATION_SEED,
             overwrite=run.overwrite,
             resume=run.resume,
-        ),
+        )
+    except ValidationError as error:
+        (key, *_), message = error.errors()[0]["loc"], error.errors()[0]["msg"]
+        raise BadInput(f"--checkpoint {checkpoint}: run.{key} of its evaluation cannot be used: {message}") from None
+    return EvaluateConfig(
+        run=place,
         model=config.model.model_copy(update={"path": str(actor)}),
         data=EvaluationDataConfig(**{name: getattr(data, name) for name in ProblemsConfig.model_fields}),
         sampling=config.evaluation.sampling_beside(config.sampling),

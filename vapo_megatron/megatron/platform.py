@@ -60,12 +60,13 @@ class Platform:
         major, minor = torch.version.cuda.split(".")[:2]
         return int(major), int(minor)
 
-    def capabilities(self) -> str:
+    def capabilities(self, attention: str = "auto") -> str:
         """For the head of a run: the chip, and whose layers are used."""
         if not self.is_cuda:
             return "CPU"
         major, minor = self.compute_capability
-        layers = "Transformer Engine" if self.has_transformer_engine else "PyTorch's layers, no FP8"
+        fused = attention != "sdpa" and self.has_transformer_engine
+        layers = "Transformer Engine" if fused else "PyTorch's layers, no FP8"
         return f"{torch.cuda.get_device_name()} (sm_{major}{minor}), {layers}"
 
     def copy_queue(self) -> "CopyQueue":

@@ -52,8 +52,8 @@ class Schedule:
         forward_only: bool = False,
         on_forward: Callable[[float], None] = lambda _: None,
     ) -> None:
-        """Collective. consume is called with (micro-batch, last stage's output), on_forward with the share of all forward
-        passes that is done; models: this rank's chunks."""
+        """Collective. consume is called with (micro-batch, last stage's output), on_forward with the share of all
+        forward passes that is done; models: this rank's chunks."""
         passes = itertools.count(1)
         for model in models:
             model.train(not forward_only)

@@ -91,7 +91,10 @@ _LETTERS = re.compile(r"\(?[a-j]\)?(?:(?:\s*,\s*(?:and\s+)?|\s+and\s+)\(?[a-j]\)
 _RATIO = re.compile(r"\d+(?: ?:\s?\d+)+")
 _VARIABLE = re.compile(r"\d+[A-Za-z]")  # 2B is not 2b
 _FORMULA = re.compile(r"[\d^_+*/=\\-]")  # in which R is not r
-_RELATION = re.compile(r"[<>]|\\(?:le|leq|ge|geq|lt|gt|ne|neq|leqslant|geqslant)(?![a-zA-Z])")
+# Relations, and what joins several answers: "33 or 34" is not 34, but the cup of P(A \cup B) = 0.5 is not the answer.
+_RELATION = re.compile(
+    r"[<>\u2228]|\\(?:le|leq|ge|geq|lt|gt|ne|neq|leqslant|geqslant|lor|vee)(?![a-zA-Z])|\\c[ua]p(?![a-zA-Z])[^=]*$"
+)
 # The sides of \pi/3 = 60^\circ are not both 60, nor those of 2x = 68 \implies x = 34 all 34.
 _OTHER_MEASURE = re.compile(
     r"\\circ|mod|\\equiv|\u2261|arrow|\\to(?![a-z])|\\mapsto|\\i(?:mplies|ff)|[\u2192\u21d2\u27f6\u27f9]"

@@ -16,7 +16,7 @@ Marker = Literal["boxed", "answer_line", "answer_tag", "hash", "bare", "free_tex
 FREE_TEXT_TAIL = 2_000  # characters at the end of an unmarked response that are searched for an answer
 
 _BOX = re.compile(r"(?:boxed|fbox)\b\s*")  # behind a backslash; begins with letters so that the search is fast
-_ANSWER_LINE = re.compile(r"(?:\banswer\b[ \t*_`]{0,8}[:\uff1a]|^A:)(?P<body>[^\n]*)", re.IGNORECASE | re.MULTILINE)
+_ANSWER_LINE = re.compile(r"\banswer\b[ \t*_`]{0,8}[:\uff1a]|^(?-i:A:)", re.IGNORECASE | re.MULTILINE)
 _TAG_OPENS = re.compile(r"<answer>", re.IGNORECASE)
 _TAG_CLOSES = re.compile(r"</answer>", re.IGNORECASE)
 # Up to the next marker on the line: "#### 5 #### 4" answers with 4, not with both.
@@ -131,7 +131,7 @@ def _last_marker(text: str, answer_format: AnswerFormat) -> Extraction:
     if anything or answer_format == "answer_line":
         lines = list(_ANSWER_LINE.finditer(text))
         if lines:
-            opening = _OPENING_LINES.match(text, lines[-1].start("body"))
+            opening = _OPENING_LINES.match(text, lines[-1].end())
             assert opening is not None
             answer = _inside(text[opening.end() :].partition("\n")[0], "answer_line")
             # Prose after a box ("The answer is \boxed{5}. Check the answer: it fits.") does not take the box back.

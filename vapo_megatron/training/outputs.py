@@ -138,7 +138,7 @@ def show_header(config: TrainConfig, models: Models, engines: int, recorder: Rec
         "preset": config.preset or "none",
         "actor": config.actor.layout.describe(world),
         "critic": config.critic.layout.describe(world) if models.critic is not None else "none",
-        "kernels": current_platform().capabilities(),
+        "kernels": current_platform().capabilities(config.model.attention),
         "engines": f"{engines} x TP{config.rollout.tp}",
         "step": f"{config.batch.prompts_per_step} prompts x {config.batch.samples_per_prompt} responses",
         "seed": config.run.seed,

@@ -331,7 +331,15 @@ def read_rope(config: Mapping[str, Any], path: str) -> tuple[float, RopeScaling 
     if kind == "yarn":
         values |= {"beta_fast": number("beta_fast", 32.0), "beta_slow": number("beta_slow", 1.0)}
         values["truncate"] = bool(parameters.get("truncate", True))
-    return theta, RopeScaling(kind, **values)
+    scaling = RopeScaling(kind, **values)
+    for key in ("attention_factor", "mscale", "mscale_all_dim") if kind == "yarn" else ():
+        value = parameters.get(key)
+        if value is not None and not (key == "attention_factor" and math.isclose(value, scaling.attention_factor)):
+            raise BadInput(
+                f"{path}: {key} of YaRN is {value!r}, and queries and keys are always scaled by 0.1 ln(factor) + 1: "
+                "choose a checkpoint without it"
+            )
+    return theta, scaling
 
 
 def inverse_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> Tensor:

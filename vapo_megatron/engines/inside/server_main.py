@@ -12,6 +12,7 @@ With `check` no server starts: the exit code is 0 if SGLang takes the arguments;
 standard error.
 """
 
+import argparse
 import asyncio
 import functools
 import gc
@@ -127,8 +128,11 @@ def check_arguments(argv: Sequence[str]) -> None:
     from vapo_megatron.engines.inside import cpu_shim
 
     cpu_shim.install()
-    from sglang.srt.server_args import prepare_server_args
+    from sglang.srt.server_args import ServerArgs, prepare_server_args
 
+    parser = argparse.ArgumentParser(allow_abbrev=False)  # the trainer reads arguments by their whole names
+    ServerArgs.add_cli_args(parser)
+    parser.parse_args(argv)
     prepare_server_args(list(argv))
 
 

@@ -79,7 +79,7 @@ def assumptions(plan: Plan) -> list[str]:
         lines.append("`rollout` is what the trainer waits for engines elsewhere, where they work ahead")
     if config.rollout.agent and config.plan.turns == 1:
         lines.append("an agent's episode is one response: plan.turns and plan.tool_seconds say otherwise")
-    if config.rollout.deterministic is True:
+    if config.rollout.is_deterministic(config.model.dtype, True):
         lines.append("deterministic kernels of engines are as fast as others; SGLang measured 34 % less")
     if config.rollout.attention_parts > 1:
         lines.append(
