@@ -5,17 +5,27 @@ from typing import Any
 
 from examples.ablation.intervals import Interval, interval, paired, shown
 from examples.ablation.results import Figures, accuracy_at, finals, known, mean_over_steps
+from examples.ablation.transformer_tables import refused
 
 POINTS = 32  # at which a course is read for its mean
 
 
+def draws_as_much(row: Figures) -> bool:
+    """Whether a row draws as many responses as VAPO with its value pretraining."""
+    return bool(row["more_steps"]) or row["critic"] == "pretrained"
+
+
 def least_spent(setting: Figures, by: str) -> float:
-    """What every row of every seed has spent at its end. by: "responses" or "cpu_seconds"."""
-    return min(seed[by][-1] for row in setting["rows"].values() for seed in row["seeds"].values())
+    """What every row that draws as much as VAPO has spent at its end. by: "responses" or "cpu_seconds"."""
+    rows = [row for row in setting["rows"].values() if draws_as_much(row)]
+    return min(seed[by][-1] for row in rows for seed in row["seeds"].values())
 
 
 def area(setting: Figures, row: Figures, by: str) -> dict[int, float]:
-    """Mean accuracy, by seed, over what every row has spent; value pretraining's is counted."""
+    """Mean accuracy, by seed, over what every row has spent; value pretraining's is counted. Empty for a row that draws
+    less."""
+    if not draws_as_much(row):
+        return {}
     most, areas = least_spent(setting, by), {}
     for seed, figures in row["seeds"].items():
         critic = setting["critics"][seed]
@@ -78,7 +88,21 @@ def tuned_table(setting: Figures, rows: list[str], compared_with: str, steps: in
 
 def spread(values: dict[int, float]) -> str:
     """Mean over seeds with its 95 % interval."""
-    return shown(interval(list(values.values())), mark=False).lstrip("+")
+    return shown(interval(list(values.values())) if values else None, mark=False).lstrip("+")
+
+
+def tuned_headline(setting: Figures) -> str:
+    """What area by responses says of `direct` beside each row without a critic, and beside VAPO."""
+    leads = {name: lead(setting, "direct", name) for name in ("reinforce_direct", "without_critic", "grpo", "vapo")}
+    kinds: dict[str, list[str]] = {"ahead of": [], "level with": [], "behind": []}
+    for name, by in leads.items():
+        word = "level with" if by is None or not by.excludes_zero else "ahead of" if by.mean > 0 else "behind"
+        kinds[word].append(f"{setting['rows'][name]['title']} ({shown(by)})")
+    verdict = "; ".join(f"{word} {', '.join(rows)}" for word, rows in kinds.items() if rows)
+    consequence = (
+        "it stays a preset and not the default" if kinds["level with"] or kinds["behind"] else "we recommend it"
+    )
+    return f"in area by responses `vapo_direct` is {verdict}; so {consequence}"
 
 
 METHODS = ("vapo", "grpo", "dapo", "without_critic", "reinforce_direct", "direct")
@@ -99,6 +123,9 @@ def for_page(tuned: Figures | None) -> dict[str, Any]:
             "seconds": f"{least_spent(long, 'cpu_seconds'):.0f}",
         },
         "tuned_findings": tuned_findings(long),
+        "tuned_headline": tuned_headline(long),
+        "tuned_seeds": len(setting["rows"]["direct"]["seeds"]),
+        "tuned_refused": refused(long),
         "tuned_methods": tuned_table(long, list(methods), "reinforce_direct", steps),
         "tuned_kinds": kinds and kinds_table(setting, ["direct", *kinds], steps),
     }

@@ -340,7 +340,9 @@ def test_figures_count_the_responses_of_value_pretraining(tmp_path: Path) -> Non
 def test_a_lead_is_over_what_both_rows_have_spent(tmp_path: Path) -> None:
     config, names = finished_runs(tmp_path)
     setting = collect(config, tmp_path, names, {})["settings"]["steps"]
+    setting["rows"]["grpo"]["more_steps"] = 16
     assert tuned_tables.least_spent(setting, "responses") == 512, "GRPO's four steps"
+    assert not tuned_tables.area(setting, setting["rows"]["without_clip_higher"] | {"critic": "none"}, "responses")
     area = tuned_tables.area(setting, setting["rows"]["grpo"], "responses")
     assert area[1] == pytest.approx((0.55 + 0.77) / 2, abs=1e-3), "0.4 to 0.7 to 0.84"
     still = tuned_tables.area(setting, setting["rows"]["vapo"], "responses")
