@@ -3,7 +3,7 @@
     python -m examples.distillation.run [--seed 1] [--steps 60] [--out runs/distillation]
 
 The teacher is the quickstart's model, fine-tuned on solutions without guesses or slips. The student has half its width
-and the quickstart's cold start. Runs that are finished are not repeated; docs/algorithms.md has what was measured.
+and the quickstart's cold start. Runs that are finished are not repeated.
 """
 
 import random
