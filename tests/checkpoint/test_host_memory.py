@@ -4,6 +4,7 @@ import json
 import multiprocessing
 import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -75,7 +76,11 @@ def test_a_jobs_folder_waits_for_the_next_attempt(root: Path, tmp_path: Path) ->
     process.start()
     process.join()
     with host_memory(tmp_path / "other"):
-        assert not own.exists(), "its job is gone"
+        assert own.is_dir(), "between two steps of its job"
+    for path in (own / "checkpoints", own / "owner.json", own):
+        os.utime(path, (time.time() - 1000,) * 2)
+    with host_memory(tmp_path / "other"):
+        assert not own.exists(), "its job has been gone for long"
     assert job_memory(tmp_path, True, {}) is None
 
 

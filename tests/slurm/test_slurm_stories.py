@@ -57,7 +57,19 @@ def test_a_job_goes_on_unattended_until_its_run_is_finished(site: Site) -> None:
 
     step = saved_after(max(step, site.saved_step(run)))
     victim, lost_node = ranks_of(job)[1]
-    site.wait_until("a copy is newer than what is saved", lambda: site.copied_step(job) > site.saved_step(run))
+
+    def stopped_with_a_newer_copy() -> bool:
+        """A save that has begun may end while the rank stands, and be newer than the copy."""
+        if site.copied_step(job) <= site.saved_step(run):
+            return False
+        victim.send_signal(signal.SIGSTOP)
+        time.sleep(1)
+        if site.copied_step(job) > site.saved_step(run):
+            return True
+        victim.send_signal(signal.SIGCONT)
+        return False
+
+    site.wait_until("a rank stands while a copy is newer than what is saved", stopped_with_a_newer_copy)
     killed, done = time.monotonic(), site.metrics(run)[-1]["step"]
     victim.send_signal(signal.SIGKILL)
     site.wait_until("the ranks are started again", lambda: ranks_of(job).get(1, (victim,))[0] != victim)

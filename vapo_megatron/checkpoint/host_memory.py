@@ -2,7 +2,7 @@
 
 There is one folder per run and machine in /dev/shm, which holds checkpoints as a run directory does. It belongs to the
 process that made it: the next process that makes such a folder removes those of processes that are gone. A folder that
-a batch job names outlives its processes, for the job's next step; the job removes it.
+a batch job names outlives its processes for 15 minutes, for the job's next step; the job removes it.
 """
 
 import hashlib
@@ -11,6 +11,7 @@ import logging
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
@@ -27,6 +28,8 @@ ROOT = Path("/dev/shm")
 _PREFIX = "vapo-run-"
 # Names a job's folder of this node (slurm/task.sh).
 _JOB_VARIABLE, _JOB_PREFIX = "VAPO_HOST_MEMORY", "vapo-job-"
+# So long after it was written to last, a job's folder without a living owner is waiting for the job's next step.
+_GRACE_SECONDS = 900.0
 _OWNER_FILE = "owner.json"
 # The only place of a state that the disk did not take: it outlives its run until that goes on, or is removed.
 _KEPT_FILE = "kept"
@@ -126,9 +129,23 @@ def make_folder(run_dir: Path, place: Path, keep_copies: bool = False) -> None:
 
 
 def _remove_abandoned(here: Holder, ours: Path) -> None:
-    """Remove the folders of processes of this machine that are gone, except ours."""
+    """Remove the folders of processes of this machine that are gone, except ours and those that wait for a job's next
+    step."""
     for path in (*ROOT.glob(f"{_PREFIX}*"), *ROOT.glob(f".{_PREFIX}*"), *ROOT.glob(f"{_JOB_PREFIX}*")):
         with suppress(OSError, ValueError, TypeError, KeyError):  # another user's, or one that is just being made
             kept = (path / _KEPT_FILE).exists() and (path / RECORD_FOLDER).readlink().parent.is_dir()
-            if path != ours and not kept and Holder.from_json((path / _OWNER_FILE).read_text()).lives(here) is False:
+            if path == ours or kept or _is_waiting(path, ours):
+                continue
+            if Holder.from_json((path / _OWNER_FILE).read_text()).lives(here) is False:
                 shutil.rmtree(path)
+
+
+def _is_waiting(path: Path, ours: Path) -> bool:
+    """Whether it may be between two steps of its job, which Slurm has not requeued since; names are
+    vapo-job-JOB.RESTART.NODE (slurm/task.sh)."""
+    if not path.name.startswith(_JOB_PREFIX):
+        return False
+    job, start = path.name.split(".")[:2]
+    our_job, our_start = (*ours.name.split("."), "")[:2]
+    written = max(each.stat().st_mtime for each in (path, path / _OWNER_FILE, *path.glob(CHECKPOINT_FOLDER)))
+    return not (job == our_job and start != our_start) and time.time() - written < _GRACE_SECONDS
