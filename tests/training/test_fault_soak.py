@@ -32,7 +32,7 @@ SETTINGS = (
     "reward.function=parity_grade:verify_with_bombs",
     "rollout.health.answer_s=5",
     "rollout.health.max_failures=20",
-    "robustness.hangs.floor_s=30",
+    "robustness.hangs.floor_s=30",  # a weight sync may wait for an engine's start
 )
 TIS = "algorithm.importance_sampling.kind=tis"
 
@@ -141,7 +141,7 @@ def test_a_run_under_a_fault_of_each_sort(
     alone, config = (
         attempts.config_of(
             *(world, name, {"tp": 2}, *SETTINGS, "run.steps=9", "cluster.ranks=4", "checkpoint.every=5"),
-            *("robustness.hangs.floor_s=12", "data.eval=[]"),
+            "data.eval=[]",
         )
         for name in ("alone", "faults")
     )
@@ -164,7 +164,7 @@ def test_a_run_under_a_fault_of_each_sort(
     again = rf"; ranks are started again in this process, from {memory}/checkpoints/step_00000(\d)"
     assert re.findall(rf"was killed by SIGKILL.*{again}", said) and "has changed since it was saved" in said, said
     assert re.findall(rf"did not arrive; .*{again}", said), said
-    assert soak.seconds["rank: stopped"][0] < 60
+    assert soak.seconds["rank: stopped"][0] < 150, "the watchdog names it, before the limit of collectives comes"
 
 
 @pytest.mark.faults
