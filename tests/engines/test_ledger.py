@@ -3,11 +3,13 @@
 import copy
 import json
 import random
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
-from vapo_megatron.engines.ledger import DROPPED, FILLED, NO_SIGNAL, STALE, GroupRecord, Ledger, StepRule
+from vapo_megatron.engines.ledger import DROPPED, FILLED, NO_SIGNAL, STALE, GroupRecord, Ledger, StepRule, _Part
 
 
 def every(n: int) -> Callable[[int], bool]:
@@ -52,7 +54,9 @@ def play(rule: StepRule, useful: Callable[[int], bool], seed: int) -> tuple[list
             for gone in ledger.surplus():
                 flying.pop(gone, None)
             if not rule.staleness:
-                assert not flying and not ledger.room(), "nothing is in flight at the end of a synchronous step"
+                assert rule.any_order or (not flying and not ledger.room()), (
+                    "nothing is in flight at the end of a synchronous step"
+                )
                 ledger.advance()
         elif ledger.taken > ledger.trained:
             ledger.advance()
@@ -132,16 +136,40 @@ def test_groups_of_a_later_step_than_allowed_are_not_drawn() -> None:
     assert last.room() == 4, "there is no step 2"
 
 
-def test_a_step_is_taken_without_comparing_each_group_with_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(record: GroupRecord, other: object) -> bool:
-        raise AssertionError("quadratic in the groups of a step")
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("oversampling", [1.0, 1.7])
+def test_of_groups_that_come_back_in_any_order_all_are_trained(seed: int, oversampling: float) -> None:
+    steps, ledger, _ = play(StepRule(3, 20, oversampling, any_order=True, max_age=99), every(1), seed)
+    trained = sorted(number for step in steps for number in step)
+    waiting = [number for number in range(ledger.next) if number in ledger]
+    assert len(trained) == 60 and sorted(trained + waiting) == list(range(ledger.next)), "each once"
 
-    monkeypatch.setattr(GroupRecord, "__eq__", refuse)
-    ledger = Ledger(StepRule(8, 1, most_draws=20))
-    for number in range(ledger.room()):
-        assert ledger.draw() == number
-        ledger.grade(number, number % 4 > 0)
-    while not ledger.is_ready():
-        number = ledger.draw()
-        ledger.grade(number, True)
-    assert len(ledger.take()) == 8
+
+@pytest.mark.parametrize(
+    "rule", [StepRule(0, 1), StepRule(0, 1, oversampling=3.0, most_draws=0), StepRule(0, 1, staleness=2)]
+)
+def test_its_work_grows_with_the_groups_not_with_their_square(rule: StepRule, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0's event loop stands still meanwhile: 8,192 groups once took 15 s a step."""
+    count, looks = _Part.count, Counter[int]()
+
+    def counted(part: _Part, record: GroupRecord, is_stale: bool, by: int) -> None:
+        looks[groups] += 1
+        count(part, record, is_stale, by)
+
+    monkeypatch.setattr(_Part, "count", counted)
+    for groups in (256, 2048):
+        chance = random.Random(groups)
+        ledger = Ledger(
+            replace(rule, groups=groups, most_draws=rule.most_draws if rule.most_draws is None else 3 * groups)
+        )
+        flying = [ledger.draw() for _ in range(ledger.room())]
+        while not ledger.is_ready():
+            place = chance.randrange(len(flying))
+            flying[place], number = flying[-1], flying[place]
+            flying.pop()
+            if number in ledger:
+                ledger.grade(number, rule.most_draws is None or number % 2 == 0)
+                ledger.surplus()
+                flying += [ledger.draw() for _ in range(ledger.room())]
+        assert len(ledger.take()) == groups
+    assert looks[2048] < 12 * looks[256], "8 times as many groups"

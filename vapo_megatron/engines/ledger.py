@@ -8,8 +8,7 @@ has come back.
 
 from collections import Counter
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
-from itertools import islice
+from dataclasses import dataclass
 from typing import Any
 
 FILLED = "filled"  # without signal, trained on because there were no others
@@ -54,23 +53,39 @@ class StepRule:
 
 @dataclass
 class GroupRecord:
-    """A group that is neither trained nor dropped. drawn_at: steps trained when it was drawn. useful: once graded."""
+    """A group that is neither trained nor dropped. drawn_at: steps trained when it was drawn. useful: once graded.
+    place: in the order drawn, among those that are left."""
 
     number: int
     drawn_at: int
     graded: bool = False
     useful: bool = False
+    place: int = 0
 
 
 @dataclass
 class _Part:
-    """The records that one step looks through, in order. full: it needs no more."""
+    """The groups that one step looks through, from place `start` to before `end`, and how many are useful, too old or
+    not graded; full: it needs no more."""
 
     step: int
-    records: list[GroupRecord] = field(default_factory=list)
+    start: int = 0
+    end: int = 0
     useful: int = 0
     stale: int = 0
+    ungraded: int = 0
     full: bool = False
+
+    @property
+    def fresh(self) -> int:
+        """Groups that are not too old, as far as is known."""
+        return self.end - self.start - self.stale
+
+    def count(self, record: GroupRecord, is_stale: bool, by: int) -> None:
+        """by: 1 for a group that comes in, -1 for one that leaves."""
+        self.ungraded += by * (not record.graded)
+        self.stale += by * (record.graded and is_stale)
+        self.useful += by * (record.graded and record.useful and not is_stale)
 
 
 class Ledger:
@@ -88,7 +103,9 @@ class Ledger:
         self.rule, self.next, self.trained, self.taken = rule, first, step, step
         self.counts: Counter[str] = Counter()
         self._records: dict[int, GroupRecord] = {}  # in the order of their numbers
-        self._cached_parts: list[_Part] | None = None  # of _parts(); None after a change
+        self._order: list[GroupRecord] = []  # the same, by place
+        self._settled: list[_Part] | None = None  # of _parts(); None: to be found anew
+        self._in_flight = 0
 
     def __contains__(self, number: int) -> bool:
         """Whether a group is drawn, and neither trained nor dropped."""
@@ -102,12 +119,12 @@ class Ledger:
     @property
     def in_flight(self) -> int:
         """Groups that are drawn and not graded."""
-        return sum(not record.graded for record in self._records.values())
+        return self._in_flight
 
     @property
     def graded(self) -> int:
         """Groups that wait for the trainer."""
-        return len(self._records) - self.in_flight
+        return len(self._records) - self._in_flight
 
     def room(self) -> int:
         """How many groups may be drawn now."""
@@ -119,22 +136,32 @@ class Ledger:
         missing = left * rule.groups - begun.useful
         room = max(1, round(missing * rule.oversampling)) - self.in_flight
         if rule.most_draws is not None:
-            room = min(room, left * rule.most_draws - len(begun.records) + begun.stale)
+            room = min(room, left * rule.most_draws - begun.fresh)
         return max(0, room)
 
     def draw(self) -> int:
         """Draw one more group; returns its number."""
-        number = self.next
-        self._records[number] = GroupRecord(number, self.trained)
-        self._cached_parts = None
+        number, place = self.next, len(self._order)
+        self._records[number] = record = GroupRecord(number, self.trained, place=place)
+        if self._settled is not None:
+            self._order.append(record)
+            self._settle(max(0, len(self._settled) - 1))
+        self._in_flight += 1
         self.counts["drawn"] += 1
         self.next += 1
         return number
 
     def grade(self, number: int, useful: bool) -> None:
         """A group was graded."""
-        record, self._cached_parts = self._records[number], None
+        record, parts = self._records[number], self._parts()
+        index = next((n for n, part in enumerate(parts) if part.start <= record.place < part.end), None)
+        if index is not None:
+            parts[index].count(record, False, -1)
         record.graded, record.useful = True, useful
+        self._in_flight -= 1
+        if index is not None:
+            parts[index].count(record, self._is_stale(record, parts[index]), 1)
+            self._settle(index)
 
     def surplus(self) -> list[int]:
         """Drop the groups that no step can need, whatever is still to come; returns their numbers.
@@ -144,8 +171,9 @@ class Ledger:
         parts = self._parts()
         if self.rule.any_order or self.rule.windows > 1 or sum(part.full for part in parts) < self._open:
             return []
-        unneeded = len(self._records) - sum(len(part.records) for part in parts)
-        gone = list(islice(reversed(self._records), unneeded))[::-1]
+        end = parts[-1].end if parts else 0
+        gone = [record.number for record in self._order[end:]]
+        del self._order[end:]
         self._drop(gone, SURPLUS)
         if gone:
             self.next = gone[0]
@@ -157,6 +185,7 @@ class Ledger:
             return []
         gone = [r.number for r in self._records.values() if not r.graded and self.taken - r.drawn_at > self.rule.oldest]
         self._drop(gone, STALE)
+        self._settled = None
         return gone
 
     def is_ready(self) -> bool:
@@ -165,15 +194,15 @@ class Ledger:
         if not parts or not parts[0].full:
             return False
         enough = parts[0].useful == self.rule.groups
-        return all(record.graded for record in parts[0].records) or (self.rule.any_order and enough)
+        return not parts[0].ungraded or (self.rule.any_order and enough)
 
     def take(self, go_on: Collection[int] = ()) -> list[int]:
         """The numbers of the next step's groups, useful ones first; the others that it looked through are dropped.
 
         Call it when is_ready(). go_on: unfinished groups; if taken, they are in flight again.
         """
-        part, self._cached_parts = self._parts()[0], None
-        graded = [record for record in part.records if record.graded]
+        part, self._settled = self._parts()[0], None
+        graded = [record for record in self._order[part.start : part.end] if record.graded]
         fresh = [record for record in graded if not self._is_stale(record, part)]
         useful, spare = ([record for record in fresh if record.useful is kind] for kind in (True, False))
         fill = spare[: self.rule.groups - len(useful)]
@@ -183,6 +212,7 @@ class Ledger:
             del self._records[number]
         for number in set(taken).difference(finished):
             self._records[number].graded = False
+            self._in_flight += 1
         self._drop([record.number for record in spare[len(fill) :]], NO_SIGNAL)
         self._drop([record.number for record in graded if self._is_stale(record, part)], STALE)
         self.taken += 1
@@ -193,7 +223,7 @@ class Ledger:
     def advance(self) -> None:
         """A step is trained, and the engines have its weights."""
         self.trained += 1
-        self._cached_parts = None
+        self._settled = None
 
     def state(self) -> dict[str, Any]:
         """For a checkpoint."""
@@ -205,7 +235,7 @@ class Ledger:
 
         Returns the numbers of the ungraded groups, which are to be generated (again).
         """
-        first, self._cached_parts = self.next, None
+        first, self._settled = self.next, None
         kept = {int(number): drawn_at for number, drawn_at in state["drawn_at"].items() if int(number) >= first}
         self._records = {
             number: GroupRecord(number, drawn_at, number in useful, useful.get(number, False))
@@ -213,12 +243,13 @@ class Ledger:
         }
         self.counts, self.next = Counter(state["counts"]), max(state["next"], first)
         self.counts[STALE] += len(state["drawn_at"]) - len(kept)
-        return [number for number in kept if number not in useful]
+        ungraded = [number for number in kept if number not in useful]
+        self._in_flight = len(ungraded)
+        return ungraded
 
     def _drop(self, numbers: list[int], reason: str) -> None:
-        self._cached_parts = None
         for number in numbers:
-            del self._records[number]
+            self._in_flight -= not self._records.pop(number).graded
         self.counts[reason] += len(numbers)
 
     @property
@@ -229,25 +260,51 @@ class Ledger:
     def _is_stale(self, record: GroupRecord, part: _Part) -> bool:
         return part.step - 1 - record.drawn_at > self.rule.oldest
 
+    def _is_full(self, part: _Part) -> bool:
+        most_draws = self.rule.most_draws
+        return part.useful >= self.rule.groups or (most_draws is not None and part.fresh >= most_draws)
+
     def _parts(self) -> list[_Part]:
-        """The records that the open steps look through; ungraded groups count as not useful."""
-        if self._cached_parts is not None:
-            return self._cached_parts
-        parts, records = list[_Part](), list(self._records.values())
-        groups, most_draws = self.rule.groups, self.rule.most_draws
-        while records and len(parts) < self._open:
-            part = _Part(self.taken + len(parts) + 1)
-            oldest = part.step - 1 - self.rule.oldest
-            for count, record in enumerate(records, 1):  # once a graded group: kept short
-                if record.graded:
-                    if record.drawn_at < oldest:
-                        part.stale += 1
-                    elif record.useful:
-                        part.useful += 1
-                if part.useful >= groups or (most_draws is not None and count - part.stale >= most_draws):
-                    part.full = True
-                    break
-            part.records, records = records[:count], records[count:]
-            parts.append(part)
-        self._cached_parts = parts
-        return parts
+        """What open steps look through; each part is as short as it can be full, and an ungraded group is not useful yet."""
+        if self._settled is None:
+            self._order, self._settled = list(self._records.values()), []
+            for place, record in enumerate(self._order):
+                record.place = place
+            self._settle(0)
+        return self._settled
+
+    def _settle(self, index: int) -> None:
+        """Move the ends of parts, from this one on, after a group came in or was graded: a place or two as a rule."""
+        assert self._settled is not None
+        parts, order = self._settled, self._order
+        while True:
+            start = parts[index - 1].end if index else 0
+            if start == len(order) or (index == len(parts) == self._open):
+                del parts[index:]
+                return
+            if index == len(parts):
+                parts.append(_Part(self.taken + index + 1, start, start))
+            part, end = parts[index], parts[index].end
+            is_moved = part.start != start
+            while part.end < start:
+                self._extend(part)
+            for place in range(part.start, start):
+                part.count(order[place], self._is_stale(order[place], part), -1)
+            for place in range(start, part.start):
+                part.count(order[place], self._is_stale(order[place], part), 1)
+            part.start = start
+            while self._is_full(part) and part.end > start:
+                last = order[part.end - 1]
+                part.count(last, self._is_stale(last, part), -1)
+                part.end -= 1
+            while not self._is_full(part) and part.end < len(order):
+                self._extend(part)
+            part.full = self._is_full(part)
+            index += 1
+            if part.end == end and not is_moved and index < len(parts):
+                return
+
+    def _extend(self, part: _Part) -> None:
+        record = self._order[part.end]
+        part.count(record, self._is_stale(record, part), 1)
+        part.end += 1
