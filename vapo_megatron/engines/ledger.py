@@ -265,7 +265,7 @@ class Ledger:
         return part.useful >= self.rule.groups or (most_draws is not None and part.fresh >= most_draws)
 
     def _parts(self) -> list[_Part]:
-        """What open steps look through; each part is as short as it can be full, and an ungraded group is not useful yet."""
+        """What the open steps look through, each part as short as can be. Ungraded groups count as not useful."""
         if self._settled is None:
             self._order, self._settled = list(self._records.values()), []
             for place, record in enumerate(self._order):
