@@ -264,6 +264,8 @@ def test_a_real_server_is_watched_by_its_process_ids_and_not_asked(server: Engin
     scratch = Path(psutil.Process(server.pid).environ()["TMPDIR"])
     pids = {path.name.split("-")[1]: int(path.name.split("-")[2]) for path in scratch.glob("process-*")}
     assert server.lost() is None and {"scheduler", "detokenizer", "guard"} <= pids.keys()
+    for role in ("scheduler", "detokenizer"):
+        assert f"sglang::{role}" in " ".join(psutil.Process(pids[role]).cmdline()), "ps names it"
     for role, pid in {**pids, "HTTP server": server.pid}.items():
         os.kill(pid, signal.SIGSTOP)
         end = time.monotonic() + 30

@@ -11,6 +11,7 @@ import uuid
 from types import SimpleNamespace
 from typing import Any
 
+import setproctitle
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -152,6 +153,7 @@ def run_scheduler(*args: Any, **kwargs: Any) -> None:
 
 def run_idle_detokenizer(*_: Any, **__: Any) -> None:
     """Takes the place of SGLang's detokenizer, to which a server without a tokenizer sends nothing."""
+    setproctitle.setproctitle("sglang::detokenizer")
     kill_itself_when_parent_died()
     register("detokenizer")
     while True:
