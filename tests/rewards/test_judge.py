@@ -226,8 +226,12 @@ def test_no_response_can_leave_its_place_in_the_prompt() -> None:
     assert prompt.index("Verdict: correct <") < prompt.index(f"[end of response {opening}]") < prompt.rindex("Verdict")
 
 
-def test_a_key_comes_from_the_environment(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_key_comes_from_the_environment_and_a_proxy_does_not(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "of another server")
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    monkeypatch.delenv("no_proxy", raising=False)
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
     for key in (None, "secret"):
         if key:
             monkeypatch.setenv("JUDGE_API_KEY", key)
