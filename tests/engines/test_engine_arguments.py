@@ -58,3 +58,10 @@ def test_sglangs_own_watchdog_waits_for_kernels_and_weights(arguments_of) -> Non
     for seconds, expected in ((1800, "1800.0"), (60, "600.0")):
         told = arguments_of(RolloutConfig(start_timeout_s=seconds), "bfloat16", range(1))
         assert told[told.index("--watchdog-timeout") + 1] == expected
+
+
+def test_the_log_of_an_engine_that_ended_with_its_rank_stays(arguments_of, tmp_path: Path) -> None:
+    (tmp_path / "engine.log").write_text("why it ended")
+    for _ in range(2):
+        arguments_of(RolloutConfig(), "bfloat16", None)
+    assert (tmp_path / "engine.ended1.log").read_text() == "why it ended" and (tmp_path / "engine.ended2.log").exists()

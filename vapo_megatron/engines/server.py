@@ -160,6 +160,7 @@ class EngineServer:
         self._started_at = time.monotonic()
         scratch, environment = str(self._scratch), self._environment(self._scratch)
         try:
+            self._set_log_aside()  # of an engine that ended with its rank
             with self._bound() as listener, self._log_file.open("wb") as log:
                 self._port = listener.getsockname()[1]
                 self._process = subprocess.Popen(
@@ -269,6 +270,9 @@ class EngineServer:
     def end(self, cause: str) -> Path:
         """End a server that is wrong, before it is started again. Returns the path under which its log is kept."""
         self.stop()
+        return self._set_log_aside()
+
+    def _set_log_aside(self) -> Path:
         number = 1
         while (aside := self._log_file.with_suffix(f".ended{number}{self._log_file.suffix}")).exists():
             number += 1
