@@ -277,7 +277,7 @@ def refuse_checkpoints(number: int, times: int) -> None:
     state_saver.commit_checkpoint = refused  # type: ignore[assignment]
 
 
-_NOT_REPRODUCIBLE = re.compile(r"(^|/)(time|memory|device_memory|throughput)/|_seconds$")
+_NOT_REPRODUCIBLE = re.compile(r"(^|/)(time|memory|device_memory|throughput)/|_seconds(/turn_\d+)?$")
 
 
 def metrics(run_dir: Path) -> list[dict[str, Any]]:

@@ -91,6 +91,8 @@ def same_run(run_dir: Path, undisturbed: Path) -> list[dict[str, Any]]:
     rows, expected = attempts.metrics(run_dir), attempts.metrics(undisturbed)
     for row, other in zip(rows, expected, strict=True):
         apart = {name for name in row.keys() | other.keys() if row.get(name) != other.get(name)}
+        if row.get("rollout/engines") == 0:  # asked to stop while its only engine started: nobody was probed
+            apart = {name for name in apart if not name.startswith("rollout/train_infer_logprob_diff")}
         assert apart <= {"rollout/engine_failures", "rollout/engines"}, apart
     for path in sorted((undisturbed / "hf").rglob("*.safetensors")):
         assert path.read_bytes() == (run_dir / path.relative_to(undisturbed)).read_bytes(), path
