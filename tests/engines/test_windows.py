@@ -1,5 +1,6 @@
 """Responses that are trained window by window: every token once, under the weights that wrote it, kills included."""
 
+import asyncio
 import json
 from collections import defaultdict
 from collections.abc import Sequence
@@ -18,7 +19,7 @@ from vapo_megatron.engines.dispatcher import Dispatcher
 from vapo_megatron.engines.ledger import Ledger, StepRule
 from vapo_megatron.engines.request import GroupRequest
 from vapo_megatron.engines.server import EngineAddress
-from vapo_megatron.engines.stream import GroupStream, Work, pack_groups, unpack_groups
+from vapo_megatron.engines.stream import GroupStream, StopAsked, Work, pack_groups, unpack_groups
 from vapo_megatron.rewards.grading import TRUNCATED, grade_samples
 from vapo_megatron.rewards.pool import VerifierPool
 from vapo_megatron.training.rollouts import age_metrics
@@ -39,9 +40,12 @@ class Client:
 
     def __init__(self, address: EngineAddress) -> None:
         self.address, self.version, self.most = address, 0, WINDOW
+        self.held: set[int] = set()  # prompts that get no answer
 
     async def generate(self, prompts: Any, params: Any, experts: Any, ids: Any, unfinished: bool) -> list[Completion]:
         assert not unfinished
+        if not self.held.isdisjoint(prompt[0] for prompt in prompts):
+            await asyncio.Event().wait()
         found = []
         for prompt, given in zip(prompts, params, strict=True):
             written, most = len(prompt) - 2, given["max_new_tokens"]
@@ -81,13 +85,25 @@ def begin(
     return stream, dispatcher, client, pool
 
 
-def train(kills: Sequence[int], longest: int = LONGEST[0]) -> tuple[list[list[Sample]], dict[str, Any]]:
-    """The samples of each step, and the ledger's counts. kills: steps in which the run dies once, with its groups."""
+def train(
+    kills: Sequence[int], longest: int = LONGEST[0], stops: Sequence[int] = ()
+) -> tuple[list[list[Sample]], dict[str, Any]]:
+    """The samples of each step, and the ledger's counts. kills: steps in which the run dies once, with its groups;
+    stops: steps in which a signal stops it once, while a response that is to go on is being written."""
     steps: list[list[Sample]] = []
-    saved, left = None, list(kills)
+    saved, left, stops = None, list(kills), list(stops)
     while len(steps) < STEPS:
         stream, dispatcher, client, pool = begin(saved, len(steps), longest)
         while len(steps) < STEPS:
+            if stops and stops[0] == len(steps) + 1:
+                del stops[0]
+                client.held = {max(sample.prompt.cursor for sample in steps[-1] if sample.goes_on)}
+                with pytest.raises(StopAsked):
+                    stream.take(lambda _: None, lambda: "asked" if stream.ledger.graded == GROUPS - 1 else None)
+                state, waiting = stream.state()
+                assert any(s.goes_on and not s.is_trained for n in waiting for s in waiting[n]), "a window waits as well"
+                saved = stream.ledger.first, json.loads(json.dumps(state)), pack_groups(waiting)
+                break
             groups = stream.take(lambda _: None)
             assert len(groups) == GROUPS
             if left and left[0] == len(steps) + 1:
@@ -153,6 +169,13 @@ def test_a_killed_run_goes_on_to_the_same_samples(kills: list[int]) -> None:
     straight, counts = train([])
     killed, after = train(kills)
     assert facts(killed) == facts(straight) and after == counts
+
+
+@pytest.mark.parametrize("stops", [[2], [5, 6], [7, 8]])
+def test_a_run_that_is_stopped_amid_a_window_goes_on_to_the_same_samples(stops: list[int]) -> None:
+    straight, counts = train([])
+    stopped, after = train([], stops=stops)
+    assert facts(stopped) == facts(straight) and after == counts
 
 
 @pytest.mark.parametrize(("before", "after"), [(None, WINDOW), (WINDOW, None)])

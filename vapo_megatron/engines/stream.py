@@ -181,8 +181,9 @@ class GroupStream:
     async def _run(self, number: int) -> None:
         """Generate and grade a group, then start what there is room for."""
         try:
-            request = replace(self._work.request(self._prompts.at(number)), begun=self._begun.pop(number, ()))
+            request = replace(self._work.request(self._prompts.at(number)), begun=self._begun.get(number, ()))
             group = await (self._work.generate or self._dispatcher.generate)(request)
+            self._begun.pop(number, None)  # not before: a state that is saved meanwhile goes on from it
             if request.window is None and _goes_on(group):
                 self._begun[number] = group
                 del self._tasks[number]
@@ -208,7 +209,7 @@ class GroupStream:
 
     async def _restore(self, state: dict[str, Any], groups: dict[int, Group]) -> None:
         groups = {n: group for n, group in groups.items() if self._has_windows_alike(group)}
-        self._begun = {n: group for n, group in groups.items() if _goes_on(group)}
+        self._begun = {n: group for n, group in groups.items() if _waits_for_engine(group)}
         self._graded = {n: group for n, group in groups.items() if n not in self._begun}
         useful = {n: self._work.is_useful(group) for n, group in self._graded.items()}
         for number in self.ledger.restore(state, useful):
@@ -241,6 +242,11 @@ class GroupStream:
 
 def _goes_on(group: Group) -> bool:
     return any(sample.goes_on for sample in group)
+
+
+def _waits_for_engine(group: Group) -> bool:
+    """Whether a group that was saved is to be gone on with; else it waits for the trainer, if for a window of it."""
+    return _goes_on(group) and (group[0].window_start is None or all(sample.is_trained for sample in group))
 
 
 def _next_window(group: Group) -> Group:
