@@ -98,11 +98,7 @@ def train(
             if stops and stops[0] == len(steps) + 1:
                 del stops[0]
                 client.held = {max(sample.prompt.cursor for sample in steps[-1] if sample.goes_on)}
-                with pytest.raises(StopAsked):
-                    stream.take(lambda _: None, lambda: "asked" if stream.ledger.graded == GROUPS - 1 else None)
-                state, waiting = stream.state()
-                assert any(s.goes_on and not s.is_trained for n in waiting for s in waiting[n]), "a window waits as well"
-                saved = stream.ledger.first, json.loads(json.dumps(state)), pack_groups(waiting)
+                saved = stop(stream)
                 break
             groups = stream.take(lambda _: None)
             assert len(groups) == GROUPS
@@ -120,6 +116,15 @@ def train(
         pool.close()
     assert saved is not None
     return steps, saved[1]["counts"]
+
+
+def stop(stream: GroupStream) -> tuple[int, Any, bytes]:
+    """What is saved when a signal comes while one group is written and the others of the step are graded."""
+    with pytest.raises(StopAsked):
+        stream.take(lambda _: None, lambda: "asked" if stream.ledger.graded == GROUPS - 1 else None)
+    state, waiting = stream.state()
+    assert any(s.goes_on and not s.is_trained for group in waiting.values() for s in group), "a window waits as well"
+    return stream.ledger.first, json.loads(json.dumps(state)), pack_groups(waiting)
 
 
 def facts(steps: list[list[Sample]]) -> list[list[Any]]:
