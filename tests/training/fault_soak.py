@@ -132,7 +132,12 @@ SIGNALS: dict[str, tuple[str, list[int]]] = {
     "verifier: kill -9": ("verifier", [signal.SIGKILL]),
     "verifier: stopped for a while": ("verifier", [signal.SIGSTOP, signal.SIGCONT]),
 }
-ASKED = {"run: SIGTERM": signal.SIGTERM, "run: SIGUSR1": signal.SIGUSR1, "run: kill -9": signal.SIGKILL}
+ASKED = {
+    "run: SIGTERM": signal.SIGTERM,
+    "run: SIGUSR1": signal.SIGUSR1,
+    "run: SIGHUP": signal.SIGHUP,
+    "run: kill -9": signal.SIGKILL,
+}
 # All but the process that started the run stand still when that is killed.
 STANDING = "run: all stopped, kill -9"
 FILES = ("checkpoint: cut file", "checkpoint: flipped bit")
@@ -163,7 +168,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     "engine stopped": (*(f"{role}: stopped" for role in _ENGINE), "engine: stopped for a while"),
     "verifier killed": ("verifier: kill -9",),
     "verifier stopped": ("verifier: stopped for a while",),
-    "asked to stop": ("run: SIGTERM", "run: SIGUSR1"),
+    "asked to stop": ("run: SIGTERM", "run: SIGUSR1", "run: SIGHUP"),
     "run killed": ("run: kill -9", STANDING),
     "copy damaged": COPIES,
 }
