@@ -260,7 +260,7 @@ class AlgorithmConfig(Section):
 
     @property
     def saves_reference(self) -> bool:
-        """Whether the reference is not what the run started from, and so belongs into checkpoints."""
+        """Whether the reference changes during the run and must be checkpointed."""
         return self.uses_reference and self.kl.replace_reference_every is not None
 
     def update_gives_logprobs(self, samples: int, groups: int) -> bool:

@@ -189,8 +189,8 @@ def _even_out(
 def _best_exchange(
     heavy: list[int], light: list[int], loads: _Loads, tokens: _Loads | None, budget: int
 ) -> tuple[list[int], list[int]] | None:
-    """What a bin gives to a lighter one, and what it takes for it (nothing, or one place), so that the larger of both
-    loads becomes smallest; None where nothing makes it smaller."""
+    """The move or swap between two bins that most reduces the larger load, as places leaving the heavier bin and places
+    coming back (at most one); None where nothing reduces it."""
     gap = loads[heavy].sum() - loads[light].sum()
     leaving, taken = loads[heavy], np.append(loads[light], 0)
     moved = leaving[:, None] - taken

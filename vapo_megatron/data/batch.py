@@ -5,7 +5,7 @@ user's next message) are part of the sequence that models read and of nothing el
 response tokens, so that no loss, no denominator, no length and no metric counts them, and GAE steps over them.
 
 Everything that algorithms see of a rollout is a table over response tokens with `cu_seqlens`. A rank holds some of the
-samples of a rollout as an ExperienceBatch, and of all of them what goes by samples (SampleTable): denominators and
+samples of a rollout as an ExperienceBatch, and the per-sample fields of all samples (SampleTable): denominators and
 mini-batches are computed on every rank from the same numbers, and no parallel layout can change them.
 """
 
@@ -151,7 +151,7 @@ class ExperienceBatch:
         return [0, *inner, end - start]
 
     def table(self) -> "SampleTable":
-        """What goes by samples."""
+        """The per-sample fields."""
         taken: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(SampleTable)}
         return SampleTable(**taken)
 
@@ -207,7 +207,7 @@ class ExperienceBatch:
 
 @dataclass
 class SampleTable:
-    """What goes by samples, of S of them: the fields that an ExperienceBatch has under the same names.
+    """Per-sample fields of S samples; an ExperienceBatch has them under the same names.
 
     Attributes:
         response_lengths: int64 [S], EOS included.

@@ -97,7 +97,7 @@ class Sample:
 
     @property
     def truncated(self) -> bool:
-        """Whether the response ended for want of room rather than by its own end token."""
+        """Whether the response was cut at the token limit."""
         return self.finish_reason == "length"
 
     @property
@@ -115,7 +115,7 @@ class Sample:
 
     @property
     def is_trained(self) -> bool:
-        """Whether the policy was trained on all that there is of it, window by window."""
+        """Whether the response has been fully trained on, window by window."""
         return self.window_start == len(self.response_ids)
 
     @property

@@ -137,8 +137,8 @@ class TextTokenizer:
         return self._tokenizer.encode(response, add_special_tokens=False)
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of token ids, special tokens left out. With a fast tokenizer other threads go on meanwhile: decode()
-        keeps the interpreter to itself, that of batches does not."""
+        """The text of token ids, without special tokens. A fast tokenizer lets other threads run meanwhile: its
+        decode() holds the GIL, so batch decoding, which releases it, is used."""
         fast = getattr(self._tokenizer, "backend_tokenizer", None)
         if fast is None or self._tokenizer.clean_up_tokenization_spaces:
             text = self._tokenizer.decode(list(token_ids), skip_special_tokens=True)

@@ -40,7 +40,7 @@ PauseMode = Literal["abort", "retract", "in_place"]
 
 
 class EngineWrong(RunFailed):
-    """A server's answer cannot be right: another server, or this one started again, may do better."""
+    """The server's answer is invalid: another server, or this one after a restart, may do better."""
 
 
 @dataclass(slots=True)
@@ -251,8 +251,8 @@ class EngineClient:
         await self._call("resume_memory_occupation", {"tags": list(tags)})
 
     async def _wait_until_idle(self) -> None:
-        """Return once the server is idle, when alone it drops its cache: answers arrive before the scheduler's step has
-        ended, and a server that is told to release memory within that step ends itself."""
+        """Return once the server is idle, shown by its dropping its cache, which it does only when idle. Answers arrive
+        before the scheduler's step has ended, and a server told to release memory within that step ends itself."""
         end = time.monotonic() + self._deadline
         while (reply := await self._request("flush_cache", {}))[0] != HTTPStatus.OK:
             if reply[0] != HTTPStatus.BAD_REQUEST:

@@ -182,7 +182,7 @@ def _last_side(ground_truth: str, answer: str) -> str:
 
 
 def _sides(text: str) -> list[str]:
-    """What the equals signs outside of brackets part."""
+    """Split at top-level equals signs."""
     return parted(text, "=") or [text]
 
 

@@ -1,7 +1,7 @@
 r"""The grade on a response to a mathematics problem.
 
 Extraction by answer format (rewards.extract), then strings and plain numbers (rewards.equivalence), then math-verify
-(rewards.symbolic). The first two are cheap and safe in any process; the third belongs into a worker (rewards.pool).
+(rewards.symbolic). The first two are cheap and safe in any process; the third must run in a worker (rewards.pool).
 """
 
 import re

@@ -58,7 +58,7 @@ def main() -> None:
 
 
 def _reap() -> None:
-    """Wait for orphans that have ended, once they are many: a function may still ask for its own children's codes."""
+    """Reap finished orphans once there are many: a function may still ask for its own children's exit codes."""
     with suppress(OSError):
         if len(Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()) > _MOST_CHILDREN:
             while os.waitpid(-1, os.WNOHANG)[0]:

@@ -72,8 +72,8 @@ def cautions(
     for name, rows in evaluations.items():
         if seen := sum(prompt.problem in problems for prompt in rows):
             yield (
-                f"data.eval: {seen} of the {len(rows)} problems of {name} are in data.train: their accuracy says "
-                "nothing of new problems (tools/prepare_data.py --against leaves them out)"
+                f"data.eval: {seen} of the {len(rows)} problems of {name} are in data.train, so "
+                "their accuracy does not measure generalisation (tools/prepare_data.py --against leaves them out)"
             )
     yield from proportions_left(config)
 
@@ -149,7 +149,7 @@ def check_sft(config: SftConfig, world_size: int) -> None:
 
 
 def record_bytes(config: TrainConfig) -> int:
-    """Bytes of what value pretraining records, were every prompt and response as long as it may be."""
+    """Bytes that value pretraining records, assuming maximum lengths of all prompts and responses."""
     settings = config.value_pretraining
     if not config.algorithm.uses_critic or not settings.enabled:
         return 0

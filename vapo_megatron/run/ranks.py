@@ -125,7 +125,7 @@ _started_elsewhere: list[bool] = []
 
 
 def end_from_thread(error: VapoError) -> NoReturn:
-    """End this rank at once from whatever thread, and tell why."""
+    """End this rank immediately, from any thread, and report why."""
     for tell in _tell:
         tell(error)
     _leave(_code_of(error))

@@ -262,10 +262,10 @@ def kl_penalty(batch: ExperienceBatch, config: KlConfig) -> Tensor:
 
 
 def token_rewards(batch: ExperienceBatch, config: AlgorithmConfig) -> Tensor:
-    """The shaped reward on the last token of each response, but for what turns were given before; less the KL penalty
-    of every token. float32 [T].
+    """Rewards of tokens: those given to earlier turns, the rest of the shaped reward on the last token, minus the KL
+    penalty of each token. float32 [T].
 
-    A truncated response has no reward at its end where a value stands for what would have followed.
+    A truncated response that is bootstrapped from a value has no reward at its end.
     """
     rewards = batch.shaped_rewards
     assert rewards is not None, "no shaped rewards: estimate_advantages comes first"

@@ -199,7 +199,7 @@ def turn_metrics(
 
 
 def mean_of(rows: Sequence[dict[str, float]], maxima: Sequence[str] = ()) -> dict[str, float]:
-    """One row out of several updates: means, and the largest of what is a maximum already."""
+    """Merge the metrics of several updates: mean, or max for maxima."""
     if not rows:
         return {}
     return {

@@ -156,8 +156,8 @@ def _accuracy(present: Iterable[str], rows: Rows) -> Panel:
             Curve(name, name.removeprefix(names.EVALUATION).replace("_avg@", " avg@"), points=True, low=low, high=high)
         )
     hint = (
-        "Training rises first, evaluation follows. Evaluations sample in their own way (top_p), so that their height "
-        "is not training's: compare each with its own beginning. One that falls while training rises: read samples/."
+        "Training rises first, evaluation follows. Evaluations use their own top_p, so compare each curve with its own "
+        "start, not with training. If one falls while training rises, read samples/."
     )
     return Panel("Accuracy and reward", tuple(curves), hint)
 
