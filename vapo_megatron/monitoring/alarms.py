@@ -282,7 +282,7 @@ def truncated_text(history: History) -> str | None:
 
 @_alarm("`reward/failed` above 0.05", "the verifier's reasons in `samples/`; `reward.response_timeout_s`")
 def failed_grades(history: History) -> str | None:
-    """Verifications fail, so their rewards say nothing of the responses."""
+    """Verifications fail, so their rewards say nothing about the responses."""
     return _above(history, names.FAILED_GRADES, _FAILED, 1, "of verifications failed")
 
 
