@@ -1,4 +1,4 @@
-"""Values of one rank, or of each, on every rank."""
+"""Share values of one rank, or of each rank, with all ranks."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar

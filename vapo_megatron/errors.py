@@ -1,4 +1,4 @@
-"""The ways in which a command may end other than well; each carries its exit code.
+"""The ways in which a command can fail; each carries its exit code.
 
 Every message is one line: the file or field, the value found, what was expected, what to do.
 """
@@ -27,13 +27,13 @@ class BadInput(VapoError):
 
 
 class RunFailed(VapoError):
-    """The run broke for a reason that trying again would not mend. Exit code 1."""
+    """The run failed for a reason that trying again would not fix. Exit code 1."""
 
     exit_code = 1
 
 
 class TryAgain(VapoError):
-    """The run was interrupted by something passing (a lost node, a dead engine). Exit code 75 (EX_TEMPFAIL)."""
+    """The run was interrupted by something temporary (a lost node, a dead engine). Exit code 75 (EX_TEMPFAIL)."""
 
     exit_code = 75
 

@@ -1,4 +1,4 @@
-"""An OpenAI-compatible endpoint on rank 0: one secret path for each episode, and every token recorded as drawn."""
+"""An OpenAI-compatible endpoint on rank 0: one secret path per episode, and every token recorded as sampled."""
 
 import asyncio
 import secrets

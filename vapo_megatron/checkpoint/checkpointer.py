@@ -179,7 +179,7 @@ class Checkpointer:
         if keep.best is None or keep.best not in snapshot.metrics:
             if keep.best is not None and not keep.best.startswith(EVALUATION) and snapshot.progress.step == 1:
                 guess = nearest(keep.best, snapshot.metrics) or "one of metrics.jsonl"
-                _logger.warning("checkpoint.keep.best=%s is no metric of a step: did you mean %s?", keep.best, guess)
+                _logger.warning("checkpoint.keep.best=%s is not a metric of a step: did you mean %s?", keep.best, guess)
             return False
         metrics: dict[CheckpointName, Mapping[str, float]] = {
             name: manifest.metrics for name, manifest in readable_manifests(self._run_dir).items()

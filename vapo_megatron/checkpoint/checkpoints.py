@@ -1,7 +1,7 @@
-"""The folder of a run's checkpoints: which there are, which of them stay, and how one is written.
+"""The folder of a run's checkpoints: which exist, which are kept, and how one is written.
 
-A checkpoint is written into a hidden folder and renamed once all of it is on the disk: what has a checkpoint's name
-is whole. The newest is found by looking; there is no pointer that could be stale.
+A checkpoint is written to a hidden folder and renamed once all of it is on disk, so any folder with a checkpoint's name
+is complete. The newest is found by looking; there is no pointer that could be stale.
 """
 
 import json
@@ -27,7 +27,7 @@ _NAME = re.compile(r"step_(\d{6,})(?:_pretraining_(\d{6,}))?")
 
 @dataclass(frozen=True, order=True)
 class CheckpointName:
-    """Where in its life the run was: steps done and, within value pretraining, rollouts and updates done."""
+    """How far the run was: steps done and, within value pretraining, rollouts and updates done."""
 
     step: int
     pretraining: float = float("inf")

@@ -1,8 +1,8 @@
 """Writing and reading torch_dist checkpoints in parts: planned together, written by each rank alone, closed by rank 0.
 
 Megatron's asynchronous save forks processes out of a process that has threads, CUDA and open collectives, keeps a
-manager process that outlives a killed rank, and needs collectives of the training's own group to end a save. Here a
-rank's part is written by whatever thread calls write(), and nothing but ModelSaver.plan() is collective.
+manager process that outlives a killed rank, and needs collectives in training's own group to end a save. Here a rank's
+part is written by the thread that calls write(), and only ModelSaver.plan() is collective.
 """
 
 import copy

@@ -1,6 +1,6 @@
-"""One live run per run directory: a file beside it names its process, which keeps touching it.
+"""One live run per run directory: a file next to it names its process, which keeps touching the file.
 
-File locks do not work on all shared file systems. A file that is made with O_EXCL and touched again and again does.
+File locks do not work on all shared file systems. A file that is created with O_EXCL and touched regularly does.
 """
 
 import json

@@ -1,5 +1,5 @@
-"""The manifest of a checkpoint, with size and digest of each file, so that damage is found by name; and the progress of
-the run."""
+"""The manifest of a checkpoint, with size and digest of each file so that a damaged file can be named; and the progress
+of the run."""
 
 import hashlib
 import json
@@ -173,7 +173,7 @@ GROUPS_FILE = "graded_groups.safetensors"
 
 
 class PretrainingProgress(Section):
-    """How far value pretraining is."""
+    """Progress of value pretraining."""
 
     iterations: int = Field(0, ge=0, description="rollouts recorded")
     updates: int = Field(0, ge=0, description="critic updates of the replay that are made")
@@ -186,7 +186,7 @@ class PretrainingProgress(Section):
 
 
 class Progress(Section):
-    """How far a run is. sft has neither engines nor prompts nor value pretraining, and demonstrations instead."""
+    """Progress of a run. sft has no engines, prompts or value pretraining, but demonstrations."""
 
     step: int = Field(ge=0, description="steps done")
     pretraining: PretrainingProgress = PretrainingProgress()

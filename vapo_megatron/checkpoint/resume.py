@@ -1,5 +1,5 @@
-"""Resuming from a checkpoint: its config is compared, its files are verified and loaded, and the run directory is put
-back to the state at which the checkpoint was saved."""
+"""Resuming from a checkpoint: its config is compared, its files are verified and loaded, and the run directory is reset
+to its state when the checkpoint was saved."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence

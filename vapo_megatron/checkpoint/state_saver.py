@@ -1,7 +1,7 @@
-"""Writes the state of a run as a checkpoint to one place, the run directory or host memory, while training goes on.
+"""Writes the state of a run as a checkpoint, to the run directory or host memory, while training continues.
 
-What is saved is copied first. Then a thread of every rank writes its part; ranks meet in a process group that only
-these threads use, so that a checkpoint is committed as soon as all have written, whatever the training does then.
+The state is copied first. Then a thread of every rank writes its part; ranks meet in a process group that only these
+threads use, so that a checkpoint is committed as soon as all have written, whatever training does meanwhile.
 """
 
 import errno

@@ -1,7 +1,7 @@
-"""From files and overrides to a validated config, and back to a file.
+"""Load a validated config from files and overrides, and write it back to a file.
 
-Layers, each over the one before: the preset (named by the key `preset`), the YAML that the user's own names by the key
-`extends`, if it does, the user's YAML, and overrides of the form `section.key=value`.
+Layers, each over the one before: the preset (named by the key `preset`), the YAML file named by the key `extends` of
+the user's file, if any, the user's YAML file, and overrides of the form `section.key=value`.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""The directory of a run: whether there is room for it, and how it is made."""
+"""Creates the directory of a run, after checking that there is room for it."""
 
 import os
 import secrets

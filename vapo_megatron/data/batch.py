@@ -1,8 +1,8 @@
-"""Samples as flat tensors over tokens, and tables with one row a sample.
+"""Samples as flat tensors over tokens, and tables with one row per sample.
 
-Response tokens are those that the policy wrote. Tokens that it was given on the way (observations: a tool's output, the
-user's next message) are part of the sequence that models read and of nothing else: they have no place in tensors over
-response tokens, so that no loss, no denominator, no length and no metric counts them, and GAE steps over them.
+Response tokens are those that the policy wrote. Tokens that it was given in between (observations: a tool's output, the
+user's next message) are only part of the sequence that models read. They are not in the tensors over response tokens,
+so no loss, denominator, length or metric counts them, and GAE steps over them.
 
 Everything that algorithms see of a rollout is a table over response tokens with `cu_seqlens`. A rank holds some of the
 samples of a rollout as an ExperienceBatch, and the per-sample fields of all samples (SampleTable): denominators and

@@ -1,4 +1,4 @@
-"""Rows of JSON, one a line: errors name file and line, and files are written whole or not at all."""
+"""JSON lines: errors name file and line, and files are written completely or not at all."""
 
 import gzip
 import json

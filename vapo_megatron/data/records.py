@@ -1,7 +1,7 @@
 """Responses that were drawn and graded earlier, as value pretraining learns from them (value_pretraining.from).
 
 Rows of jsonl: this project's samples and evaluations, verl's rollout dumps (input, output, score), {prompt, response,
-result}; and slime's rollout dumps (.pt). Nothing is guessed: a record that does not say all that is needed is refused.
+result}; and slime's rollout dumps (.pt). Nothing is guessed: a record that lacks anything needed is refused.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

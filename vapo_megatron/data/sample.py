@@ -1,4 +1,4 @@
-"""What goes out to the engines and what comes back."""
+"""Prompts, which go to the engines, and samples, which come back."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""Text to tokens and back, by the tokenizer of a Hugging Face directory."""
+"""Converts text to tokens and back, with the tokenizer of a Hugging Face directory."""
 
 import json
 from collections.abc import Sequence

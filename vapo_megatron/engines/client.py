@@ -1,4 +1,4 @@
-"""Requests of a trainer to one SGLang server, over HTTP."""
+"""Requests from a trainer to one SGLang server, over HTTP."""
 
 import asyncio
 import base64

@@ -1,4 +1,4 @@
-"""What engines can do on a machine, known before a server starts: their GPUs, blocks and context (SGLang 0.5.23)."""
+"""Limits of engines on a machine, checked before a server starts: GPUs, blocks and context (SGLang 0.5.23)."""
 
 from vapo_megatron.config.model import PrecisionConfig
 from vapo_megatron.config.rollout import RolloutConfig

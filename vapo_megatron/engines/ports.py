@@ -1,4 +1,4 @@
-"""Free ports for servers, together with those that SGLang takes beside them."""
+"""Free ports for servers, together with the further ports that SGLang derives from them."""
 
 import random
 import socket

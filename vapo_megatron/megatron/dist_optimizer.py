@@ -2,7 +2,7 @@
 
 Optimizer states are saved in the shapes of the parameters, under keys that begin with "optimizer.", so that they load
 at another tensor, pipeline, context or data-parallel size. Each data-parallel rank holds a range of most parameters. A
-parameter's states are put together on one rank, a different one for each parameter, so that no rank holds more than its
+parameter's states are gathered on one rank, a different one for each parameter, so that no rank holds more than its
 share. Megatron's own way ("fully_reshardable", 0.16.1) puts all of them together on every rank, or on the first, which
 takes 12 bytes a parameter of the whole model-parallel shard; and it reads them from wrong places where a buffer has
 padding between its parameters. Keys and shapes are the same, so either can read what the other wrote.

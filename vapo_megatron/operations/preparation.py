@@ -1,4 +1,4 @@
-"""From published sets to the rows that training and evaluation read, with an account of every row left out."""
+"""Converts published data sets to the rows that training and evaluation read, and accounts for every row left out."""
 
 import json
 import re

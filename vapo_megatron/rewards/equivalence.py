@@ -1,4 +1,4 @@
-"""Whether two answers say the same, as far as that can be told without a computer algebra system."""
+"""Decides whether two answers are equivalent, as far as possible without a computer algebra system."""
 
 import re
 from dataclasses import dataclass

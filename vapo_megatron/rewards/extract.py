@@ -1,4 +1,4 @@
-r"""Where the answer stands in a response: \boxed{}, an "Answer:" line, <answer> tags, or ####.
+r"""Finds the answer in a response: \boxed{}, an "Answer:" line, <answer> tags, or ####.
 
 Plain string handling, linear in the length of the response; nothing here parses mathematics.
 """

@@ -1,4 +1,4 @@
-"""Grades on samples."""
+"""Grades samples."""
 
 from collections.abc import Callable, Sequence
 

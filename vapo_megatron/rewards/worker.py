@@ -1,8 +1,8 @@
 """A verifier process: `python -m vapo_megatron.rewards.worker TRAINER_PID`, started and fed by rewards.workers alone.
 
-It reads messages on stdin and answers each on stdout: JSON, one message a line. The first says what to load. A worker
-may be killed at any moment and holds nothing that matters. The kernel kills it with the trainer, however that one dies,
-even a worker that is stopped.
+It reads messages on stdin and answers each on stdout: JSON, one message per line. The first says what to load. A worker
+may be killed at any moment and holds nothing that matters. The kernel kills it with the trainer, however the trainer
+dies, even if the worker is stopped.
 """
 
 import importlib

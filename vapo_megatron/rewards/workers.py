@@ -1,4 +1,4 @@
-"""The verifier processes of one config, which goes on grading whatever an answer does to one of them."""
+"""The verifier processes of one config. Grading continues whatever an answer does to one of them."""
 
 import json
 import os

@@ -1,6 +1,6 @@
-"""What an error of a rank means for the run: whether trying again helps, on which node, and what to change.
+"""Interprets an error of a rank: whether trying again helps, on which node, and what to change.
 
-CUDA and NCCL report a failed device, a lost rank, a mistake in a program and a lack of memory by the same few types.
+CUDA and NCCL report a failed device, a lost rank, a bug in a program and a lack of memory by the same few types.
 """
 
 import re

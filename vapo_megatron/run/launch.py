@@ -1,4 +1,4 @@
-"""From a validated config to running ranks."""
+"""Starts the ranks of a validated config."""
 
 import logging
 from collections.abc import Callable

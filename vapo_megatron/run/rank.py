@@ -1,4 +1,4 @@
-"""The body of a training rank: its parts are built here, and closed again; the loop is in between."""
+"""The body of a training rank: builds its parts, runs the loop, and closes them."""
 
 from contextlib import ExitStack
 from functools import partial

@@ -1,4 +1,4 @@
-"""Decides where a run begins: anew, at its saved state, or not at all because it is finished."""
+"""Decides where a run begins: from scratch, at its saved state, or not at all because it is finished."""
 
 import logging
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""A rank that does not arrive gets a name: limits for each phase from its own history, heartbeats of all ranks."""
+"""Names the rank that does not arrive, by limits for each phase from its own history and heartbeats of all ranks."""
 
 import faulthandler
 import json

@@ -1,4 +1,4 @@
-"""From rewards and values to advantages and value targets: the algorithms of vapo_megatron.algorithms, by config."""
+"""Computes advantages and value targets from rewards and values, by the config, with vapo_megatron.algorithms."""
 
 import json
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""Value pretraining (VAPO, section 4.1; VC-PPO): the critic learns the returns of a policy that stands still.
+"""Value pretraining (VAPO, section 4.1; VC-PPO): the critic learns the returns of a fixed policy.
 
 Rollouts are recorded once, in files (checkpoint/recorded_rollouts.py), and replayed. Targets are Monte-Carlo returns
 (lambda = 1), so they do not depend on the critic. Part of the record is held out; on it explained variance and the bias

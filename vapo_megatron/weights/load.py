@@ -1,4 +1,4 @@
-"""Loads Megatron shards from a Hugging Face directory, at any tensor- and pipeline-parallel layout."""
+"""Loads Megatron shards from a Hugging Face directory, for any tensor- and pipeline-parallel layout."""
 
 import re
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""How a Megatron parameter is made from Hugging Face tensors, and these from its tensor-parallel shards.
+"""Rules that build a Megatron parameter from Hugging Face tensors, and these from its tensor-parallel shards.
 
 A rule is both directions of one correspondence. It is pure: tensors in, tensors out. It knows nothing about which rank
 owns a tensor or how shards travel.

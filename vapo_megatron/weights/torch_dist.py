@@ -1,15 +1,15 @@
-"""A model in Megatron's own checkpoint format, torch_dist, and the card beside it that says what it is.
+"""A model in Megatron's own checkpoint format, torch_dist, with a card that describes it.
 
 A saved model is a directory:
 
     .metadata, *.distcp, common.pt, metadata.json    what megatron.core.dist_checkpointing reads
     model.json                                       the card: family, head, dtype, numbers of the model
-    hf/                                              a Hugging Face directory but for its weights
+    hf/                                              a Hugging Face directory without its weights
 
 The keys are those of GPTModel.sharded_state_dict() without prefix: no layout (tensor, pipeline, virtual pipeline,
-expert parallel) shows in them, nor whether Transformer Engine fuses norms into linear layers. Keys that begin with
-"optimizer." may be beside them. Of a model with adapters these are saved, and a critic's head; the card then says
-which weights they belong to.
+expert parallel) shows in them, nor whether Transformer Engine fuses norms into linear layers. There may also be keys
+that begin with "optimizer.". For a model with adapters only these and a critic's head are saved; the card then names
+the weights that they belong to.
 """
 
 import json

@@ -4,7 +4,7 @@ Format, reader and writer are torch.distributed.checkpoint's. Only the planning 
 made when its turn comes.
 
 Megatron stacks layers of one kind: the parameters of all layers are one tensor with the layer as first axis, and those
-of experts have the expert as second. Keys have the names of Transformer Engine's fused layers whatever the layers are
+of experts have the expert as second axis. Keys have the names of Transformer Engine's fused layers on any kind of layer
 (TransformerLayerSubmodules.sharded_state_dict_keys_map). tests/weights/test_saved_keys.py compares this with the
 sharded_state_dict of live models.
 """

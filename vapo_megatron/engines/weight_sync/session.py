@@ -1,4 +1,4 @@
-"""Copies the trainer's weights to servers, and proves that they arrived."""
+"""Copies the trainer's weights to servers, and verifies that they arrived."""
 
 import asyncio
 import itertools

@@ -1,4 +1,4 @@
-"""The checks of a node, each run with a deadline."""
+"""The checks of a node, each with a deadline."""
 
 import asyncio
 import hashlib

@@ -1,6 +1,6 @@
 """Reports of nodes, and the checks that need several nodes: a shared file system, equal software.
 
-The processes of doctor exchange values through a store. A collective would wait for a broken node; here each node reads
+Doctor's processes exchange values through a store. A collective would wait for a broken node; here each node reads
 what the others have set, and names those that are missing.
 """
 

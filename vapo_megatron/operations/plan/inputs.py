@@ -1,4 +1,4 @@
-"""What a plan takes as given: rates of accelerators, sizes of models, lengths of samples. Light to import."""
+"""The inputs of a plan: rates of accelerators, sizes of models, lengths of samples. Light to import."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,8 +1,8 @@
 """The models of a run as a plan sees them: shapes, layouts, bytes of weights, states and activations.
 
-Activations are what forward keeps for backward, and what is needed for a moment only. PyTorch's layers
-(model.attention=sdpa) are measured in tests/operations/test_plan_memory.py; what Transformer Engine's keep follows from
-which tensors its fused modules save.
+Activations are those that forward keeps for backward, and temporary ones. PyTorch's layers (model.attention=sdpa) are
+measured in tests/operations/test_plan_memory.py; those of Transformer Engine follow from the tensors that its fused
+modules save.
 """
 
 import math

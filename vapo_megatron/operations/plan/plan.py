@@ -1,6 +1,6 @@
-"""A config with all that follows from it: models, memory, seconds of a step by phase.
+"""A config with everything derived from it: models, memory, seconds of a step by phase.
 
-Seconds come of operations, bytes, stated rates and the shares of them that are reached.
+Seconds are computed from operations, bytes, nominal rates and the shares of these that are achieved.
 """
 
 import itertools

@@ -1,4 +1,4 @@
-"""The engines of a run: what they hold of a GPU, how many responses they generate at once, how long they take."""
+"""The engines of a run: their GPU memory, the responses that they generate concurrently, and their time."""
 
 import math
 from collections.abc import Iterable

@@ -1,4 +1,4 @@
-"""Layouts that fit, ranked by the seconds of the run."""
+"""Layouts that fit, ranked by the run's duration."""
 
 import json
 from collections.abc import Iterator
