@@ -21,7 +21,7 @@ class VapoError(Exception):
 
 
 class BadInput(VapoError):
-    """Something the user gave (a key, a file, a row, a checkpoint) cannot be used. Exit code 2."""
+    """Something that the user gave (a key, a file, a row, a checkpoint) cannot be used. Exit code 2."""
 
     exit_code = 2
 

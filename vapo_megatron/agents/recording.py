@@ -145,7 +145,7 @@ _MARK = "vapomegatronmark"
 
 
 def text_after_answer(render: Callable[[list[Message]], str], new: Sequence[Message]) -> str:
-    """What a chat template puts between an assistant's text and the assistant's next turn.
+    """The text that a chat template puts between an assistant's text and the assistant's next turn.
 
     It is taken from a conversation of one question and a mark, so that earlier tokens of the policy stay as drawn,
     however the template spells them.

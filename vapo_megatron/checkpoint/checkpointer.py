@@ -126,16 +126,16 @@ class Checkpointer:
         self._limit.left_point()
 
     def wait(self) -> None:
-        """Collective: end what is being saved, if anything is."""
+        """Collective: finish the save in progress, if any."""
         self._finish()
         if self._memory is not None:
             self._memory.finish()
 
     def _agree(self, snapshot: Snapshot, due: bool) -> _Decision:
-        """Collective: what any rank was asked to do, and what rank 0's clock and metrics say."""
+        """Collective: combine the requests to any rank with rank 0's clock and metrics."""
         short = by_time = better = False
         if dist.get_rank() == 0:
-            # An attempt that has got nowhere yet goes on: stopped here, the next one would stop here again.
+            # An attempt without progress continues: stopped here, the next one would stop here again.
             short = self._limit.is_short and snapshot.name != self._began_at
             minutes = (time.monotonic() - self._saved_at) / 60
             by_time = self._config.every_minutes is not None and minutes >= self._config.every_minutes
@@ -209,7 +209,7 @@ class Checkpointer:
         self._copy_seconds = self._copied_at - start
 
     def _finish(self) -> str | None:
-        """Collective: wait for the save that is under way, if there is one; why it failed, if it did."""
+        """Collective: wait for the save in progress, if any; returns why it failed, if it did."""
         outcome = self._disk.finish()
         if outcome is None:
             return None
@@ -223,8 +223,8 @@ class Checkpointer:
     def _refused(self, name: CheckpointName, problem: str) -> DiskRefused:
         checkpoint = self._run_dir / CHECKPOINT_FOLDER / str(name)
         return DiskRefused(
-            f"{checkpoint}: cannot be saved ({problem}), tried twice: make room or mend the disk, then start again "
-            "with run.resume=auto; checkpoints saved before are untouched",
+            f"{checkpoint}: cannot be saved ({problem}), tried twice: make room or repair the disk, then start "
+            "again with run.resume=auto; earlier checkpoints are untouched",
             shared=True,
         )
 
@@ -256,7 +256,7 @@ class TimeLimit:
 
     @property
     def is_short(self) -> bool:
-        """Whether another stretch might not end, and be saved, before the deadline."""
+        """Whether another stretch of work might not finish and be saved before the deadline."""
         if self._deadline is None:
             return False
         needed = self._longest_stretch + self._longest_save + self._margin

@@ -55,7 +55,7 @@ def list_checkpoints(run_dir: Path) -> dict[CheckpointName, Path]:
 
 
 def latest_checkpoint(run_dir: Path) -> Path | None:
-    """The checkpoint to go on from."""
+    """The checkpoint to continue from."""
     return next(reversed(list_checkpoints(run_dir).values()), None)
 
 

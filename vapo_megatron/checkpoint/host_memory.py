@@ -65,7 +65,7 @@ def job_memory(run_dir: Path, is_first: bool, environment: Mapping[str, str] = o
         with suppress(FileExistsError):
             link.symlink_to(record)
     except (OSError, BadInput) as error:
-        _logger.warning("%s: cannot be used (%s): there are no copies in host memory", folder, error)
+        _logger.warning("%s: cannot be used (%s): no copies are kept in host memory", folder, error)
         return None
     return folder
 

@@ -200,7 +200,7 @@ class Progress(Section):
 
 
 def read_progress(checkpoint: Path, manifest: Manifest) -> Progress:
-    """How far the run was when a checkpoint was saved. Raises BadInput where it is not what was saved."""
+    """Progress of the run when a checkpoint was saved. Raises BadInput if its file is missing or damaged."""
     path = checkpoint / PROGRESS_FILE
     facts = manifest.files.get(PROGRESS_FILE)
     wrong = check_contents(checkpoint, {path: facts}) if facts is not None else f"its manifest knows no {PROGRESS_FILE}"

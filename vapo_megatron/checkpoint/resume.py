@@ -75,7 +75,7 @@ class Resumed:
 
     def load(self, model: Trainable, name: str) -> None:
         """Collective: fill a prepared (or frozen) model. Raises BadInput, on every rank, naming what is wrong with the
-        checkpoint; TryAgain with a copy: nobody can mend one, and the last checkpoint is there."""
+        checkpoint; TryAgain with a copy: nobody can repair one, and the last checkpoint still exists."""
         copy = self.copy
         fetch = (lambda files: copy.fetch(f"{name}/{file}" for file in files)) if copy is not None else None
         try:
@@ -98,7 +98,7 @@ class Resumed:
 
 
 def layouts(models: Mapping[str, SavedModel]) -> dict[str, str]:
-    """How each model is cut over the ranks."""
+    """How each model is sharded over the ranks."""
     return {name: saved.model.config.layout.model_dump_json() for name, saved in models.items()}
 
 

@@ -75,9 +75,9 @@ def _read_extended(path: Path, before: tuple[Path, ...] = ()) -> DictConfig:
     if (base := config.pop("extends", None)) is None:
         return config
     if not isinstance(base, str):
-        raise BadInput(f"{path}: extends={base!r}; expected the path of one YAML config beside it")
+        raise BadInput(f"{path}: extends={base!r}; expected the path of one YAML config next to it")
     if not (path.parent / base).is_file():
-        raise BadInput(f"{path}: extends={base}: no such file beside it; give the path of a YAML config")
+        raise BadInput(f"{path}: extends={base}: no such file next to it; give the path of a YAML config")
     merged = OmegaConf.merge(_read_extended(path.parent / base, (*before, here)), config)
     assert isinstance(merged, DictConfig)
     return merged

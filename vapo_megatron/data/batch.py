@@ -138,14 +138,14 @@ class ExperienceBatch:
         return self.cu_seqlens.diff()
 
     def response_places(self, sample: int) -> Tensor:
-        """Where a sample's response tokens stand among its own tokens, int64, ascending."""
+        """Positions of a sample's response tokens among its own tokens, int64, ascending."""
         if self.loss_mask is None:
             prompt = int(self.prompt_lengths[sample])
             return torch.arange(prompt, int(self.cu_seqlens[sample + 1] - self.cu_seqlens[sample]))
         return self.loss_mask[int(self.cu_seqlens[sample]) : int(self.cu_seqlens[sample + 1])].nonzero().squeeze(1)
 
     def segment_bounds(self, sample: int) -> list[int]:
-        """Where the segments of a sample begin among its own tokens, and where the last one ends."""
+        """Starts of a sample's segments among its own tokens, and the end of the last one."""
         start, end = int(self.cu_seqlens[sample]), int(self.cu_seqlens[sample + 1])
         inner = [] if self.segment_starts is None else self.segment_starts[start:end].nonzero().squeeze(1).tolist()
         return [0, *inner, end - start]
@@ -194,7 +194,7 @@ class ExperienceBatch:
         return {name: tensor for name, tensor in self.tensors().items() if name in (*names, *_OF_EPISODES)}
 
     def _bounds(self, over: Over) -> Tensor:
-        """Where each sample begins in a tensor over tokens, positions or response tokens, int64 [S + 1]."""
+        """Start of each sample in a tensor over tokens, positions or response tokens, int64 [S + 1]."""
         if over == "response_tokens":
             return self.response_cu_seqlens
         return self.cu_seqlens if over == "tokens" else self.cu_seqlens - torch.arange(self.samples + 1)
@@ -270,7 +270,7 @@ class SampleTable:
 
 
 def offsets(lengths: Tensor) -> Tensor:
-    """Where each of S stretches begins that lie end to end, and where the last one ends: int64 [S] -> [S + 1]."""
+    """Starts of S consecutive stretches of these lengths, and the end of the last one: int64 [S] -> [S + 1]."""
     return torch.cat((torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)))
 
 

@@ -110,7 +110,7 @@ class Sample:
 
     @property
     def goes_on(self) -> bool:
-        """Whether the response is not finished: more of it is to be written."""
+        """Whether the response is unfinished, so that more of it will be generated."""
         return self.finish_reason == "abort"
 
     @property

@@ -34,7 +34,7 @@ class TextTokenizer:
             )
         if _PROBE not in self.prompt_text(_PROBE):
             raise BadInput(
-                f"{directory}: its chat template leaves the problem out of the prompt: mend chat_template.jinja (or "
+                f"{directory}: its chat template leaves the problem out of the prompt: fix chat_template.jinja (or "
                 "that of tokenizer_config.json), or set data.prompt.chat_template=false"
             )
         self.eos_id: int = self._tokenizer.eos_token_id
@@ -58,7 +58,7 @@ class TextTokenizer:
             )
 
     def caution(self) -> str | None:
-        """A caution about unusual end tokens that are no mistake; None if there is none."""
+        """A warning about unusual but valid end tokens; None if there are none."""
         if not self._named_ends or self.eos_id in self._named_ends:
             return None
         return (
@@ -89,7 +89,7 @@ class TextTokenizer:
             return self.messages_text(self.messages(problem))
         except ValueError as error:
             raise BadInput(
-                f"{self._directory}: its chat template cannot be applied ({error}); mend "
+                f"{self._directory}: its chat template cannot be applied ({error}); fix "
                 "chat_template.jinja (or that of tokenizer_config.json), or set data.prompt.chat_template=false"
             ) from None
 
@@ -180,7 +180,7 @@ def _ends_of_generation(directory: Path) -> list[int]:
     try:
         entry = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
     except (OSError, ValueError, AttributeError):
-        raise BadInput(f"{path}: not a JSON object; mend or remove it") from None
+        raise BadInput(f"{path}: not a JSON object; fix or remove it") from None
     entries = entry if isinstance(entry, list) else [] if entry is None else [entry]
     if not all(isinstance(item, int) for item in entries):
         raise BadInput(f"{path}: eos_token_id {entry!r}; expected a token id or a list of them")

@@ -42,7 +42,7 @@ def engine_fp8(config: RolloutConfig, precision: PrecisionConfig, spec: ModelSpe
 
 
 def check_engine_size(tp: int, node_gpus: int) -> None:
-    """Raises BadInput where engines of so many GPUs cannot share those of a node."""
+    """Raises BadInput if the GPUs of a node cannot be divided into engines of this many GPUs."""
     if node_gpus % tp:
         raise BadInput(f"rollout.tp={tp} does not divide the {node_gpus} GPUs of a node: choose a divisor")
 

@@ -211,7 +211,7 @@ class EngineKeeper:
             self.fail(cause)
 
     def _wrong(self) -> str | None:
-        """What is wrong with a serving server; None if nothing. Not under the lock: it may take seconds."""
+        """The fault of a serving server; None if it has none. Not under the lock: it may take seconds."""
         if (ended := self._server.ended()) is not None:
             return f"its HTTP server ended ({ended})"
         if (lost := self._server.lost()) is not None:

@@ -164,7 +164,7 @@ class Ledger:
             self._settle(index)
 
     def surplus(self) -> list[int]:
-        """Drop the groups that no step can need, whatever is still to come; returns their numbers.
+        """Drop the groups that no step can need, whatever else comes back; returns their numbers.
 
         Their prompts are drawn again under the same numbers.
         """

@@ -110,7 +110,7 @@ def _parts(trainable: Trainable) -> list[Any]:
 
 
 def _prime(trainable: Trainable) -> None:
-    """Create the states of an optimizer that has made no step yet. Megatron can neither save nor load an optimizer
+    """Create the states of an optimizer that has not stepped yet. Megatron can neither save nor load an optimizer
     without them, and itself creates them by making a step."""
     for part in _parts(trainable) if trainable.optimizer is not None else ():
         inner = part.optimizer

@@ -333,7 +333,7 @@ class Alarms:
         self.stopping: str | None = None
 
     def check(self, row: Metrics) -> dict[str, str]:
-        """What is wrong after the row of a step, by alarm; only alarms that did not hold a step before.
+        """New alarms after the row of a step: texts by alarm, only for alarms that did not hold one step earlier.
 
         `active` are all that hold now; `stopping` is the first of them that ends the run, with its text. Absent metrics
         raise no alarm.

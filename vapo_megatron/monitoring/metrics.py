@@ -79,7 +79,7 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
             name = (odd or ["step"])[0]
             raise BadInput(
                 f'{path}:{number}: {name} is {str(row.get(name))[:40]}; expected a whole number "step" and finite '
-                "numbers or null beside it: mend or remove the line"
+                "numbers or null otherwise: fix or remove the line"
             )
         rows.append(row)
     return rows

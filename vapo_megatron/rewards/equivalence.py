@@ -187,7 +187,7 @@ def _sides(text: str) -> list[str]:
 
 
 def _says_another(ground_truth: str, true_number: PlainNumber | None, answer: str) -> bool:
-    """Whether a side of an equation before the last one plainly has another value: 33 = 34 is not 34."""
+    """Whether an earlier side of an equation clearly has another value than the last: 33 = 34 is not 34."""
     if "=" in ground_truth or "." in ground_truth or _OTHER_MEASURE.search(answer):
         return False
     sides = answer.split("=")[:-1][:_MOST_SIDES]

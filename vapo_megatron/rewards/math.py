@@ -45,7 +45,7 @@ LONGEST_ANSWER = 2_000  # characters; a longer one is not read
 
 @dataclass(frozen=True, slots=True)
 class Grade:
-    """What a verifier says of one response.
+    """A verifier's grade of one response.
 
     extracted is the answer that was compared, detail explains reasons such as error, score is the reward
     (1 or 0 unless a pool was configured otherwise).

@@ -56,7 +56,7 @@ def same_value(ground_truth: str, answer: str) -> bool | None:
 
 
 def _entries(text: str) -> tuple[str, list[str], str]:
-    """Opening bracket, what the outermost commas between the brackets part, closing bracket; "" where there is none."""
+    """Opening bracket, the parts between the outermost commas, closing bracket; "" where there is no bracket."""
     match = _BRACKETED.fullmatch(text)
     if match and "," in match["inside"] and (entries := parted(match["inside"])) is not None:
         return match["open"], entries, match["close"]

@@ -75,9 +75,9 @@ def _out_of_memory(error: BaseException, text: str, where: str) -> RunFailed:
     amount = _in_gib(asked[1]) if asked else "an unknown amount"
     room = f", {free[2]} of {free[1]} were free" if free else ""
     return RunFailed(
-        f"{where}: out of memory{phase_of(error)}: {amount} was asked for{room}: lower actor.max_tokens_per_microbatch "
+        f"{where}: out of memory{phase_of(error)}: {amount} was requested{room}: lower actor.max_tokens_per_microbatch "
         "(critic likewise) or rollout.mem_fraction_static, or set actor.recompute.granularity=full; "
-        "`vapo-megatron plan CONFIG` tells what fits"
+        "`vapo-megatron plan CONFIG` shows what fits"
     )
 
 

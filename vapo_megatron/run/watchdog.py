@@ -139,7 +139,7 @@ class Watchdog:
         return max(self._config.floor_s, _SLOWER * self._slowest[phase])
 
     def _knows(self, phase: str) -> bool:
-        """Whether the phase has a history to be measured by."""
+        """Whether the phase has a history to compare with."""
         return phase != logs.NO_PHASE and self._ended.get(phase, 0) >= _KNOWN
 
     def _silence(self) -> float:

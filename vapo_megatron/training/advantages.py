@@ -314,7 +314,7 @@ def turns_of(batch: ExperienceBatch) -> tuple[Tensor, Tensor]:
 
 
 def gae_over_turns(batch: ExperienceBatch, rewards: Tensor, config: AlgorithmConfig) -> None:
-    """As gae(), with turns in place of tokens: length-adaptive lambda counts turns."""
+    """Same as gae(), with turns in place of tokens: length-adaptive lambda counts turns."""
     values, bounds = batch.values, batch.response_cu_seqlens
     assert values is not None, "no values: the batch is not scored"
     turns, responses = turns_of(batch)
@@ -344,7 +344,7 @@ def policy_lambda(lengths: Tensor, config: AdvantageConfig) -> Tensor:
 
 
 def clamped(lam: Tensor, config: AdvantageConfig) -> float:
-    """Share of responses so short that their length-adaptive lambda stands at its lower bound."""
+    """Share of responses so short that their length-adaptive lambda is at its lower bound."""
     if config.lambda_policy != "length_adaptive":
         return 0.0
     return float((lam <= config.length_adaptive_floor).float().mean())

@@ -130,7 +130,7 @@ def over_tokens(batch: ShardedBatch, *numbers: Tensor) -> list[OverTokens]:
 
 
 def value_metrics(batch: ShardedBatch, values: Tensor, returns: Tensor, known: Tensor) -> dict[str, float]:
-    """Collective: what values say of Monte-Carlo returns, beside free baselines (docs/critic.md).
+    """Collective: how well values explain Monte-Carlo returns, next to free baselines (docs/critic.md).
 
     Args:
         batch: the samples.

@@ -47,7 +47,7 @@ def linear_layer(rule: Rule) -> str | None:
 
 
 def is_row_parallel(rule: Rule) -> bool:
-    """Whether tensor-parallel ranks cut the input features, and so A; otherwise the output features, and so B."""
+    """Whether tensor-parallel ranks shard the input features, and so A; otherwise the output features, and so B."""
     return rule.cut == 1
 
 

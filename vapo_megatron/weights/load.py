@@ -89,7 +89,7 @@ def checked_names(
     if missing:
         raise BadInput(
             f"{tensors.directory}: tensor {missing[0]} is missing ({len(missing)} of {len(names)} are), expected by "
-            f"config.json of family {spec.family}: fetch the model again or mend config.json"
+            f"config.json of family {spec.family}: fetch the model again or fix config.json"
         )
     optional = [re.escape(LM_HEAD.hf[0])] if head == "value" or spec.tied else []
     ignored = re.compile("|".join((*optional, IGNORED)))

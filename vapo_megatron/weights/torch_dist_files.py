@@ -52,7 +52,7 @@ class Place:
 
     @property
     def offsets(self) -> tuple[int, ...]:
-        """Where the part begins in the tensor."""
+        """Start of the part in the tensor."""
         return (*self.stacked, *(0 for _ in self.shape))
 
     @property
@@ -160,7 +160,7 @@ class PartReader:
             metadata = self._reader.read_metadata()
         except FileNotFoundError:
             raise BadInput(
-                f"{folder / METADATA_FILE}: no such file; {folder} is no complete torch_dist checkpoint"
+                f"{folder / METADATA_FILE}: no such file; {folder} is not a complete torch_dist checkpoint"
             ) from None
         except (OSError, EOFError, pickle.UnpicklingError, AttributeError, ImportError, ValueError) as error:
             raise BadInput(

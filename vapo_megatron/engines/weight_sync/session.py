@@ -147,6 +147,6 @@ class WeightSync:
 
 
 def some_of(problems: Sequence[str]) -> str:
-    """The first problems in one line, and how many more there are."""
+    """The first problems in one line, and the number of further ones."""
     more = [f"and {len(problems) - _NAMED_IN_AN_ERROR} more"] if len(problems) > _NAMED_IN_AN_ERROR else []
     return "; ".join([*problems[:_NAMED_IN_AN_ERROR], *more])

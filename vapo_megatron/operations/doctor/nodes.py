@@ -150,12 +150,12 @@ class Meeting:
         return None
 
     def get_all(self, key: str, deadline: float) -> list[Any]:
-        """What each node has set under `key`/<its number>, in their order; `deadline` is for all of them together."""
+        """The values that all nodes have set under `key`/<number>, in order; `deadline` is for all of them together."""
         end = time.monotonic() + deadline
         return [self.get(f"{key}/{node}", max(0.0, end - time.monotonic())) for node in range(len(self.nodes))]
 
     def _gather(self, world: int, deadline: float) -> dict[str, Any]:
-        """On rank 0: the first rank of each node, and the ranks that did not come."""
+        """On rank 0: the first rank of each node, and the ranks that did not arrive."""
         end = time.monotonic() + deadline
         names = {rank: self.get(f"place/{rank}", max(0.0, end - time.monotonic())) for rank in range(world)}
         first = {name: rank for rank, name in reversed(names.items()) if name is not None}

@@ -62,7 +62,7 @@ _BUCKETS = 2 + 1 / 8
 
 @dataclass(frozen=True)
 class Holding:
-    """What a GPU, or a node, holds at one time, by name; bytes. The total is the sum of the parts."""
+    """Memory of a GPU, or a node, at one time: bytes by name. The total is the sum of the parts."""
 
     phase: str
     parts: dict[str, float]
@@ -96,7 +96,7 @@ class Memory:
 
 
 def plan_memory(run: PlannedRun) -> Memory:
-    """What every phase takes, and what of it does not fit."""
+    """Memory of every phase, and what does not fit."""
     phases, engine = [], _engine(run)
     for phase in phases_of(run.config):
         holdings = [_device(run, phase, stages, engine) for stages in _ranks(run.models)]
@@ -182,7 +182,7 @@ def minibatch_samples(config: TrainConfig) -> int:
 
 
 def _bucket(config: TrainConfig, actor: PlannedModel) -> float:
-    """Bytes of the largest bucket: a parameter above its size is a bucket of its own, a small model is one bucket."""
+    """Bytes of the largest bucket: a parameter above its size is a bucket alone, a small model is one bucket."""
     largest = actor.spec.vocab_size * actor.spec.hidden_size * actor.width
     return float(min(max(config.rollout.sync.bucket_mib << 20, largest), actor.spec.parameter_count() * actor.width))
 

@@ -45,7 +45,7 @@ class Shard:
 
 @cache
 def shard(spec: ModelSpec, head: Head, layout: LayoutConfig, stage: int) -> Shard:
-    """What a rank of pipeline stage `stage` holds under a layout that divides the model."""
+    """The shard on a rank of pipeline stage `stage`, for a layout that divides the model."""
     layers = _layers(spec, layout, stage)
     outside: list[Rule] = []
     if stage == layout.pp - 1:
@@ -59,7 +59,7 @@ def shard(spec: ModelSpec, head: Head, layout: LayoutConfig, stage: int) -> Shar
 
 
 def adapter_shard(spec: ModelSpec, head: Head, layout: LayoutConfig, stage: int, config: AdapterConfig) -> Shard:
-    """What such a rank trains of a model with adapters: these, and a critic's head."""
+    """The trained part of such a shard in a model with adapters: these, and a critic's head."""
     layers = _layers(spec, layout, stage)
     rules = [entry.rule for entry in adapter_entries(spec, config) if entry.layer in layers]
     if head == "value" and stage == layout.pp - 1:
@@ -107,7 +107,7 @@ class PlannedModel:
 
     @property
     def layout(self) -> LayoutConfig:
-        """How it is cut."""
+        """Its layout."""
         return self.config.layout
 
     @property
