@@ -8,7 +8,7 @@ from torch import Tensor
 from vapo_megatron.algorithms.critic_metrics import Figures, calibration, correlation, pooled, slope_error
 from vapo_megatron.algorithms.segments import last_tokens, to_tokens
 
-# What each fault means, for people. The keys are those of the metrics critic/fault_<name>.
+# The meaning of each fault, for people. The keys are those of the metrics critic/fault_<name>.
 FAULTS = {
     "constant": "values are all equal: a head that is frozen or zeroed",
     "frozen": "the value head gets no gradient, though values are not their targets: it is frozen, or left out",

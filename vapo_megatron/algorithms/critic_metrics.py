@@ -129,7 +129,7 @@ def explained_beside_baselines(figures: Figures, group_ids: Tensor, position: Te
     has = tokens > 0
     baseline = torch.zeros_like(tokens)
     baseline[has] = leave_one_out(figures.first_return[has], group_ids[has])
-    # What is the same for all tokens of a response moves its mean alone.
+    # A term that is the same for all tokens of a response moves only its mean.
     siblings = _explained(pooled(tokens, figures.returns - baseline, figures.returns_spread)[1], variance)
     best = torch.stack((siblings, position)).max().clamp(min=0)
     return Explained(critic, siblings, position, critic - best)

@@ -72,7 +72,7 @@ def sao(logprobs: Tensor, rollout_logprobs: Tensor, advantages: Tensor, clip_low
     return torch.where(inside, -ratio * advantages.detach(), 0)
 
 
-# Of the importance weight, as verl's dppo_tv has it.
+# Largest importance weight, as in verl's dppo_tv.
 DPPO_LARGEST_RATIO = 20.0
 
 

@@ -235,7 +235,7 @@ class TimeLimit:
     def __init__(self, deadline: float | None, margin: float, clock: Callable[[], float] = time.time) -> None:
         """deadline None: there is none. margin: left besides the longest stretch and the longest save."""
         self._deadline, self._margin, self._clock = deadline, margin, clock
-        # Of this attempt: an evaluation or an export comes once in many steps, and comes again.
+        # Over the whole attempt: an evaluation or an export happens once in many steps, and will happen again.
         self._longest_stretch = self._longest_save = 0.0
         self._last: float | None = None
 

@@ -19,7 +19,7 @@ from vapo_megatron.config.run import RetentionConfig
 from vapo_megatron.config.run_directory import HF_FOLDER
 
 CHECKPOINT_FOLDER = "checkpoints"
-# What value pretraining has recorded, of which checkpoints name files.
+# Rollouts that value pretraining has recorded; checkpoints name their files.
 RECORD_FOLDER = "recorded_rollouts"
 CHECKPOINT_HELP = "restore it from a copy, or delete this folder to go on from the checkpoint before it"
 _NAME = re.compile(r"step_(\d{6,})(?:_pretraining_(\d{6,}))?")

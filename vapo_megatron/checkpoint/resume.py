@@ -143,8 +143,8 @@ def restore_run_files(run_dir: Path, resumed: Resumed, settings: Section) -> Non
 
 SectionT = TypeVar("SectionT", bound=Section)
 
-# What changes how far, where, how fast or how visibly a run goes, and not what it learns from: layouts change rounding
-# alone. Everything else is what the run is.
+# Keys that change how far, where, how fast or how visibly a run goes, but not what it learns from: layouts change only
+# rounding. All other keys define the run.
 _HARMLESS = (
     *("preset", "run.name", "run.root", "run.steps", "run.overwrite", "run.resume", "run.allow_config_change"),
     *("cluster", "evaluation", "data.eval", "data.steps", "data.epochs", "export", "monitoring", "checkpoint"),

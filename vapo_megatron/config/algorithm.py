@@ -25,7 +25,7 @@ Estimator = Literal[
 ]
 Lambda = Fraction | Literal["length_adaptive"]
 
-# Those that compare a response with the others of its prompt, as a condition (base.refuse).
+# Estimators that compare a response with the others of its prompt, as a condition (base.refuse).
 OF_GROUPS = "algorithm.advantage.estimator=grpo|dr_grpo|rloo|group_baseline|raft"
 
 

@@ -149,7 +149,7 @@ class TrainableConfig(Section):
     optimizer: OptimizerSettings = OptimizerSettings()
     recompute: RecomputeConfig = RecomputeConfig()
     precision: PrecisionConfig = PrecisionConfig()
-    max_tokens_per_microbatch: int = Field(16384, ge=1, description="limit of a packed micro-batch, in tokens")
+    max_tokens_per_microbatch: int = Field(16384, ge=1, description="padded tokens per packed micro-batch, at most")
     offload: Literal["auto", "always", "never"] = Field(
         "auto",
         description="move parts of the model that a phase does not need to host memory; auto: on GPUs",

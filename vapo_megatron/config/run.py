@@ -194,7 +194,7 @@ class RetentionConfig(Section):
 
     last: int = Field(2, ge=1, description="keep this many of the newest")
     every: int | None = Field(None, ge=1, description="also keep those of steps that are a multiple of this")
-    best: str | None = Field(None, description="also keep the best by this metric, such as evaluation/aime24_avg@32")
+    best: str | None = Field(None, description="also keep the one highest in this metric: evaluation/aime24_avg@32")
 
 
 class CheckpointConfig(Section):

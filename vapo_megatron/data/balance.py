@@ -33,7 +33,7 @@ _Loads = NDArray[np.float64] | NDArray[np.int64]
 
 # Exchanges that even out a number of bins are at most this many a bin; a few a bin do nearly all of it.
 _EXCHANGES = 32
-# What is left of ranks' differences, relative to their mean work: single samples differ by more.
+# Accepted difference between ranks, relative to their mean work: single samples differ by more.
 _TOLERANCE = 1e-6
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from vapo_megatron.data.sample import Prompt, Sample
 
-# What the first dimension of a field goes over; select() and the shapes that are checked follow from it.
+# The first dimension of a field, from which select() and the checks of shapes follow.
 #   tokens           N, prompt and response of each sample, cut at cu_seqlens
 #   positions        N - S, every token but a sample's last
 #   response_tokens  T, cut at response_cu_seqlens

@@ -22,7 +22,7 @@ from vapo_megatron.data.tokenizer import TextTokenizer
 from vapo_megatron.errors import BadInput, reason_of
 
 KEY = "value_pretraining.from"
-# Of a directory: what a training run drew before its first update; all of an evaluation; somebody's files.
+# Files to read in a directory: responses from before a run's first update; all of an evaluation; other files.
 _PLACES = (
     ("evaluation/step_000000_*.jsonl", "samples/step_000000.jsonl", "samples/step_000001.jsonl"),
     ("evaluation/*.jsonl",),

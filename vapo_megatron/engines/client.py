@@ -35,7 +35,7 @@ REQUEST_SECONDS = 600.0
 """Deadline of an answer that is not a rollout: a bucket of weights, say."""
 
 MemoryTag = Literal["weights", "kv_cache", "cuda_graph"]
-# What becomes of running responses: they end, are computed anew later, or go on later with the cache as it is.
+# Running responses end, are recomputed later, or continue later with the cache as it is.
 PauseMode = Literal["abort", "retract", "in_place"]
 
 

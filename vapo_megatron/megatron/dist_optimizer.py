@@ -30,7 +30,7 @@ from vapo_megatron.megatron.trainable import Trainable
 from vapo_megatron.weights.bucket import batches
 from vapo_megatron.weights.torch_dist import model_state, put_model_state
 
-# Of an optimizer's parameter group: how far it is. All else in it comes from the config.
+# The progress in an optimizer's parameter group. Everything else in it comes from the config.
 _PROGRESS = ("params", "step")
 _STATES = "param_state"
 
@@ -170,7 +170,7 @@ _SAVED = ("param", "exp_avg", "exp_avg_sq")
 _BYTES = 4 * len(_SAVED)
 # Host memory of what is read together; a larger parameter is read alone.
 _READ_BYTES = 2 << 30
-# Of the device, twice, of what is gathered together; a larger parameter is gathered alone.
+# Bytes gathered at once, which take twice as much of the device; a larger parameter is gathered alone.
 _GATHERED_BYTES = 256 << 20
 
 

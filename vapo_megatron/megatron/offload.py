@@ -182,8 +182,8 @@ Phase = Literal[
 WEIGHTS: frozenset[Part] = frozenset({"weights"})
 ALL: frozenset[Part] = frozenset(PARTS)
 
-# What is not named sleeps. While engines write responses they have the device to themselves. "base": what actor and
-# critic share where both train adapters.
+# Parts that are not named are offloaded. While engines generate they have the device to themselves. "base": the weights
+# that actor and critic share if both train adapters.
 ONLOADED: Mapping[Phase, Mapping[str, frozenset[Part]]] = {
     "rollout": {},
     "score_reference": {"reference": WEIGHTS},

@@ -7,7 +7,7 @@ from fractions import Fraction
 from vapo_megatron.rewards.normal_form import PlainNumber, compact, normal_form, plain_number, words
 from vapo_megatron.rewards.values import parted, same_value
 
-# Of each dimension: how many of its first unit a unit is, and the names of that unit.
+# For each dimension and unit: its size in the dimension's first unit, and its names.
 _TABLE = {
     "length": """1 m meter meters metre metres; 1/100 cm centimeter centimeters centimetre centimetres;
         1/1000 mm millimeter millimeters; 1000 km kilometer kilometers kilometre kilometres;

@@ -13,7 +13,7 @@ from vapo_megatron.monitoring.timers import phase_of
 
 # cudaError_t. What a device, its links or its driver did: another node will do better.
 _DEVICE_FAULTS = {3, 46, 100, 214, 220, 226, 300, 714, 802, 999}
-# What a program did, on whatever device: assertions, arguments, kernels and drivers that do not fit.
+# Errors of the program, whatever the device: assertions, arguments, kernels and drivers that do not fit.
 _OF_THE_PROGRAM = {1, 9, 35, 98, 101, 200, 209, 218, 222, 223, 710, 801, 804}
 _OUT_OF_MEMORY = 2
 _MISUSE_OF_NCCL = ("ncclinvalidusage", "ncclinvalidargument")

@@ -149,7 +149,7 @@ def agree(config: TrainConfig, models: Models, rollouts: Rollouts, recorder: Rec
         resumed.restore_generators(models.saved())
         rollouts.engines.version = resumed.progress.weight_version - 1
         sync_weights(models, rollouts, recorder)
-        # What loading took and found belongs to no step.
+        # Times and metrics of loading belong to no step.
         recorder.discard_pending()
         recorder.console.note(f"goes on from {resumed.checkpoint}")
     elif config.rollout.load_format == "dummy" or config.rollout.external_urls:

@@ -33,7 +33,7 @@ from vapo_megatron.training.metrics import advantage_metrics, turn_metrics, valu
 from vapo_megatron.training.shards import ShardedBatch
 from vapo_megatron.training.user_functions import user_advantages, user_metrics, user_selection
 
-# Of a checkpoint: what ReturnHistory has tracked.
+# File of a checkpoint with the returns that ReturnHistory has tracked.
 TRACKER_FILE = "tracked_returns.json"
 
 

@@ -32,7 +32,7 @@ from vapo_megatron.training.skipped_updates import UNFINISHED
 _ROUNDING = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 
 
-# What first_update_faults reads of the first mini-batch beside values and returns, where it is filled in.
+# Fields of the first mini-batch that first_update_faults reads besides values and returns, if they are filled in.
 RECOMPUTED = ("old_logprobs", "ref_logprobs")
 
 

@@ -39,9 +39,9 @@ HF_FOLDER = "hf"
 FORMAT = 1
 OPTIMIZER_PREFIX = "optimizer."
 
-# What a load of an unfit or damaged checkpoint ends with; torch's, told to all ranks together, is no Exception.
+# Errors of loading an unfit or damaged checkpoint; torch's, raised on all ranks together, is not an Exception.
 LOAD_ERRORS = (CheckpointException, CheckpointingException, OSError, KeyError, ValueError)
-# What Megatron-LM writes beside its own checkpoints of this kind: how the keys are to be read.
+# Megatron-LM writes this with its own checkpoints of this kind; it says how to read the keys.
 CONTENT_METADATA = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
 
 

@@ -50,9 +50,9 @@ def is_probe(config: TrainConfig) -> bool:
 # Bytes of a token. ExperienceBatch: token, rollout log-prob; old log-prob, entropy, value, advantage, return, shaped
 # reward, importance, reference log-prob.
 _BATCH_BYTES = 4 * 10
-# What a rank is sent of the samples that it scores, and what it finds: token, rollout log-prob; log-prob, entropy.
+# Sent to a rank for each token that it scores, and computed there: token, rollout log-prob; log-prob, entropy.
 _SCORED_BYTES = 4 * 4
-# What rank 0 collects and sends: token, rollout log-prob; beside it the text, about four characters a token.
+# Collected and sent by rank 0: token, rollout log-prob; in addition the text, about four characters per token.
 _ROLLOUT_BYTES, _SAMPLE_BYTES = 4 * 2, 4 * 3
 # A packed micro-batch: ids, labels, positions and response_index, int64.
 _MICROBATCH_BYTES = 8 * 4
@@ -198,7 +198,7 @@ def _host(run: PlannedRun) -> Holding:
     ranks = min(hardware.gpus_per_node, world)
     tokens = config.samples * lengths.sample
     minibatch = minibatch_samples(config) * lengths.sample
-    # Of the experts that the engines chose, in each layer.
+    # Indices of the experts that the engines chose, in each layer.
     spec, width = models["actor"].spec, models["actor"].width
     replay_bytes = spec.num_layers * spec.experts_per_token * (1 if spec.num_experts <= 256 else 2)
     replay_bytes *= config.rollout.router_replay

@@ -214,8 +214,8 @@ class PlannedModel:
         if not spec.num_experts:
             return columns * spec.ffn_size / self.layout.tp * self.width
         routed = spec.experts_per_token * EXPERT_IMBALANCE / self._cut
-        # What is sent to experts and what they make of it, weighted before their second product so that what comes
-        # back is not kept (Megatron-Core's experts.py); the router is float32.
+        # Inputs of the experts and their activations, weighted before the second product so that outputs are not
+        # kept (Megatron-Core's experts.py); the router is float32.
         expert = routed * (columns * spec.expert_ffn_size + spec.hidden_size) * self.width
         return expert + 3 * 4 * spec.num_experts / self._cut
 

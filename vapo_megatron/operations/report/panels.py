@@ -166,7 +166,7 @@ def _phases(rows: Rows) -> Panel:
     counter = names.own_counter(names.PRETRAINING)
     timed = [row for row in rows if row.get(names.STEP_TIME) is not None and counter not in row]
     phase_names = dict.fromkeys(name for row in timed for name in row if name.startswith(names.TIME))
-    # What runs now and then (an evaluation, a checkpoint) would only be spikes that flatten all else.
+    # Occasional phases (an evaluation, a checkpoint) would only be spikes that flatten everything else.
     often = [
         name for name in phase_names if name != names.STEP_TIME and 2 * sum(name in row for row in timed) >= len(timed)
     ]

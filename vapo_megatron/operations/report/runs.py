@@ -24,7 +24,7 @@ from vapo_megatron.operations.report.panels import Rows
 STEPS_OF_SAMPLES = 12
 BYTES_OF_SAMPLES = 3 << 20
 _SAMPLES_OF_STEP = re.compile(r"step_(\d+)\.jsonl")
-# Of the result of a set.
+# Fields of the result of a set.
 _FIGURES = ("problems", "samples", "avg_at_k", "low", "high", "pass_at_k", "maj_at_k", "response_length", "truncated")
 
 
