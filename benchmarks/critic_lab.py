@@ -1,4 +1,4 @@
-"""What the critic's measures and fault checks of every step cost, beside the advantages of the same batch, in one run.
+"""Cost of the critic's measures and fault checks per step, next to the advantages of the same batch, in one run.
 
     python -m benchmarks.critic_lab [--largest 8000000] [--length 4096] [--group 16] [--json FILE]
 

@@ -1,4 +1,4 @@
-"""The verifier beside math-verify: cases a second, hostile ones among them, and how far both agree with labels.
+"""The verifier against math-verify: cases per second, hostile ones included, and how far both agree with labels.
 
     python -m benchmarks.verifier [--cases FILE ...] [--workers 2] [--repeats 3] [--json FILE]
 
