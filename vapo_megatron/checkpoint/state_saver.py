@@ -331,7 +331,7 @@ class StateSaver:
 
 
 def _reason(error: BaseException) -> str:
-    """The file system's error, which torch's archive writer hides behind its own."""
+    """The file system's reason, which torch's archive writer hides behind its own error."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError) and cause.strerror:

@@ -143,7 +143,7 @@ def start_engines(engines: Engines, recorder: Recorder) -> None:
 
 
 def agree(config: TrainConfig, models: Models, rollouts: Rollouts, recorder: Recorder, resumed: Resumed | None) -> None:
-    """Collective: copy the actor's weights to the engines and compare both; engines that join later get them too."""
+    """Collective: ensure that engines have the actor's weights and compute the same; later engines get them too."""
     rollouts.engines.when_stranded(partial(sync_weights, models, rollouts, recorder, again=True))
     if resumed is not None:
         resumed.restore_generators(models.saved())
