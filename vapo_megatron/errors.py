@@ -33,7 +33,7 @@ class RunFailed(VapoError):
 
 
 class TryAgain(VapoError):
-    """The run was interrupted by something temporary (a lost node, a dead engine). Exit code 75 (EX_TEMPFAIL)."""
+    """The run was interrupted by something passing (a lost node, a dead engine). Exit code 75 (EX_TEMPFAIL)."""
 
     exit_code = 75
 

@@ -139,7 +139,7 @@ def test_padding_is_the_tokenizers_own_or_the_end(directory: Path) -> None:
 
 def test_what_is_wrong_with_a_template_or_a_tokenizer_is_said(directory: Path) -> None:
     (directory / "chat_template.jinja").write_text("{{ raise_exception('no\n  system') }}")
-    with pytest.raises(BadInput, match=r"chat template cannot be applied \(TemplateError: no system\); fix"):
+    with pytest.raises(BadInput, match=r"chat template cannot be applied \(TemplateError: no system\); mend"):
         TextTokenizer(directory, PromptTemplate()).prompt_text("hello")
     (directory / "tokenizer.json").write_text("{}")
     with pytest.raises(BadInput, match=r"its tokenizer cannot be loaded \(\w+: .+\); put a tokenizer.json"):

@@ -102,7 +102,7 @@ class Endpoint:
     async def _start(self) -> None:
         app = web.Application(client_max_size=_LARGEST_REQUEST)
         app.router.add_post("/{secret}/v1/chat/completions", self._serve)
-        # Pending requests belong to episodes that have ended: nobody waits for their answers.
+        # What is still asked for is of episodes that ended: nobody waits for its answer.
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)  # 0 is forever
         await runner.setup()
         site = web.TCPSite(runner, _ADDRESS, 0)

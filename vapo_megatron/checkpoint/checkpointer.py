@@ -132,7 +132,7 @@ class Checkpointer:
             self._memory.finish()
 
     def _agree(self, snapshot: Snapshot, due: bool) -> _Decision:
-        """Collective: combine the requests to any rank with rank 0's clock and metrics."""
+        """Collective: what any rank was asked to do, and what rank 0's clock and metrics say."""
         short = by_time = better = False
         if dist.get_rank() == 0:
             # An attempt without progress continues: stopped here, the next one would stop here again.
@@ -209,7 +209,7 @@ class Checkpointer:
         self._copy_seconds = self._copied_at - start
 
     def _finish(self) -> str | None:
-        """Collective: wait for the save in progress, if any; returns why it failed, if it did."""
+        """Collective: wait for the save that is under way, if there is one; why it failed, if it did."""
         outcome = self._disk.finish()
         if outcome is None:
             return None
@@ -223,8 +223,8 @@ class Checkpointer:
     def _refused(self, name: CheckpointName, problem: str) -> DiskRefused:
         checkpoint = self._run_dir / CHECKPOINT_FOLDER / str(name)
         return DiskRefused(
-            f"{checkpoint}: cannot be saved ({problem}), tried twice: make room or repair the disk, then start "
-            "again with run.resume=auto; earlier checkpoints are untouched",
+            f"{checkpoint}: cannot be saved ({problem}), tried twice: make room or mend the disk, then start again "
+            "with run.resume=auto; checkpoints saved before are untouched",
             shared=True,
         )
 

@@ -227,7 +227,7 @@ class _Strategy(torch_strategies.TorchDistLoadShardedStrategy):
             torch_strategies._get_filesystem_reader = theirs
 
 
-# Saved bytes per parameter: main weight and both moments in fp32; float32 models thus save their weights twice.
+# Of a parameter, saved: the main weight and both moments in fp32; float32 models save their weights twice so.
 OPTIMIZER_BYTES = 12
 
 

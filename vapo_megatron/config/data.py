@@ -70,8 +70,8 @@ class EvalSet(Section):
         description="part of metric names: evaluation/<name>_avg@<samples>",
     )
     path: Path = Field(description="file of problems, or hub:OWNER/NAME@REVISION:PART")
-    samples: int = Field(8, ge=1, description="responses per problem (the k of avg@k)")
-    limit: int | None = Field(None, ge=1, description="use only this many rows from the start; none: all")
+    samples: int = Field(8, ge=1, description="responses a problem (the k of avg@k)")
+    limit: int | None = Field(None, ge=1, description="only the first rows")
 
     @property
     def metric_names(self) -> list[str]:

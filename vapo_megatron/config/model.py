@@ -175,7 +175,7 @@ class ActorConfig(TrainableConfig):
     """The policy."""
 
 
-# Keys of the critic's section that apply to a probe; the others apply to a model.
+# What of the critic's section a probe has: the others are those of a model.
 _PROBE_KEYS = ("kind", "optimizer", "head_init_std", "init_path")
 
 
@@ -199,8 +199,8 @@ class CriticConfig(TrainableConfig):
         description="init=policy: Hugging Face directory of another language model for the backbone, for example a "
         "smaller one, with the policy's tokenizer; none: model.path",
     )
-    head_init_std: float = Field(0.0, ge=0, description="init=policy: standard deviation of the new head's weights")
-    freeze_attention: bool = Field(False, description="do not train the critic's attention modules (SAO)")
+    head_init_std: float = Field(0.0, ge=0, description="init=policy: standard deviation of the new head; 0 is zeros")
+    freeze_attention: bool = Field(False, description="the critic's attention modules keep their weights (SAO)")
 
     @model_validator(mode="after")
     def _init_has_path(self) -> "CriticConfig":

@@ -85,13 +85,13 @@ class HealthConfig(Section):
 
 
 class EpisodeConfig(Section):
-    """Limits of an agent's episode: max_turns and max_tokens truncate it, exceeding timeout_s breaks it."""
+    """Limits of an agent's episode. Reaching max_turns or max_tokens truncates it; exceeding timeout_s breaks it."""
 
     max_turns: int = Field(16, ge=1, description="responses of the policy per episode")
     max_tokens: int = Field(
         8192, ge=8, description="tokens of an episode: prompts, responses and observations of all its segments"
     )
-    timeout_s: float = Field(600.0, gt=0, description="time limit of an episode, in seconds")
+    timeout_s: float = Field(600.0, gt=0, description="seconds that an episode may take")
     tool_parser: str | None = Field(
         None,
         pattern=r"^[\w.-]+$",

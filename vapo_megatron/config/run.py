@@ -47,7 +47,7 @@ class ResumableRun(RunPlace):
 class ProfileConfig(Section):
     """Steps that rank 0 traces with torch.profiler, under profile/ in the run directory; `report` links the traces."""
 
-    steps: tuple[PositiveInt, ...] = Field((), description="steps to trace")
+    steps: tuple[PositiveInt, ...] = Field((), description="iterations that are traced")
 
 
 class RunConfig(ResumableRun):

@@ -106,7 +106,7 @@ class TrainConfig(Section):
         (
             "algorithm.advantage.credit=turn",
             "rollout.agent=null",
-            "a response is a single turn: name an agent or set credit=token",
+            "a response is one turn, name an agent or set credit=token",
         ),
         (
             "rollout.agent",

@@ -194,7 +194,7 @@ class ExperienceBatch:
         return {name: tensor for name, tensor in self.tensors().items() if name in (*names, *_OF_EPISODES)}
 
     def _bounds(self, over: Over) -> Tensor:
-        """Start of each sample in a tensor over tokens, positions or response tokens, int64 [S + 1]."""
+        """Where each sample begins in a tensor over tokens, positions or response tokens, int64 [S + 1]."""
         if over == "response_tokens":
             return self.response_cu_seqlens
         return self.cu_seqlens if over == "tokens" else self.cu_seqlens - torch.arange(self.samples + 1)

@@ -142,7 +142,7 @@ def _parquet_rows(path: Path, key: str) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def chosen_fields(row: Mapping[str, Any], names: Sequence[str], place: str) -> dict[str, Any]:
-    """These fields of a row. Raises BadInput for one that is missing, or that JSON cannot represent."""
+    """Those fields of a row. Raises BadInput for one that is not there, or that JSON cannot hold."""
     for name in names:
         if name not in row:
             raise BadInput(

@@ -89,7 +89,7 @@ class TextTokenizer:
             return self.messages_text(self.messages(problem))
         except ValueError as error:
             raise BadInput(
-                f"{self._directory}: its chat template cannot be applied ({error}); fix "
+                f"{self._directory}: its chat template cannot be applied ({error}); mend "
                 "chat_template.jinja (or that of tokenizer_config.json), or set data.prompt.chat_template=false"
             ) from None
 

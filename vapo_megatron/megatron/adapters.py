@@ -95,8 +95,8 @@ def check_adapter(spec: ModelSpec, config: AdapterConfig, section: TrainableConf
         narrowest = min(min(part) for part in entry.rule.hf_shapes(spec))
         if config.rank > narrowest:
             raise BadInput(
-                f"model.adapter.rank={config.rank} is above {narrowest}, the smallest dimension of {entry.hf[0]}: "
-                "lower it, or leave that layer out of model.adapter.layers"
+                f"model.adapter.rank={config.rank} is above {narrowest}, the least dimension of {entry.hf[0]} and its "
+                "like: lower it, or leave that layer out of model.adapter.layers"
             )
 
 

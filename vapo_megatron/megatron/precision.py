@@ -69,7 +69,7 @@ def check_precision(
             f"{platform.cuda_version[0]}.{platform.cuda_version[1]}: install one, or choose tensorwise"
         )
     if model.dtype != "bfloat16":
-        raise BadInput(f"{key} with dtype {model.dtype}: FP8 needs bfloat16 for the rest, set model.dtype=bfloat16")
+        raise BadInput(f"{key} with dtype {model.dtype}: FP8 wants bfloat16 beside it, set model.dtype=bfloat16")
 
 
 def fp8_settings(precision: PrecisionConfig) -> dict[str, Any]:

@@ -72,8 +72,8 @@ def cautions(
     for name, rows in evaluations.items():
         if seen := sum(prompt.problem in problems for prompt in rows):
             yield (
-                f"data.eval: {seen} of the {len(rows)} problems of {name} are in data.train, so "
-                "their accuracy does not measure generalisation (tools/prepare_data.py --against leaves them out)"
+                f"data.eval: {seen} of the {len(rows)} problems of {name} are in data.train: their accuracy says "
+                "nothing of new problems (tools/prepare_data.py --against leaves them out)"
             )
     yield from proportions_left(config)
 

@@ -49,7 +49,7 @@ _PATIENCE_SECONDS = 5.0
 _OVER = "over"  # the phase of a rank that is done
 # Here ranks wait for engines, or for what rank 0 does alone: nothing can be learnt of it, and it may take hours.
 _WAITS = {logs.NO_PHASE, "rollout", "rollout_greedy", "evaluation"}
-# Any other phase completes a part within this many times floor_s, even the first time, when kernels are compiled.
+# Of any other phase a part is done within so many times floor_s, also the first time, when kernels are compiled.
 _FIRST = 2.0
 
 
@@ -139,7 +139,7 @@ class Watchdog:
         return max(self._config.floor_s, _SLOWER * self._slowest[phase])
 
     def _knows(self, phase: str) -> bool:
-        """Whether the phase has a history to compare with."""
+        """Whether the phase has a history to be measured by."""
         return phase != logs.NO_PHASE and self._ended.get(phase, 0) >= _KNOWN
 
     def _silence(self) -> float:

@@ -234,7 +234,7 @@ def _on_rank_zero_alone(samples: int, ranks: int) -> list[Samples]:
 
 
 def _rows(table: SampleTable, names: Iterable[str]) -> dict[str, Tensor]:
-    """Number of rows that some fields have for each sample, int64 [S]."""
+    """How many rows of some fields each sample has, int64 [S]."""
     by_kind = {
         "tokens": table.lengths,
         "positions": table.lengths - 1,

@@ -50,7 +50,7 @@ def is_probe(config: TrainConfig) -> bool:
 # Bytes of a token. ExperienceBatch: token, rollout log-prob; old log-prob, entropy, value, advantage, return, shaped
 # reward, importance, reference log-prob.
 _BATCH_BYTES = 4 * 10
-# Sent to a rank for each token that it scores, and computed there: token, rollout log-prob; log-prob, entropy.
+# What a rank is sent of the samples that it scores, and what it finds: token, rollout log-prob; log-prob, entropy.
 _SCORED_BYTES = 4 * 4
 # Collected and sent by rank 0: token, rollout log-prob; in addition the text, about four characters per token.
 _ROLLOUT_BYTES, _SAMPLE_BYTES = 4 * 2, 4 * 3
