@@ -4,12 +4,12 @@
 
 Ranks are processes of this machine, of which rank 0 has the rollout; each trains a part of the samples (data-parallel).
 "a copy a rank" sends every tensor to every rank, which keeps it, as most trainers do; "shards" is what the trainer does
-(training/shards.py): a sample is at home on one rank, and a rank is sent what it computes. To what is sent (tokens,
-log-probs of the engine and what goes by samples) come the fields that scoring and advantages fill in: old log-probs,
-entropies, values, advantages, returns and importance weights, four bytes per response token each, and, of shards, the
-fields of the first mini-batch in eight that a rank is sent to train on. Memory is the growth of a process's
-proportional set size. `copies` is that of all ranks together, in units of the batch. It takes half a minute; a whole
-rollout of 512 x 16 x 20,000 tokens is --tokens 168000000 --length 20000 --ranks 2 (minutes, 20 GB).
+(training/shards.py): a sample has one home rank, and a rank is sent what it computes. Tokens, the engine's log-probs
+and per-sample fields are sent. Scoring and advantages then add these fields: old log-probs, entropies, values,
+advantages, returns and importance weights, four bytes per response token each. "shards" also counts the fields of the
+first mini-batch in eight that a rank is sent to train on. Memory is the growth of a process's proportional set size.
+`copies` is that growth over all ranks, in units of the batch. It takes half a minute; a whole rollout of 512 x 16 x
+20,000 tokens is --tokens 168000000 --length 20000 --ranks 2 (minutes, 20 GB).
 """
 
 import gc

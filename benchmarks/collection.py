@@ -3,13 +3,13 @@
     python -m benchmarks.collection [--prompts 32] [--group 8] [--engines 2] [--json FILE]
 
 A random model (0.85 M parameters) on real engines of this machine. "bare" sends requests for the responses, as many at
-once, and reads nothing of the answers but their length; "collected" is what a step does: groups drawn by the ledger,
-spread over the engines, decoded and graded by the verifier while others are generated, put in order. "not graded" is
-that without the grading. All send the same prompts with the same seeds, again and again: each gets the same tokens, and
-engines have read the prompts before. Every response says a number as its answer. With "a straggler" one engine answers
+once, and reads only the length of each answer; "collected" is what a step does: groups are drawn by the ledger, spread
+over the engines, decoded and graded by the verifier while others are generated, and put in order. "not graded" is the
+same without grading. All send the same prompts with the same seeds, again and again: each gets the same tokens, and
+engines have read the prompts before. Every response gives a number as its answer. With "a straggler" one engine answers
 each group --delay seconds late, on both sides. With "a failing engine" one of them refuses its first request and gets
-nothing more: its groups go to the others, beside which "bare" has the others alone from the start. Sides take turns.
-"s of rank 0" are those of the collecting process's cores, a step.
+nothing more: its groups move to the remaining engines; the "bare" baseline uses only those from the start. Sides take
+turns. "s of rank 0" is CPU time of the collecting process per step.
 """
 
 import argparse

@@ -1,11 +1,11 @@
-"""What the critic's measures and fault checks of every step cost, beside the advantages of the same batch, in one run.
+"""Cost of the critic's measures and fault checks per step, next to the advantages of the same batch, in one run.
 
     python -m benchmarks.critic_lab [--largest 8000000] [--length 4096] [--group 16] [--json FILE]
 
-"lab" is what a rank works out once a step of the samples that are at home with it (docs/critic.md): explained variance,
-both free baselines, calibration, biases, sign agreement, fault checks. "advantages" is GAE with both lambdas on these
-tokens. Growth is that of the lab's seconds with the tokens: 1 is linear. The last size stands out of it: from about 4 M
-tokens on arrays are above 32 MiB, which glibc maps anew each time; twice as many cost about twice as much again.
+"lab" is what a rank computes once per step from the samples that it holds (docs/critic.md): explained variance, both
+free baselines, calibration, biases, sign agreement, fault checks. "advantages" is GAE with both lambdas on these
+tokens. Growth is the exponent of the lab's time against tokens; 1 means linear. The largest size is an outlier: from
+about 4 M tokens, arrays exceed 32 MiB, which glibc maps anew each time; beyond that, time doubles with tokens again.
 """
 
 from functools import partial

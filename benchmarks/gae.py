@@ -4,7 +4,7 @@
 
 A row for each distribution of lengths: medians over rounds of the loop, of segmented_gae and of copying the arrays
 that it reads and writes, and the largest difference relative to the largest advantage. Below them decoupled_gae (both
-lambdas) over more and more tokens; growth is that of its seconds with the tokens: 1 is linear.
+lambdas) over more and more tokens; growth is the exponent of its time against tokens; 1 means linear.
 """
 
 import argparse

@@ -3,22 +3,22 @@
     python -m benchmarks.host_costs [--tokens 12000000] [--length 6000] [--ranks 1024] [--dp 128] [--json FILE]
 
 Lengths are log-normal and cut at 20,000. Each part is measured at the size that a rank of such a run has: with all
-samples where it works through all, with its part of them elsewhere. Two ranks of this machine take part, and speak over
-loopback; what goes over a network is worked out beside it, at --gbps a node of eight ranks.
+samples where it works through all, with its share of them elsewhere. Two ranks of this machine take part and
+communicate over loopback; network time is computed separately, at --gbps per node of eight ranks.
 
     parse       rank 0: columns of numbers become arrays (engines/client.py); requests are in benchmarks.rollout_host
     batch       rank 0: samples become the batch
-    scatter     rank 0: the batch is sent to where samples are at home; the other rank stands for all others
-    plan        every rank: all samples are shared out, for actor and critic, and each mini-batch of --minibatches for
-                both; one rank's are put into micro-batches. "plan once" is one such sharing of all samples
-    advantages  every rank, on the samples at home: GAE, whitening, the critic's measures; sums are joined over the two
-    pack        every rank: what it scores and trains becomes tensors of micro-batches
-    network     worked out: rank 0's rollout, then what models are sent of it and what they find
-    GB          by which rank 0's memory has grown at its peak, up to the end of scatter
+    scatter     rank 0: the batch is sent to the samples' home ranks; the other rank represents all others
+    plan        every rank: all samples are distributed, for actor and critic, and each mini-batch of --minibatches for
+                both; one rank's are put into micro-batches. "plan once" is one such distribution of all samples
+    advantages  every rank, on its own samples: GAE, whitening, the critic's measures; sums are joined over the two
+    pack        every rank: the samples that it scores and trains on become tensors of micro-batches
+    network     computed: rank 0's rollout, then the inputs and outputs of the models
+    GB          peak growth of rank 0's memory, up to the end of scatter
 
-It takes a minute. The full sizes: --tokens 49000000 168000000 393000000 (minutes, and 16 GB). Growth is that of seconds
-with tokens over an eighth, a quarter, a half and the whole of the first size: 1 is linear. Beside what large runs are
-meant to take, the figures are put below the table.
+It takes a minute. The full sizes: --tokens 49000000 168000000 393000000 (minutes, and 16 GB). Growth is the exponent of
+time against tokens over an eighth, a quarter, a half and the whole of the first size; 1 means linear. The figures are
+compared with the targets of large runs below the table.
 """
 
 import time

@@ -2,17 +2,17 @@
 
     python -m benchmarks.rollout_host [--tokens 3000000] [--length 6000] [--group 16] [--engines 2] [--json FILE]
 
-Stub engines, processes of their own on loopback, answer each request at once with made-up responses. "columns" is
-what the trainer does: engines/client.py asks for columns of numbers (engines/inside/columns.py), and samples and the
-batch are made of them. "JSON" is what it did before: SGLang's own answers become Python's numbers, with the collector
-of cycles off, and these become arrays.
-Columns of the table, each for a million tokens:
+Stub engines, separate processes on loopback, answer each request at once with made-up responses. "columns" is what the
+trainer does: engines/client.py asks for columns of numbers (engines/inside/columns.py), from which samples and the
+batch are made. "JSON" is what it did before: SGLang's own answers become Python numbers, with the cyclic garbage
+collector off, and these become arrays.
+Columns of the table, per million tokens:
 
-    s to fetch    CPU seconds of rank 0 for requests, answers and parsing; s to batch: until they are a batch
-    ms held       the longest time for which the event loop was held (not for a million tokens)
-    MB held       by which the process's heap has grown when all responses are there
+    s to fetch    CPU seconds of rank 0 for requests, answers and parsing; s to batch: for building the batch
+    ms held       the longest time for which the event loop was blocked (not per million tokens)
+    MB held       growth of the process's heap once all responses have arrived
 
-Growth is that of the seconds with the tokens: 1 is linear.
+Growth is the exponent of time against tokens; 1 means linear.
 """
 
 import argparse

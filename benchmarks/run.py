@@ -63,12 +63,12 @@ PARTS = {
 }
 
 _INTRODUCTION = """\
-Every number below was measured, and stands with its date and hardware. Each ratio compares two sides within one run,
-round by round, and is given by its median and quartiles; above 1 ours is better. Where "other work" is above 0.2 cores,
+Every number below was measured and is given with its date and hardware. Each ratio compares two sides within one run,
+round by round, and is given as its median and quartiles; above 1 ours is better. Where "other work" is above 0.2 cores,
 trust the ratios but not the seconds.
 
-`make bench` measures everything again and names what became slower than here by more than its spread;
-`make bench ONLY="gae verifier"` takes parts by name. `make bench KEEP=1` keeps the results in benchmarks/kept and
+`make bench` measures everything again and names what has become slower than here by more than its spread;
+`make bench ONLY="gae verifier"` selects parts by name. `make bench KEEP=1` stores the results in benchmarks/kept and
 rewrites this page from them; do not edit it by hand.
 """
 _REST = """

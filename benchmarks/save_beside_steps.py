@@ -2,12 +2,12 @@
 
     python -m benchmarks.save_beside_steps [--shape 50m] [--ranks 1] [--tokens 4096] [--json FILE]
 
-    step s     forward, backward and update of so many tokens a rank
-    saved s    the same step, a whole save begun before it, as training does it (checkpoint/state_saver.py): what stands
-               still for it, and what is written while the step goes on
-    left s     what of the save is not written when the step is over; training would wait for it only at its next save
+    step s     forward, backward and update of so many tokens per rank
+    saved s    the same step with a whole save begun before it, as in training (checkpoint/state_saver.py): the part
+               that the step waits for, and the part that is written during the step
+    left s     how much of the save remains when the step ends; training would wait for it only at its next save
 
-A rank computes on one thread, and the save needs part of another: with as many ranks as cores it takes time of theirs.
+A rank computes on one thread, and the save needs part of another: with as many ranks as cores, it slows them down.
 """
 
 import tempfile

@@ -6,12 +6,12 @@
 A random Qwen3 of 0.85 M parameters (4 layers, hidden 128, 256 words), float32, 16 prompts x 16 responses of at most 64
 tokens at temperature 1, one optimizer step, no reference, no critic. Ours is `vapo-megatron train` with the preset grpo
 on two ranks and two engines; TRL's is its GRPOTrainer on two threads. They take turns; the first steps of each do not
-count. A figure is seconds of theirs over ours for as many response tokens; medians over steps, quartiles in brackets.
-TRL 1.16 has no PPO any more: a step with a critic has no peer to stand beside.
+count. A figure is their seconds over ours for the same number of response tokens; medians over steps, quartiles in
+brackets. TRL 1.16 no longer has PPO, so a step with a critic has nothing to be compared with.
 
-    generation    asking for responses until they are there
-    update        forward, backward and optimizer, with the scoring of old log-probs where there is any
-    rest          what is left of a step: grading, batch, weight sync, logging. TRL generates with the weights it trains
+    generation    from the requests until all responses have arrived
+    update        forward, backward and optimizer, including the scoring of old log-probs, if any
+    rest          everything else: grading, batch, weight sync, logging. TRL generates with the weights it trains
 """
 
 import argparse

@@ -2,11 +2,11 @@
 
     python -m benchmarks.throughput [--shape 10m] [--lengths 128 512] [--tokens 2048] [--json FILE]
 
-Sequences of one length fill a micro-batch, packed here and as a batch without padding there, which is the best that
-transformers can be given: same kernel of attention, no mask. Both compute the mean negative log-likelihood of every
-token from fp32 logits. transformers holds all logits at once; here a chunk of them is, the other chunks are computed a
-second time, and every token's entropy is computed beside its log-prob, as training needs it. Gradients start from zero
-on both sides; packing, the fp32 sums of gradients and their reduction count here.
+Sequences of one length fill a micro-batch, packed on our side and as a batch without padding on theirs, which is the
+best case for transformers: the same attention kernel, no mask. Both compute the mean negative log-likelihood of every
+token from fp32 logits. transformers holds all logits at once; we hold one chunk of them, compute the other chunks a
+second time, and compute every token's entropy with its log-prob, as training needs it. Gradients start from zero on
+both sides; packing, the fp32 sums of gradients and their reduction count on ours.
 
 The optimizer's update is left out of "forward+backward"; "whole step" has it (transformers: gradients clipped, torch's
 fused AdamW). Both sides take turns, round by round; medians.

@@ -1,14 +1,14 @@
-"""Steps as `plan --simulate` says them beside steps that were measured.
+"""Compares steps simulated by `plan --simulate` with measured steps.
 
     python -m benchmarks.twin [--only 3] [--side-by-side 5] [--rounds 2] [--json FILE]
 
-Measured is what a run's own code takes by the wall clock: its ledger, stream and dispatcher, its client over HTTP to
-stub engines on loopback, in another process. A stub writes no tokens: it goes through a batch token by token and
-sleeps for as long as the rate that it is given says, so that twenty runs take minutes and hardly any of a core. Its
-trainer and its verifiers sleep as well. What is compared is thus the scheduling and the arithmetic of the simulation,
-not the speed of anything. Each run is made --rounds times and the fastest counts: what else works on the cores can only
-slow one. Rates and lengths are known to both sides; nothing is fitted. Runs differ in engines, staleness, what becomes
-of responses at a weight sync, lengths, dynamic sampling, grading and updates.
+Measured is the wall-clock time of a run's own code: its ledger, stream and dispatcher, its client over HTTP to stub
+engines on loopback, in another process. A stub generates no tokens: it goes through a batch token by token and sleeps
+as long as the given rate says, so that twenty runs take minutes and hardly any CPU time. The trainer and the verifiers
+sleep as well. So the scheduling and the arithmetic of the simulation are compared, not the speed of anything. Each run
+is made --rounds times and the fastest counts: other work on the cores can only slow a run down. Rates and lengths are
+known to both sides; nothing is fitted. Runs differ in engines, staleness, treatment of responses at a weight sync,
+lengths, dynamic sampling, grading and updates.
 """
 
 import argparse

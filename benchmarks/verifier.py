@@ -1,15 +1,15 @@
-"""The verifier beside math-verify: cases a second, hostile ones among them, and how far both agree with labels.
+"""The verifier against math-verify: cases per second, hostile ones included, and how far both agree with labels.
 
     python -m benchmarks.verifier [--cases FILE ...] [--workers 2] [--repeats 3] [--json FILE]
 
 Rows of a file have a ground truth, a prediction or response, and what is expected, as those of tests/rewards/data; rows
 with tags (formats, quirks of one library) are left out. Both sides have as many processes; math-verify gets the ground
 truth in a box, which serves it better, and its own time limit of 5 s. "groups" is the shape of training: sixteen
-responses to each ground truth of the first file, of which many are alike (half repeat it, a quarter each are its
-prediction and another row's).
+responses to each ground truth of the first file, many of them alike (half repeat it, a quarter are its prediction and
+a quarter another row's).
 
-Rows on which ours disagrees are printed, who is right is for people to say (docs/verifier.md); of a file whose name
-begins with "unseen" totals alone: rules must not be written in sight of it.
+Rows on which ours disagrees are printed for review (docs/verifier.md). For files whose name begins with "unseen", only
+totals are printed, so that nobody writes rules against them.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Values of one rank, or of each, on every rank."""
+"""Share values of one rank, or of each rank, with all ranks."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -31,7 +31,7 @@ def on_rank_zero(function: Callable[[], T]) -> T:
 
 
 def gather_values(value: T, group: Any = None) -> list[T]:
-    """Collective: the picklable values of all ranks of a group, or of the world, in their order, on each."""
+    """Collective: on each rank, the picklable values of all ranks of a group, or of the world, in order of rank."""
     values: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return values

@@ -1,4 +1,4 @@
-"""The ways in which a command may end other than well; each carries its exit code.
+"""The ways in which a command can fail; each carries its exit code.
 
 Every message is one line: the file or field, the value found, what was expected, what to do.
 """
@@ -21,13 +21,13 @@ class VapoError(Exception):
 
 
 class BadInput(VapoError):
-    """Something the user gave (a key, a file, a row, a checkpoint) cannot be used. Exit code 2."""
+    """Something that the user gave (a key, a file, a row, a checkpoint) cannot be used. Exit code 2."""
 
     exit_code = 2
 
 
 class RunFailed(VapoError):
-    """The run broke for a reason that trying again would not mend. Exit code 1."""
+    """The run failed for a reason that trying again would not fix. Exit code 1."""
 
     exit_code = 1
 

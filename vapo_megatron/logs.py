@@ -1,7 +1,7 @@
 """The package's log: one format with time, rank and phase, on standard error; `--log-level` sets how much it says.
 
 Tables, step lines and results are not in it: they go to standard output (monitoring/console.py). The one line of a
-failed command goes to standard error as it is (errors.py).
+failed command goes to standard error without this format (errors.py).
 """
 
 import logging

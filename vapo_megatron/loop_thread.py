@@ -1,4 +1,4 @@
-"""An event loop in a separate thread: requests to engines go on while the main thread trains."""
+"""An event loop in a separate thread: requests to engines continue while the main thread trains."""
 
 import asyncio
 import resource

@@ -1,8 +1,8 @@
 """Requests to save and stop: SIGUSR1 (Slurm's warning before a limit), SIGTERM (cancelled, preempted, drained) and
-SIGHUP (a terminal that is gone, unless nohup has it ignored).
+SIGHUP (the terminal is gone; ignored under nohup).
 
-A handler only takes note; the run acts on it when its state is whole. A repeated signal is the same request.
-This module also ends processes that run untrusted code, with everything that the code has started.
+A handler only records the request; the run acts on it when its state is consistent. A repeated signal is the same
+request. This module also ends processes that run untrusted code, with everything that the code has started.
 """
 
 import ctypes

@@ -94,15 +94,15 @@ def spread(values: dict[int, float]) -> str:
 def tuned_headline(setting: Figures) -> str:
     """What area by responses says of `direct` beside each row without a critic, and beside VAPO."""
     leads = {name: lead(setting, "direct", name) for name in ("reinforce_direct", "without_critic", "grpo", "vapo")}
-    kinds: dict[str, list[str]] = {"ahead of": [], "level with": [], "behind": []}
+    kinds: dict[str, list[str]] = {"beats": [], "is level with": [], "is behind": []}
     for name, by in leads.items():
-        word = "level with" if by is None or not by.excludes_zero else "ahead of" if by.mean > 0 else "behind"
-        kinds[word].append(f"{setting['rows'][name]['title']} ({shown(by)})")
-    verdict = "; ".join(f"{word} {', '.join(rows)}" for word, rows in kinds.items() if rows)
+        word = "is level with" if by is None or not by.excludes_zero else "beats" if by.mean > 0 else "is behind"
+        kinds[word].append(f"`{setting['rows'][name]['preset']}` ({shown(by)})")
+    verdict = " and ".join(f"{word} {', '.join(rows)}" for word, rows in kinds.items() if rows)
     consequence = (
-        "it stays a preset and not the default" if kinds["level with"] or kinds["behind"] else "we recommend it"
+        "it stays a preset and not the default" if kinds["is level with"] or kinds["is behind"] else "we recommend it"
     )
-    return f"in area by responses `vapo_direct` is {verdict}; so {consequence}"
+    return f"measured by area over responses, `vapo_direct` {verdict}. So {consequence}"
 
 
 METHODS = ("vapo", "grpo", "dapo", "without_critic", "reinforce_direct", "direct")

@@ -414,7 +414,7 @@ def test_a_run_is_replaced_only_once_its_successor_is_written(
     ("overwrite", "named"),
     [
         ("false", ["run.name=tiny", "exists", "run.overwrite=true"]),
-        ("true", ["no run directory", "remove it yourself"]),
+        ("true", ["not a run directory", "remove it yourself"]),
     ],
 )
 def test_what_is_there_already_stays(
@@ -465,7 +465,7 @@ def test_replacing_a_run_takes_only_what_a_run_makes(tmp_path: Path) -> None:
     assert sorted(entry.name for entry in run_dir.iterdir()) == [MARKER, "config.yaml", "notes.md"]
     assert (outside / "kept").read_text() == "mine", "a link goes, not what it leads to"
     (run_dir / MARKER).unlink()
-    with pytest.raises(BadInput, match="is no run directory"):
+    with pytest.raises(BadInput, match="is not a run directory"):
         make_run_dir(run, run)
     (tmp_path / "link").symlink_to(run_dir)
     with pytest.raises(BadInput, match="is a link"):
@@ -507,7 +507,7 @@ def test_an_empty_run_directory_that_another_process_is_about_to_use(
 def test_a_root_that_is_a_file(command: Command, capfd: pytest.CaptureFixture[str], name: str) -> None:
     (command.folder / "runs").write_text("a file")
     code = command.exit_code(name)
-    assert_refused(command, code, capfd.readouterr().err, "run.root", str(command.folder / "runs"), "is no folder")
+    assert_refused(command, code, capfd.readouterr().err, "run.root", str(command.folder / "runs"), "is not a folder")
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")

@@ -69,29 +69,29 @@ def load(tmp_path: Path, *overrides: str) -> TrainConfig:
             ["critic.init=reward_model", "critic.init_path=m", "algorithm.value_loss.kind=hl_gauss"],
             "critic.init=reward_model with algorithm.value_loss.kind=hl_gauss",
         ),
-        (["algorithm.value_loss.kind=hl_gauss", "reward.correct=2.0"], "does not hold the returns -1..2 of reward"),
+        (["algorithm.value_loss.kind=hl_gauss", "reward.correct=2.0"], "does not contain the returns -1..2 of reward"),
         (
             ["algorithm.value_loss.kind=hl_gauss", "data.train={a.jsonl: {reward: {correct: 3, incorrect: 0}}, b: 1}"],
-            "does not hold the returns -1..3 of reward",
+            "does not contain the returns -1..3 of reward",
         ),
         (
             ["algorithm.value_loss.kind=hl_gauss", f"data.train={{a.jsonl: {{reward: {FUNCTION}}}, b.jsonl: 1}}"],
-            "its scores may be anything",
+            "its scores are unbounded",
         ),
         ([f"data.train={{a.jsonl: {{reward: {FUNCTION}}}}}"], "positive_nll.coef=0.1: needs the verifier's grade"),
         (["data.train={a.jsonl: {reward: {verifer: code}}}"], "a.jsonl: reward: unknown key verifer; did you mean ver"),
-        (["reward.judge={url: 'http://a/v1', model: m}"], "nothing asks it, set reward.verifier=judge, or data.fields"),
+        (["reward.judge={url: 'http://a/v1', model: m}"], "nothing uses it, set reward.verifier=judge, or data.fields"),
         (
             ["algorithm.value_loss.squash=tanh", "preset=dapo"],
             "value_loss.squash=tanh with advantage.estimator=grpo: it needs a critic",
         ),
         (
             ["algorithm.value_loss.squash=tanh", "algorithm.shaping.soft_overlong={max_length: 9, cache_length: 3}"],
-            "does not hold the returns -2..1",
+            "does not contain the returns -2..1",
         ),
         (
             ["algorithm.value_loss.squash=tanh", "reward.verifier=function", "reward.function=a.b:c"],
-            "its scores may be anything, give algorithm.value_loss.low and high",
+            "its scores are unbounded, give algorithm.value_loss.low and high",
         ),
         (
             ["algorithm.value_loss.squash=tanh", "algorithm.kl={placement: reward, coef: 0.1}"],
@@ -117,7 +117,7 @@ def load(tmp_path: Path, *overrides: str) -> TrainConfig:
         (["preset=rloo", "algorithm.update.minibatch_size=64"], "minibatch_size=64 with minibatches=1"),
         (
             ["preset=rloo", "algorithm.update={minibatch_size: 64, minibatches: null}"],
-            "preset=rloo wants one update of a rollout, and algorithm.update gives 128",
+            "preset=rloo needs one update per rollout, but algorithm.update gives 128",
         ),
         (
             ["preset=vapo_without_group_sampling", "batch.samples_per_prompt=8"],
@@ -170,7 +170,7 @@ def test_a_users_file_cannot_take_back_what_a_preset_is_named_after(tmp_path: Pa
     gsm8k = Path(__file__).parents[2] / "examples" / "gsm8k" / "vapo.yaml"
     with pytest.raises(BadInput, match=r"batch.samples_per_prompt=8 with preset=vapo_without_group_sampling"):
         load_config(TrainConfig, gsm8k, ["preset=vapo_without_group_sampling"], PRESETS)
-    with pytest.raises(BadInput, match=r"minibatch_size=256 with minibatches=1: both cut a rollout"):
+    with pytest.raises(BadInput, match=r"minibatch_size=256 with minibatches=1: both split a rollout"):
         load_config(TrainConfig, gsm8k, ["preset=rloo", "value_pretraining.enabled=false"], PRESETS)
 
 

@@ -102,5 +102,5 @@ def test_a_run_whose_directory_is_removed_does_not_end_as_if_all_were_well(tmp_p
     with closing(MetricsWriter(tmp_path / "run")) as writer:
         writer.write(1, {"reward/mean": 0.5})
         shutil.rmtree(tmp_path / "run")
-        with pytest.raises(RunFailed, match="was removed while the run goes on"):
+        with pytest.raises(RunFailed, match="was deleted during the run"):
             writer.write(2, {"reward/mean": 0.5})

@@ -117,7 +117,7 @@ def test_a_target_that_no_value_reaches_is_refused(
     config = ValueLossConfig.model_validate(settings)
     check_targets(torch.tensor(reached), config)
     for target in beyond:
-        with pytest.raises(BadInput, match=f"low..high=-1..1 does not hold the value target {target}:"):
+        with pytest.raises(BadInput, match=f"low..high=-1..1 does not contain the value target {target}:"):
             check_targets(torch.tensor([0.0, float(target)]), config)
     check_targets(torch.tensor([1.5]), ValueLossConfig())
 

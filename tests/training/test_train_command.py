@@ -185,7 +185,7 @@ def test_another_layout_trains_alike_and_starts_from_a_value_checkpoint(
     shared += ["run.steps=1", "evaluation.before_training=false", "data.eval=[]"]
     vapo(*train_arguments(task, "four", *layouts, *shared))
     told = vapo(*train_arguments(task, "two_again", *shared, "checkpoint.keep.best=reward/meam")).stderr
-    assert "checkpoint.keep.best=reward/meam is no metric of a step" in told and "did you mean reward/mean?" in told
+    assert "checkpoint.keep.best=reward/meam is not a metric of a step" in told and "did you mean reward/mean?" in told
     four, two = rows(task / "four")[-1], rows(task / "two_again")[-1]
     for name in (
         "reward/mean",

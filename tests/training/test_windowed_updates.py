@@ -79,7 +79,7 @@ def test_the_target_0_of_a_response_that_goes_on_may_lie_outside_of_what_values_
     loss = value_loss_of(part, bounded, teaches_critic(part.whole, config.shaping))
     assert torch.equal(loss.weights > 0, FINISHED)
     part.batch.returns[-1] = 0.5
-    with pytest.raises(BadInput, match=r"low\.\.high=1\.\.2 does not hold the value target 0\.5"):
+    with pytest.raises(BadInput, match=r"low\.\.high=1\.\.2 does not contain the value target 0\.5"):
         value_loss_of(part, bounded, teaches_critic(part.whole, config.shaping))
 
 

@@ -1,4 +1,4 @@
-"""An OpenAI-compatible endpoint on rank 0: one secret path for each episode, and every token recorded as drawn."""
+"""An OpenAI-compatible endpoint on rank 0: one secret path per episode, and every token recorded as sampled."""
 
 import asyncio
 import secrets
@@ -86,7 +86,7 @@ class Endpoint:
 
     @property
     def address(self) -> str:
-        """Where it listens, once an episode is open."""
+        """The address it listens at, once an episode is open."""
         return f"http://{_ADDRESS}:{self._port}"
 
     def close(self, base_url: str) -> None:

@@ -238,7 +238,7 @@ class Agents:
 
 
 def task_of(prompt: Prompt, tokenizer: TextTokenizer) -> dict[str, Any]:
-    """The task of a row; messages are those that a run without an agent sends."""
+    """The task of a row; its messages are those that a run without an agent would send."""
     messages = tokenizer.messages(prompt.problem)
     return {
         **prompt.extra,
@@ -255,7 +255,7 @@ def is_whole(group: Sequence[Sample]) -> bool:
 
 
 def episode_metrics(samples: Sequence[Sample]) -> dict[str, float]:
-    """Means over the episodes of a step; a turn's over the episodes that have it, whose share is `episodes`."""
+    """Means over the episodes of a step; those of a turn cover the episodes that have it, whose share is `episodes`."""
     rows = [sample.episode for sample in samples if sample.episode is not None]
     columns: dict[str, list[float]] = {}
     for row in rows:
@@ -267,7 +267,7 @@ def episode_metrics(samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def _checked(answer: Any, turns: int) -> dict[str, Any]:
-    """What an agent returned, as a dict; empty where the verifier is to grade."""
+    """The agent's return value as a dict; empty if the verifier is to grade."""
     if answer is None:
         return {}
     row = dict(answer) if isinstance(answer, dict) else {"reward": answer}

@@ -94,10 +94,10 @@ class Recording:
         }
 
     def fields(self, rewards: Sequence[float]) -> dict[str, Any]:
-        """Of the Sample that the episode is: what follows the prompt of the first of the ordered segments, with the
-        prompts of the others as observations.
+        """Sample fields for the episode: everything after the first segment's prompt, in the order of `ordered`, with
+        the prompts of later segments as observations.
 
-        rewards: of all turns of the episode; empty where none gave any.
+        rewards: one per turn of the episode; empty where no turn was given one.
         """
         ordered = self.ordered
         ids, logprobs, mask = list(ordered[0].token_ids), list(ordered[0].logprobs), list(ordered[0].mask)
@@ -145,7 +145,7 @@ _MARK = "vapomegatronmark"
 
 
 def text_after_answer(render: Callable[[list[Message]], str], new: Sequence[Message]) -> str:
-    """What a chat template puts between an assistant's text and the assistant's next turn.
+    """The text that a chat template puts between an assistant's text and the assistant's next turn.
 
     It is taken from a conversation of one question and a mark, so that earlier tokens of the policy stay as drawn,
     however the template spells them.

@@ -45,7 +45,7 @@ exec(compile(sys.stdin.read(), "<tool>", "exec"), {"__name__": "__main__"})
 
 
 async def run_python(code: str, seconds: float = 10.0, memory_mib: int = 512) -> tuple[str, bool]:
-    """Run Python code in a process of its own; its output, cut to 16 KiB, and whether it succeeded.
+    """Run Python code in a separate process; returns its output, cut to 16 KiB, and whether it succeeded.
 
     The process has an empty folder, no environment, limits of time, memory, file size and open files, and no core file;
     it and all its descendants are killed when the time is over. Network, child processes and files outside that folder

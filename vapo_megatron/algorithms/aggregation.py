@@ -4,7 +4,7 @@ The weights are computed over the whole mini-batch before its responses are dist
 
     loss = sum over tokens of w[response of t] * L_t
 
-is the same sum for any ranks and micro-batches: each adds its part, and none divides.
+is the same sum on any layout and with any micro-batches: each adds its part, and none divides.
 """
 
 from typing import Literal

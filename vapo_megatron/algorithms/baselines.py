@@ -1,7 +1,7 @@
-"""Baselines that cost nothing, which a critic has to beat.
+"""Free baselines, which a critic has to beat.
 
-They are cross-fitted: a token's baseline is made without its own response, so that none can look good by remembering
-it. float64.
+They are cross-fitted: a token's baseline is computed without its own response, so that no baseline looks good by
+memorising it. float64.
 """
 
 import torch

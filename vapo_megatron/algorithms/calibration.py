@@ -88,7 +88,7 @@ def response_sums(values: Tensor, cu_seqlens: Tensor) -> Tensor:
     cell = to_tokens(torch.arange(samples), cu_seqlens) * BINS + bins_of(cu_seqlens)
     v = values.double()
     kinds = [torch.bincount(cell, weight, minlength=samples * BINS) for weight in (torch.ones_like(v), v, v * v)]
-    # Of no tokens at all torch counts in int64.
+    # Without any token torch counts in int64.
     return torch.stack(kinds, 1).double().view(samples, BINS, 3)
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from vapo_megatron.algorithms.critic_metrics import Figures, calibration, correlation, pooled, slope_error
 from vapo_megatron.algorithms.segments import last_tokens, to_tokens
 
-# What each fault means, for people. The keys are those of the metrics critic/fault_<name>.
+# The meaning of each fault, for people. The keys are those of the metrics critic/fault_<name>.
 FAULTS = {
     "constant": "values are all equal: a head that is frozen or zeroed",
     "frozen": "the value head gets no gradient, though values are not their targets: it is frozen, or left out",
@@ -25,7 +25,7 @@ FAULTS = {
 
 
 def value_faults(figures: Figures, group_ids: Tensor, known: Tensor) -> list[str]:
-    """Names in FAULTS of what is wrong with values, compared with Monte-Carlo returns; none for a sound critic.
+    """Faults (keys of FAULTS) found in the values, compared with Monte-Carlo returns; none for a sound critic.
 
     Estimates count if they are beyond three standard errors over responses. figures, group_ids [S]; known, bool [S]:
     the responses that have a return.
@@ -70,8 +70,8 @@ def sibling_gap(figures: Figures, group_ids: Tensor) -> float:
 
 
 def loss_counts(weights: Tensor, selected: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Of the responses that carry loss (selected, bool [S]), with loss weights [T]: tokens, those with a weight,
-    responses, those whose last token has one. int64 [4], to be added up over parts of the responses."""
+    """Counts over responses that carry loss (selected, bool [S]; loss weights [T]): tokens, weighted tokens, responses,
+    responses whose last token is weighted. int64 [4]; add them up over parts of the responses."""
     counted = weights[to_tokens(selected, cu_seqlens)] != 0
     responses, last = last_tokens(cu_seqlens)
     ends = weights[last[selected[responses]]] != 0
@@ -79,7 +79,7 @@ def loss_counts(weights: Tensor, selected: Tensor, cu_seqlens: Tensor) -> Tensor
 
 
 def loss_faults(counts: Tensor) -> list[str]:
-    """Names in FAULTS of what is wrong with loss weights, from loss_counts."""
+    """Faults (keys of FAULTS) found in the loss weights, from loss_counts."""
     tokens, counted, responses, ends = counts.tolist()
     if 2 * counted < tokens:
         return ["mask"]
@@ -88,5 +88,5 @@ def loss_faults(counts: Tensor) -> list[str]:
 
 @torch.no_grad()
 def target_faults(targets: Tensor, expected: Tensor, tolerance: float = 1e-3) -> list[str]:
-    """Names in FAULTS of what is wrong with value targets [T], compared with those from the recorded values [T]."""
+    """Faults (keys of FAULTS) found in value targets [T], compared with those from the recorded values [T]."""
     return ["targets"] if bool(((targets - expected).abs() > tolerance).any()) else []

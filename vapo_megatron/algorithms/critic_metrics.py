@@ -1,7 +1,7 @@
 """How well values explain Monte-Carlo returns, compared with two free baselines on the same tokens.
 
-`returns` are Monte-Carlo returns, whatever the critic's targets are: targets made of values are explained even by
-values that know nothing. Everything follows from a few sums over each response's tokens (figures_of), which can be
+`returns` are Monte-Carlo returns, whatever the critic's targets are: even uninformed values explain targets made of
+values. Everything follows from a few sums over each response's tokens (figures_of), which can be
 computed for parts of the responses and joined. All results are float64.
 """
 
@@ -49,7 +49,7 @@ class Figures(NamedTuple):
 
     @classmethod
     def read(cls, columns: Tensor) -> "Figures":
-        """From the columns of figures_of, [S, 11 + Q]."""
+        """Read the columns of figures_of, [S, 11 + Q]."""
         rows = columns.t()
         return cls._make((*rows[:11].unbind(), rows[11:]))
 
@@ -129,7 +129,7 @@ def explained_beside_baselines(figures: Figures, group_ids: Tensor, position: Te
     has = tokens > 0
     baseline = torch.zeros_like(tokens)
     baseline[has] = leave_one_out(figures.first_return[has], group_ids[has])
-    # What is the same for all tokens of a response moves its mean alone.
+    # A term that is the same for all tokens of a response moves only its mean.
     siblings = _explained(pooled(tokens, figures.returns - baseline, figures.returns_spread)[1], variance)
     best = torch.stack((siblings, position)).max().clamp(min=0)
     return Explained(critic, siblings, position, critic - best)

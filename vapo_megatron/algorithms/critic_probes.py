@@ -160,7 +160,7 @@ MEANING: dict[Choice, str] = {
     "group": "use a group baseline (grpo, rloo): the mean of the other responses, or a table by position, knows as "
     "much or more, and is free",
     "nothing": "no state is better than another beyond chance: there is nothing for a critic to know here",
-    "undecided": "not to be told with so many probes: raise critic_probes.prompts; until then a group baseline is free",
+    "undecided": "undecided with this many probes: raise critic_probes.prompts; until then a group baseline is free",
 }
 
 # Values that order states at least so well, and are too large or too small, are scaled by something.

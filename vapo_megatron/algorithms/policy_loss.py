@@ -72,7 +72,7 @@ def sao(logprobs: Tensor, rollout_logprobs: Tensor, advantages: Tensor, clip_low
     return torch.where(inside, -ratio * advantages.detach(), 0)
 
 
-# Of the importance weight, as verl's dppo_tv has it.
+# Largest importance weight, as in verl's dppo_tv.
 DPPO_LARGEST_RATIO = 20.0
 
 
@@ -94,7 +94,7 @@ ClipIndicators = tuple[Tensor, Tensor, Tensor]
 def clip_indicators(
     log_ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float, dual_clip: float | None = None
 ) -> ClipIndicators:
-    """Where the clipped surrogate is flat: A < 0 and r below 1 - clip_low, A > 0 and r above 1 + clip_high,
+    """Tokens where the clipped surrogate is flat: A < 0 and r below 1 - clip_low, A > 0 and r above 1 + clip_high,
     A < 0 and r above dual_clip."""
     ratio = bounded_ratio(log_ratio)
     low = (advantages < 0) & (ratio < 1 - clip_low)
@@ -105,14 +105,14 @@ def clip_indicators(
 
 @torch.no_grad()
 def cispo_clip_indicators(log_ratio: Tensor, clip_high: float) -> ClipIndicators:
-    """Where cispo's weight is cut: r above 1 + clip_high."""
+    """Tokens where cispo's weight is clipped: r above 1 + clip_high."""
     none = torch.zeros_like(log_ratio)
     return none, (bounded_ratio(log_ratio) > 1 + clip_high).float(), none
 
 
 @torch.no_grad()
 def sao_clip_indicators(log_ratio: Tensor, clip_low: float, clip_high: float) -> ClipIndicators:
-    """Where sao's loss is 0; log_ratio is to the rollout policy."""
+    """Tokens where sao's loss is 0; log_ratio is to the rollout policy."""
     ratio, none = bounded_ratio(log_ratio), torch.zeros_like(log_ratio)
     return (ratio <= 1 - clip_low).float(), (ratio >= 1 + clip_high).float(), none
 
@@ -121,7 +121,7 @@ def sao_clip_indicators(log_ratio: Tensor, clip_low: float, clip_high: float) ->
 def dppo_clip_indicators(
     logprobs: Tensor, rollout_logprobs: Tensor, advantages: Tensor, clip_low: float, clip_high: float
 ) -> ClipIndicators:
-    """Where dppo's loss is 0."""
+    """Tokens where dppo's loss is 0."""
     moved = logprobs.exp() - rollout_logprobs.exp()
     low = (advantages <= 0) & (moved < -clip_low)
     high = (advantages > 0) & (moved > clip_high)

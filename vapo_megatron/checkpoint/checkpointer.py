@@ -126,7 +126,7 @@ class Checkpointer:
         self._limit.left_point()
 
     def wait(self) -> None:
-        """Collective: end what is being saved, if anything is."""
+        """Collective: finish the save in progress, if any."""
         self._finish()
         if self._memory is not None:
             self._memory.finish()
@@ -135,7 +135,7 @@ class Checkpointer:
         """Collective: what any rank was asked to do, and what rank 0's clock and metrics say."""
         short = by_time = better = False
         if dist.get_rank() == 0:
-            # An attempt that has got nowhere yet goes on: stopped here, the next one would stop here again.
+            # An attempt without progress continues: stopped here, the next one would stop here again.
             short = self._limit.is_short and snapshot.name != self._began_at
             minutes = (time.monotonic() - self._saved_at) / 60
             by_time = self._config.every_minutes is not None and minutes >= self._config.every_minutes
@@ -179,7 +179,7 @@ class Checkpointer:
         if keep.best is None or keep.best not in snapshot.metrics:
             if keep.best is not None and not keep.best.startswith(EVALUATION) and snapshot.progress.step == 1:
                 guess = nearest(keep.best, snapshot.metrics) or "one of metrics.jsonl"
-                _logger.warning("checkpoint.keep.best=%s is no metric of a step: did you mean %s?", keep.best, guess)
+                _logger.warning("checkpoint.keep.best=%s is not a metric of a step: did you mean %s?", keep.best, guess)
             return False
         metrics: dict[CheckpointName, Mapping[str, float]] = {
             name: manifest.metrics for name, manifest in readable_manifests(self._run_dir).items()
@@ -235,7 +235,7 @@ class TimeLimit:
     def __init__(self, deadline: float | None, margin: float, clock: Callable[[], float] = time.time) -> None:
         """deadline None: there is none. margin: left besides the longest stretch and the longest save."""
         self._deadline, self._margin, self._clock = deadline, margin, clock
-        # Of this attempt: an evaluation or an export comes once in many steps, and comes again.
+        # Over the whole attempt: an evaluation or an export happens once in many steps, and will happen again.
         self._longest_stretch = self._longest_save = 0.0
         self._last: float | None = None
 
@@ -256,7 +256,7 @@ class TimeLimit:
 
     @property
     def is_short(self) -> bool:
-        """Whether another stretch might not end, and be saved, before the deadline."""
+        """Whether another stretch of work might not finish and be saved before the deadline."""
         if self._deadline is None:
             return False
         needed = self._longest_stretch + self._longest_save + self._margin

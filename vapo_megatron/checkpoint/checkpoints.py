@@ -1,7 +1,7 @@
-"""The folder of a run's checkpoints: which there are, which of them stay, and how one is written.
+"""The folder of a run's checkpoints: which exist, which are kept, and how one is written.
 
-A checkpoint is written into a hidden folder and renamed once all of it is on the disk: what has a checkpoint's name
-is whole. The newest is found by looking; there is no pointer that could be stale.
+A checkpoint is written to a hidden folder and renamed once all of it is on disk, so any folder with a checkpoint's name
+is complete. The newest is found by looking; there is no pointer that could be stale.
 """
 
 import json
@@ -19,7 +19,7 @@ from vapo_megatron.config.run import RetentionConfig
 from vapo_megatron.config.run_directory import HF_FOLDER
 
 CHECKPOINT_FOLDER = "checkpoints"
-# What value pretraining has recorded, of which checkpoints name files.
+# Rollouts that value pretraining has recorded; checkpoints name their files.
 RECORD_FOLDER = "recorded_rollouts"
 CHECKPOINT_HELP = "restore it from a copy, or delete this folder to go on from the checkpoint before it"
 _NAME = re.compile(r"step_(\d{6,})(?:_pretraining_(\d{6,}))?")
@@ -27,7 +27,7 @@ _NAME = re.compile(r"step_(\d{6,})(?:_pretraining_(\d{6,}))?")
 
 @dataclass(frozen=True, order=True)
 class CheckpointName:
-    """Where in its life the run was: steps done and, within value pretraining, rollouts and updates done."""
+    """How far the run was: steps done and, within value pretraining, rollouts and updates done."""
 
     step: int
     pretraining: float = float("inf")
@@ -55,7 +55,7 @@ def list_checkpoints(run_dir: Path) -> dict[CheckpointName, Path]:
 
 
 def latest_checkpoint(run_dir: Path) -> Path | None:
-    """The checkpoint to go on from."""
+    """The checkpoint to continue from."""
     return next(reversed(list_checkpoints(run_dir).values()), None)
 
 

@@ -1,8 +1,8 @@
 """Writing and reading torch_dist checkpoints in parts: planned together, written by each rank alone, closed by rank 0.
 
 Megatron's asynchronous save forks processes out of a process that has threads, CUDA and open collectives, keeps a
-manager process that outlives a killed rank, and needs collectives of the training's own group to end a save. Here a
-rank's part is written by whatever thread calls write(), and nothing but ModelSaver.plan() is collective.
+manager process that outlives a killed rank, and needs collectives in training's own group to end a save. Here a rank's
+part is written by the thread that calls write(), and only ModelSaver.plan() is collective.
 """
 
 import copy
@@ -93,10 +93,10 @@ _KNOWS_SAVERS = "async_strategy" in inspect.signature(TorchDistSaveShardedStrate
 
 
 class _PlanningStrategy(TorchDistSaveShardedStrategy):
-    """Megatron's strategy up to the point where bytes would go to the disk."""
+    """Megatron's strategy up to the point where bytes would be written to disk."""
 
     def async_save(self, sharded_state_dict: Any, checkpoint_dir: Any, *_: Any, **__: Any) -> Any:
-        """As Megatron's; from 0.19 on that would else ask for a package of another saver."""
+        """Same as Megatron's, which from 0.19 on would otherwise require the package of another saver."""
         ours = {"async_strategy": "mcore"} if _KNOWS_SAVERS else {}
         return super().async_save(sharded_state_dict, checkpoint_dir, **ours)
 
@@ -196,7 +196,7 @@ def _copied(tensor: torch.Tensor, live: set[int]) -> torch.Tensor:
 
 
 class _Reader(FileSystemReader):
-    """torch's, which reads the metadata once, and has the files that this rank reads next fetched first."""
+    """torch's reader, but it reads the metadata once and first has the files fetched that this rank reads next."""
 
     def __init__(self, folder: Path, fetch: Callable[[set[str]], None] | None) -> None:
         super().__init__(folder)
@@ -204,21 +204,21 @@ class _Reader(FileSystemReader):
         self._fetch = fetch
 
     def read_data(self, plan: Any, planner: Any) -> Any:
-        """As torch's."""
+        """Same as torch's, after fetching the files."""
         if self._fetch is not None:
             self._fetch({self.storage_data[item.storage_index].relative_path for item in plan.items})
         return super().read_data(plan, planner)
 
 
 class _Strategy(torch_strategies.TorchDistLoadShardedStrategy):
-    """Megatron's, with one reader of ours for all that is loaded from a folder."""
+    """Megatron's strategy, with one reader of ours for everything that is loaded from a folder."""
 
     def __init__(self, reader: _Reader) -> None:
         super().__init__()
         self._reader = reader
 
     def load(self, sharded_state_dict: Any, checkpoint_dir: Any) -> Any:
-        """As Megatron's, which makes a reader of its own."""
+        """Same as Megatron's, but with this reader."""
         theirs = torch_strategies._get_filesystem_reader
         torch_strategies._get_filesystem_reader = lambda *_, **__: self._reader
         try:

@@ -1,4 +1,4 @@
-"""The folder of a run in host memory: copies of its state that outlive its ranks, and where its processes meet.
+"""The folder of a run in host memory: it holds copies of the state that outlive the ranks, whose processes meet there.
 
 There is one folder per run and machine in /dev/shm, which holds checkpoints as a run directory does. It belongs to the
 process that made it: the next process that makes such a folder removes those of processes that are gone. A folder that
@@ -65,7 +65,7 @@ def job_memory(run_dir: Path, is_first: bool, environment: Mapping[str, str] = o
         with suppress(FileExistsError):
             link.symlink_to(record)
     except (OSError, BadInput) as error:
-        _logger.warning("%s: cannot be used (%s): there are no copies in host memory", folder, error)
+        _logger.warning("%s: cannot be used (%s): no copies are kept in host memory", folder, error)
         return None
     return folder
 

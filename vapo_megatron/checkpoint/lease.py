@@ -1,6 +1,6 @@
-"""One live run per run directory: a file beside it names its process, which keeps touching it.
+"""One live run per run directory: a file next to it names its process, which keeps touching the file.
 
-File locks do not work on all shared file systems. A file that is made with O_EXCL and touched again and again does.
+File locks do not work on all shared file systems. A file that is created with O_EXCL and touched regularly does.
 """
 
 import json
@@ -49,7 +49,7 @@ class Holder:
 
     @classmethod
     def from_json(cls, text: str) -> "Holder":
-        """What asdict() gave; fields that another version wrote are left out."""
+        """Inverse of asdict(); fields written by another version are ignored."""
         row = json.loads(text)
         return cls(**{field.name: row[field.name] for field in fields(cls)})
 
@@ -67,7 +67,7 @@ class Holder:
         )
 
     def lives(self, seen_from: "Holder") -> bool | None:
-        """Whether the process still runs; None where that cannot be known from here."""
+        """Whether the process still runs; None if that cannot be known from here."""
         if self.job and self.job == seen_from.job and self.restart != seen_from.restart:
             return False  # an earlier try of the same job
         return _born(self.pid) == self.born if self.machine == seen_from.machine else None

@@ -1,5 +1,5 @@
-"""The manifest of a checkpoint, with size and digest of each file, so that damage is found by name; and the progress of
-the run."""
+"""The manifest of a checkpoint, with size and digest of each file so that a damaged file can be named; and the progress
+of the run."""
 
 import hashlib
 import json
@@ -173,7 +173,7 @@ GROUPS_FILE = "graded_groups.safetensors"
 
 
 class PretrainingProgress(Section):
-    """How far value pretraining is."""
+    """Progress of value pretraining."""
 
     iterations: int = Field(0, ge=0, description="rollouts recorded")
     updates: int = Field(0, ge=0, description="critic updates of the replay that are made")
@@ -186,7 +186,7 @@ class PretrainingProgress(Section):
 
 
 class Progress(Section):
-    """How far a run is. sft has neither engines nor prompts nor value pretraining, and demonstrations instead."""
+    """Progress of a run. sft has no engines, prompts or value pretraining, but demonstrations."""
 
     step: int = Field(ge=0, description="steps done")
     pretraining: PretrainingProgress = PretrainingProgress()
@@ -200,7 +200,7 @@ class Progress(Section):
 
 
 def read_progress(checkpoint: Path, manifest: Manifest) -> Progress:
-    """How far the run was when a checkpoint was saved. Raises BadInput where it is not what was saved."""
+    """Progress of the run when a checkpoint was saved. Raises BadInput if its file is missing or damaged."""
     path = checkpoint / PROGRESS_FILE
     facts = manifest.files.get(PROGRESS_FILE)
     wrong = check_contents(checkpoint, {path: facts}) if facts is not None else f"its manifest knows no {PROGRESS_FILE}"

@@ -1,8 +1,8 @@
-"""The rollouts that value pretraining records: immutable files, of which only what is asked for comes into memory.
+"""The rollouts that value pretraining records: immutable files, of which only requested parts are read into memory.
 
-At 32B scale a record has some 10^9 tokens, more than every rank could hold. Each recorded rollout is one file below the
-run directory, written once by rank 0. Every rank maps it: its pages are in the page cache once for all ranks of a node,
-and the kernel lets go of them where memory is short. In memory are a few numbers a sample. Saved checkpoints name
+At 32B scale a record has some 10^9 tokens, too many for every rank to hold. Each recorded rollout is one file in the
+run directory, written once by rank 0. Every rank maps it: all ranks of a node share its pages in the page cache, and
+the kernel drops them when memory is short. Only a few numbers per sample are held in memory. Saved checkpoints name
 the files and their digests (checkpoint/manifest.py) and hold no copy.
 """
 

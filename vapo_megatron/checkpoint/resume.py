@@ -1,5 +1,5 @@
-"""Resuming from a checkpoint: its config is compared, its files are verified and loaded, and the run directory is put
-back to the state at which the checkpoint was saved."""
+"""Resuming from a checkpoint: its config is compared, its files are verified and loaded, and the run directory is reset
+to its state when the checkpoint was saved."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -75,7 +75,7 @@ class Resumed:
 
     def load(self, model: Trainable, name: str) -> None:
         """Collective: fill a prepared (or frozen) model. Raises BadInput, on every rank, naming what is wrong with the
-        checkpoint; TryAgain with a copy: nobody can mend one, and the last checkpoint is there."""
+        checkpoint; TryAgain with a copy: nobody can repair one, and the last checkpoint still exists."""
         copy = self.copy
         fetch = (lambda files: copy.fetch(f"{name}/{file}" for file in files)) if copy is not None else None
         try:
@@ -98,7 +98,7 @@ class Resumed:
 
 
 def layouts(models: Mapping[str, SavedModel]) -> dict[str, str]:
-    """How each model is cut over the ranks."""
+    """How each model is sharded over the ranks."""
     return {name: saved.model.config.layout.model_dump_json() for name, saved in models.items()}
 
 
@@ -143,8 +143,8 @@ def restore_run_files(run_dir: Path, resumed: Resumed, settings: Section) -> Non
 
 SectionT = TypeVar("SectionT", bound=Section)
 
-# What changes how far, where, how fast or how visibly a run goes, and not what it learns from: layouts change rounding
-# alone. Everything else is what the run is.
+# Keys that change how far, where, how fast or how visibly a run goes, but not what it learns from: layouts change only
+# rounding. All other keys define the run.
 _HARMLESS = (
     *("preset", "run.name", "run.root", "run.steps", "run.overwrite", "run.resume", "run.allow_config_change"),
     *("cluster", "evaluation", "data.eval", "data.steps", "data.epochs", "export", "monitoring", "checkpoint"),

@@ -1,7 +1,7 @@
-"""Writes the state of a run as a checkpoint to one place, the run directory or host memory, while training goes on.
+"""Writes the state of a run as a checkpoint, to the run directory or host memory, while training continues.
 
-What is saved is copied first. Then a thread of every rank writes its part; ranks meet in a process group that only
-these threads use, so that a checkpoint is committed as soon as all have written, whatever the training does then.
+The state is copied first. Then a thread of every rank writes its part; ranks meet in a process group that only these
+threads use, so that a checkpoint is committed as soon as all have written, whatever training does meanwhile.
 """
 
 import errno
@@ -114,8 +114,8 @@ class Outcome:
 
 @dataclass(frozen=True)
 class _Save:
-    """What one rank writes of a checkpoint, all of it copies that training leaves alone: its part of each model, and
-    by `writers`, which are given the hidden folder, its other files. Rank 0 fills files into the manifest."""
+    """One rank's part of a checkpoint, all of it copies that training does not touch: its part of each model, and its
+    other files, written by `writers`, which get the hidden folder. Rank 0 enters the files into the manifest."""
 
     name: CheckpointName
     folder: Path
@@ -127,7 +127,7 @@ class _Save:
 
 @dataclass
 class _Part:
-    """What a rank reports to rank 0 after it has written its part."""
+    """A rank's report to rank 0 after it has written its part."""
 
     results: dict[str, list[Any]] = field(default_factory=dict)
     files: dict[str, FileFacts] = field(default_factory=dict)
@@ -150,7 +150,7 @@ class StateSaver:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a save is under way on this rank."""
+        """Whether a save is in progress on this rank."""
         return self._thread is not None and self._thread.is_alive()
 
     @property
@@ -331,7 +331,7 @@ class StateSaver:
 
 
 def _reason(error: BaseException) -> str:
-    """Why the file system refused; torch's archive writer hides that behind an error of its own."""
+    """The file system's reason, which torch's archive writer hides behind its own error."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError) and cause.strerror:

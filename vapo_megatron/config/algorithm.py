@@ -1,4 +1,4 @@
-"""What is optimised: every choice that VAPO makes, or that its paper leaves open, as a switch (docs/algorithms.md).
+"""The algorithm: every choice that VAPO makes, or that its paper leaves open, as a switch (docs/algorithms.md).
 
 The defaults are VAPO's.
 """
@@ -25,89 +25,88 @@ Estimator = Literal[
 ]
 Lambda = Fraction | Literal["length_adaptive"]
 
-# Those that compare a response with the others of its prompt, as a condition (base.refuse).
+# Estimators that compare a response with the others of its prompt, as a condition (base.refuse).
 OF_GROUPS = "algorithm.advantage.estimator=grpo|dr_grpo|rloo|group_baseline|raft"
 
 
 class AdvantageConfig(Section):
-    """How good each token was."""
+    """How advantages and value targets are estimated."""
 
     CONFLICTS = (
         ("estimator=function", "function=null", "name the function, package.module:name"),
         (
             "function",
             "estimator!=function|gae",
-            "both give the advantages, set estimator=function (or gae, for a function that reads values), or remove "
+            "both give the advantages: set estimator=function (or gae for a function that reads values), or remove "
             "function",
         ),
         (
             "gamma!=1",
             "estimator!=gae|reinforce_pp|function",
-            "it discounts nothing, set gamma=1 or use gae or reinforce_pp",
+            "this estimator does not discount: set gamma=1, or use gae or reinforce_pp",
         ),
-        ("off_policy!=none", "estimator!=gae", "it corrects values, of gae alone: set off_policy=none or use gae"),
+        ("off_policy!=none", "estimator!=gae", "it corrects the values of gae only: set off_policy=none or use gae"),
         (
             "calibration!=none",
             "estimator!=gae, function, off_policy!=none, gamma!=1",
-            "it makes the advantages of undiscounted GAE out of a critic's values, set calibration=none or take the "
-            "other back",
+            "calibration needs plain, undiscounted GAE over a critic's values: set calibration=none or reset the other",
         ),
         (
             "credit=turn",
             "estimator!=gae, calibration!=none, off_policy!=none",
-            "turns have the values of plain GAE alone, set credit=token",
+            "credit by turns works only with plain GAE: set credit=token",
         ),
         (
             "tracker",
             "estimator!=batch_baseline & calibration=none",
-            "nothing reads a prompt's history there, set estimator=batch_baseline, or calibration=values or trust",
+            "nothing would read a prompt's history: set estimator=batch_baseline, or calibration=values or trust",
         ),
-        ("whiten!=none", "estimator=raft", "its 1 and 0 select responses, set whiten=none"),
+        ("whiten!=none", "estimator=raft", "its 1 and 0 select responses: set whiten=none"),
     )
 
-    estimator: Estimator = Field("gae", description="gae has a critic, the others have none")
+    estimator: Estimator = Field("gae", description="advantage estimator; only gae uses a critic")
     function: str | None = Field(
         None,
         pattern=IMPORT_PATH,
-        description="package.module:name of f(ScoredResponses) -> advantages [T]; estimator=function has no critic, "
-        "with estimator=gae there are values to read, the critic is trained, and it may return (advantages, value "
-        "targets)",
+        description="package.module:name of f(ScoredResponses) -> advantages [T]. With estimator=function there is no "
+        "critic; with estimator=gae the critic is trained, its values can be read, and the function may return "
+        "(advantages, value targets)",
     )
-    gamma: Fraction = Field(1.0, description="discount")
-    lambda_critic: Lambda = Field(1.0, description="lambda of the value targets; 1: Monte-Carlo returns")
-    lambda_policy: Lambda = Field("length_adaptive", description="lambda of the advantages")
-    length_adaptive_alpha: float = Field(0.05, gt=0, description="lambda = 1 - 1 / (alpha * response tokens)")
-    length_adaptive_floor: Fraction = Field(0.0, description="least length-adaptive lambda")
+    gamma: Fraction = Field(1.0, description="discount factor per token")
+    lambda_critic: Lambda = Field(1.0, description="GAE lambda of the value targets; 1: Monte-Carlo returns")
+    lambda_policy: Lambda = Field("length_adaptive", description="GAE lambda of the advantages")
+    length_adaptive_alpha: float = Field(0.05, gt=0, description="alpha in lambda = 1 - 1 / (alpha * response tokens)")
+    length_adaptive_floor: Fraction = Field(0.0, description="lower bound of the length-adaptive lambda")
     calibration: Literal["none", "values", "trust"] = Field(
         "none",
-        description="values: GAE of values that the returns of past steps calibrate; trust: mixed with return less "
-        "value, as far as past steps say that the critic explains nothing",
+        description="values: GAE over values calibrated by the returns of past steps; trust: the less the critic "
+        "explained returns in past steps, the more weight goes to return minus value instead of GAE",
     )
     tracker: bool = Field(
         False,
-        description="one response a prompt: what earlier responses to its prompt earned stands in the place of a group "
-        "(SPO), as the baseline of batch_baseline or among what calibration weighs",
+        description="with one response per prompt, use the past rewards of the same prompt in place of a group (SPO): "
+        "as the baseline of batch_baseline, or as an input of the calibration",
     )
     credit: Literal["token", "turn"] = Field(
         "token",
-        description="gae: over tokens, or over the turns of an agent's episode, with the value of a turn's first state "
-        "and lambda counted in turns",
+        description="steps of GAE: tokens, or the turns of an agent's episode, each with the value of its first state "
+        "and lambda applied per turn",
     )
     off_policy: Literal["none", "vtrace"] = Field(
         "none",
-        description="vtrace: temporal differences are weighted by min(1, pi / mu) of each token, mu the policy that "
-        "drew it (responses of earlier weights); gae alone",
+        description="vtrace: weight each token's temporal difference by min(1, pi / mu), with mu the policy that drew "
+        "it; for responses drawn under earlier weights; gae only",
     )
     whiten: Literal["none", "full", "scale"] = Field(
-        "none", description="over all tokens of the batch: to mean 0 and variance 1 (full), or variance 1 alone (scale)"
+        "none", description="normalise over the batch's tokens: mean 0 and variance 1 (full), or variance only (scale)"
     )
 
 
 class SoftOverlongConfig(Section):
-    """Punishment that grows from 0 to -1 over the last cache_length of max_length response tokens (DAPO)."""
+    """Penalty that grows from 0 to -1 over the last cache_length of max_length response tokens (DAPO)."""
 
-    max_length: int = Field(ge=1, description="response tokens where it is -1")
-    cache_length: int = Field(ge=1, description="response tokens over which it grows")
+    max_length: int = Field(ge=1, description="response tokens at which the penalty reaches -1")
+    cache_length: int = Field(ge=1, description="response tokens over which the penalty grows")
 
     @model_validator(mode="after")
     def _cache_fits(self) -> Self:
@@ -117,75 +116,75 @@ class SoftOverlongConfig(Section):
 
 
 class ShapingConfig(Section):
-    """What is added to the verifier's reward, and what a truncated response is."""
+    """What is added to the verifier's reward, and how truncated responses are treated."""
 
     truncated: Literal["terminal", "bootstrap", "window", "mask"] = Field(
         "terminal",
-        description="reward of an incorrect answer and value 0 after it (terminal), the critic's value of its last "
-        "state after it (bootstrap; window: for advantages alone, the critic learns from finished responses), or no "
-        "loss at all (mask)",
+        description="a truncated response counts as incorrect with value 0 after it (terminal), is bootstrapped from "
+        "the critic's value of its last state (bootstrap; window: for advantages only, the critic learns from finished "
+        "responses), or carries no loss (mask)",
     )
-    soft_overlong: SoftOverlongConfig | None = Field(None, description="punishment of long responses; none: off")
+    soft_overlong: SoftOverlongConfig | None = Field(None, description="penalty on long responses; none: off")
 
     @property
     def bootstraps(self) -> bool:
-        """Whether a value stands for what would have followed a truncated response."""
+        """Whether truncated responses are bootstrapped from a value."""
         return self.truncated in ("bootstrap", "window")
 
 
 class UpdateConfig(Section):
-    """How a rollout is cut into optimizer steps."""
+    """How a rollout is split into optimizer steps."""
 
     CONFLICTS = (
         (
             "minibatch_size",
             "minibatches",
-            "both cut a rollout, give one, and set the other to null where a preset gives it",
+            "both split a rollout: give one of them, and set the other to null where a preset gives it",
         ),
     )
 
     minibatch_size: int | None = Field(
-        None, ge=1, description="of one optimizer step, in minibatch_unit; none: 512, or what minibatches gives"
+        None, ge=1, description="size of one optimizer step, in units of minibatch_unit; none: 512, or by minibatches"
     )
     minibatches: int | None = Field(
-        None, ge=1, description="instead of minibatch_size: optimizer steps that one pass over a rollout is cut into"
+        None, ge=1, description="instead of minibatch_size: number of optimizer steps in one pass over a rollout"
     )
     minibatch_unit: Literal["samples", "groups"] = Field("samples", description="responses, or prompts with all theirs")
     epochs: int = Field(1, ge=1, description="passes over a rollout")
     rollout_logprobs_within: float | None = Field(
         None,
         gt=0,
-        description="take the engines' log-probs for the old ones, without a pass that computes them, where those of "
-        "every sixteenth response are on average at most so far from the trainer's; none: compute all of them",
+        description="skip the scoring pass and use the engines' log-probs as the old ones if, on every sixteenth "
+        "response, they differ from the trainer's by at most this on average; none: compute all of them",
     )
-    critic_updates_per_policy_update: int = Field(1, ge=1, description="passes of the critic for one of the policy")
+    critic_updates_per_policy_update: int = Field(1, ge=1, description="critic passes per policy pass")
 
     def size(self, samples: int, groups: int) -> int:
-        """Of a mini-batch of a rollout of so many samples and groups, in minibatch_unit."""
+        """Size of a mini-batch, in minibatch_unit, for a rollout of this many samples and groups."""
         if self.minibatches is None:
             return self.minibatch_size or 512
         return -(-(samples if self.minibatch_unit == "samples" else groups) // self.minibatches)
 
     def updates(self, samples: int, groups: int) -> int:
-        """Optimizer steps of the policy on such a rollout."""
+        """Optimizer steps of the policy on a rollout of this many samples and groups."""
         units = samples if self.minibatch_unit == "samples" else groups
         return self.epochs * -(-units // self.size(samples, groups))
 
 
 class DynamicSamplingConfig(Section):
-    """Only groups with both correct and incorrect responses are learnt from (DAPO)."""
+    """Train only on groups with both correct and incorrect responses (DAPO)."""
 
-    oversampling: float = Field(3.0, ge=1, description="prompts in flight, in units of those still wanted")
+    oversampling: float = Field(3.0, ge=1, description="prompts in flight, as a multiple of those still needed")
     max_rounds: int | None = Field(
         None,
         ge=1,
-        description="draw prompts until enough groups are informative, at most so many times oversampling x "
-        "prompts_per_step (DAPO: 10); then other groups fill the batch up; none: no dynamic sampling",
+        description="draw prompts until enough groups are informative, at most this many times oversampling x "
+        "prompts_per_step (DAPO: 10), then fill the batch with other groups; none: no dynamic sampling",
     )
 
     @property
     def enabled(self) -> bool:
-        """Whether groups are chosen at all."""
+        """Whether dynamic sampling is on."""
         return self.max_rounds is not None
 
 
@@ -197,34 +196,33 @@ class AlgorithmConfig(Section):
             "shaping.truncated=bootstrap|window, value_loss.kind!=mse, value_loss.squash!=none, "
             "update.critic_updates_per_policy_update>1",
             "advantage.estimator!=gae",
-            "it needs a critic, which gae alone has: use that, or unset it",
+            "it needs a critic, which only gae has: use gae, or unset it",
         ),
         (
             "shaping.soft_overlong",
             "shaping.truncated=bootstrap|window",
-            "a truncated response has no reward then, and would escape the punishment for its length: choose one",
+            "a truncated response then has no reward and would escape the penalty for its length: choose one",
         ),
         (
             "shaping.truncated=bootstrap|window, kl.placement=reward",
             "advantage.calibration!=none",
-            "it learns from the return of whole responses what values are worth, set calibration=none or take the "
-            "other back",
+            "calibration learns from the returns of whole responses: set calibration=none or reset the other",
         ),
         (
             "advantage.lambda_critic!=1, advantage.off_policy!=none",
             "shaping.truncated=window",
-            "its value targets are Monte-Carlo returns of finished responses alone, choose bootstrap or unset it",
+            "its value targets are Monte-Carlo returns of finished responses only: choose bootstrap, or unset it",
         ),
         (
             "importance_sampling.kind!=none",
             "policy_loss.kind=sao|dppo",
-            "its ratio is to the rollout policy already, set importance_sampling.kind=none",
+            "its ratio is already taken to the rollout policy: set importance_sampling.kind=none",
         ),
         (
             "update.rollout_logprobs_within",
             "importance_sampling.kind!=none, advantage.off_policy!=none, advantage.function, filter_function, "
             "metrics_function",
-            "that reads the trainer's log-prob of every token, set one of them back",
+            "that reads the trainer's log-prob of every token: unset one of them",
         ),
     )
 
@@ -239,13 +237,13 @@ class AlgorithmConfig(Section):
     filter_function: str | None = Field(
         None,
         pattern=IMPORT_PATH,
-        description="package.module:name of f(ScoredResponses) -> bool [S], the responses that carry loss",
+        description="package.module:name of f(ScoredResponses) -> bool [S], true for responses that carry loss",
     )
     metrics_function: str | None = Field(
         None,
         pattern=IMPORT_PATH,
-        description="package.module:name of f(ScoredResponses) -> {name: number}, which go into the step's row as "
-        "custom/NAME",
+        description="package.module:name of f(ScoredResponses) -> {name: number}; the numbers are logged with the step "
+        "as custom/NAME",
     )
 
     @property
@@ -260,7 +258,7 @@ class AlgorithmConfig(Section):
 
     @property
     def saves_reference(self) -> bool:
-        """Whether the reference is not what the run started from, and so belongs into checkpoints."""
+        """Whether the reference changes during the run and must be checkpointed."""
         return self.uses_reference and self.kl.replace_reference_every is not None
 
     def update_gives_logprobs(self, samples: int, groups: int) -> bool:

@@ -1,4 +1,4 @@
-"""Files that are whole or not there at all."""
+"""Files that are written completely or not at all."""
 
 import os
 import secrets

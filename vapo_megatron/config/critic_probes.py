@@ -1,4 +1,4 @@
-"""The configs of `vapo-megatron critic`, a training config and how its critic is probed, and of `pretrain-critic`."""
+"""Configs of `vapo-megatron critic` (a training config with the probes of its critic) and `pretrain-critic`."""
 
 from typing import Annotated, Self
 
@@ -9,26 +9,26 @@ from vapo_megatron.config.train import TrainConfig
 
 
 class CriticProbesConfig(Section):
-    """Which states are continued, and how often: prompts x responses_per_prompt x quantiles x continuations."""
+    """How many states are continued, and how often: prompts x responses_per_prompt x quantiles x continuations."""
 
     checkpoint: str | None = Field(
         "final",
         pattern=r"^[A-Za-z0-9._-]+$",
-        description="actor and critic of the run's hf/<this>, the policy being model.path where that has no actor; "
+        description="use actor and critic of the run's hf/<this> (and model.path as the policy if there is no actor); "
         "none: model.path and critic.init_path",
     )
     set: str | None = Field(
         None,
-        description="name of the set of data.eval that prompts come from; none: the first one",
+        description="name of the data.eval set that prompts come from; none: the first set",
     )
-    prompts: int = Field(64, ge=2, description="of the set, drawn at random; fewer where it has fewer")
-    responses_per_prompt: int = Field(4, ge=2, description="responses that states are taken from")
+    prompts: int = Field(64, ge=2, description="prompts sampled from the set, at most its size")
+    responses_per_prompt: int = Field(4, ge=2, description="responses per prompt, from which states are taken")
     quantiles: tuple[Annotated[float, Field(ge=0, lt=1)], ...] = Field(
-        (0.0, 0.1, 0.25, 0.5, 0.75, 0.9), min_length=1, description="where in a response: share of its tokens before"
+        (0.0, 0.1, 0.25, 0.5, 0.75, 0.9), min_length=1, description="positions of states: share of the response before"
     )
-    continuations: int = Field(8, ge=2, description="of each state; their mean return is its value")
-    bootstrap: int = Field(1000, ge=100, description="draws of prompts that intervals come from")
-    seed: int = Field(1, ge=0, lt=2**62, description="of prompts, responses, continuations and intervals")
+    continuations: int = Field(8, ge=2, description="continuations of each state, whose mean return is its value")
+    bootstrap: int = Field(1000, ge=100, description="bootstrap draws of prompts for the intervals")
+    seed: int = Field(1, ge=0, lt=2**62, description="seed of prompts, responses, continuations and intervals")
 
 
 class ProbedRunConfig(TrainConfig):
@@ -38,13 +38,13 @@ class ProbedRunConfig(TrainConfig):
 
 
 class CriticPretrainingConfig(TrainConfig):
-    """A training config of which the critic alone is trained, on recorded responses."""
+    """A training config whose critic alone is trained, on recorded responses."""
 
     @model_validator(mode="after")
     def _there_is_something_to_learn(self) -> Self:
         if not self.has_critic_model or not self.value_pretraining.records:
             raise ValueError(
-                f"pretrain-critic needs value_pretraining.from, recorded responses, and a critic that is a model: "
+                f"pretrain-critic needs recorded responses (value_pretraining.from) and a critic that is a model: "
                 f"estimator={self.algorithm.advantage.estimator}, critic.kind={self.critic.kind}"
             )
         return self

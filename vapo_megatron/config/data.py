@@ -15,16 +15,16 @@ Weight = Annotated[float, Field(gt=0, strict=True)]
 
 
 class FieldNames(Section):
-    """The names that a file's rows use."""
+    """Field names of a file's rows."""
 
-    id: str = Field("id", description="optional in a row; file name and line stand in for it")
-    problem: str = Field("problem", description="the text that is put to the model")
-    answer: str = Field("answer", description="what the verifier compares with: a text or a number")
+    id: str = Field("id", description="row id; optional: file name and line replace it")
+    problem: str = Field("problem", description="text given to the model")
+    answer: str = Field("answer", description="reference answer for the verifier: text or number")
     extra: tuple[str, ...] = Field(
-        (), description="fields of a row that reward.function is given in `extra`, such as data_source or extra_info"
+        (), description="row fields passed to reward.function as `extra`, such as data_source or extra_info"
     )
     verifier: str | None = Field(
-        None, description="field with the row's own reward.verifier, of training and evaluation; a row may leave it out"
+        None, description="row field that overrides reward.verifier, in training and evaluation; optional in a row"
     )
 
 
@@ -44,14 +44,14 @@ class PromptTemplate(Section):
     chat_template: bool = Field(
         True, description="apply the tokenizer's chat template; false: plain text (base models)"
     )
-    system_prompt: str | None = Field(None, description="first message; needs chat_template")
-    user_template: str = Field("{problem}", description="the text around {problem}; no other braces are special")
+    system_prompt: str | None = Field(None, description="system message; needs chat_template")
+    user_template: str = Field("{problem}", description="text around {problem}; other braces are not special")
 
     @field_validator("user_template")
     @classmethod
     def _holds_problem(cls, value: str) -> str:
         if value.count("{problem}") != 1:
-            raise ValueError(f"has {value.count('{problem}')} times {{problem}}: write it exactly once")
+            raise ValueError(f"has {{problem}} {value.count('{problem}')} times: write it exactly once")
         return value
 
     @model_validator(mode="after")
@@ -62,7 +62,7 @@ class PromptTemplate(Section):
 
 
 class EvalSet(Section):
-    """Problems never trained on."""
+    """A set of problems for evaluation only."""
 
     name: str = Field(
         max_length=100,
@@ -91,10 +91,10 @@ class EvalSet(Section):
 class ProblemsConfig(Section):
     """Problems and their prompts; files are .jsonl, .jsonl.gz or .parquet with a problem and an answer a row."""
 
-    eval: tuple[EvalSet, ...] = Field((), description="sets that evaluations answer")
+    eval: tuple[EvalSet, ...] = Field((), description="evaluation sets")
     fields: FieldNames = FieldNames()
     prompt: PromptTemplate = PromptTemplate()
-    max_prompt_tokens: int = Field(2048, ge=1, description="tokens of a prompt; a longer one is an error")
+    max_prompt_tokens: int = Field(2048, ge=1, description="largest prompt, in tokens; a longer one is an error")
 
     @field_validator("eval")
     @classmethod
@@ -105,10 +105,10 @@ class ProblemsConfig(Section):
         return value
 
     def check_rewards(self, reward: RewardConfig) -> None:
-        """Raises ValueError for a judge that no row asks."""
+        """Raises ValueError for a judge that no row uses."""
         if reward.judge is not None and reward.verifier != "judge" and self.fields.verifier is None:
             raise ValueError(
-                f"reward.judge with reward.verifier={reward.verifier}: nothing asks it, set reward.verifier=judge, or "
+                f"reward.judge with reward.verifier={reward.verifier}: nothing uses it, set reward.verifier=judge, or "
                 "data.fields.verifier to the field that names the verifier of a row"
             )
 
@@ -117,12 +117,12 @@ class DataConfig(ProblemsConfig):
     """The data of a training run; files are .jsonl, .jsonl.gz or .parquet with a problem and an answer a row."""
 
     train: Annotated[dict[Path, TrainFile], Field(min_length=1)] | Path = Field(
-        description="problems to train on: a file, or hub:OWNER/NAME@REVISION:PART; of several files each with "
-        "its weight, {FILE: WEIGHT, ...}, which says how often its problems are drawn. In place of a weight "
-        "{weight: W, fields: {...}, reward: {...}}: what the file has other than data.fields and reward"
+        description="problems to train on: a file, hub:OWNER/NAME@REVISION:PART, or several files with weights, "
+        "{FILE: WEIGHT, ...}, which say how often problems of each are drawn. Instead of a weight, {weight: W, "
+        "fields: {...}, reward: {...}} overrides data.fields and reward for that file"
     )
-    drop_long_prompts: bool = Field(False, description="leave training rows with too long prompts out instead")
-    shuffle: bool = Field(True, description="a new permutation every epoch; false: the order of the file")
+    drop_long_prompts: bool = Field(False, description="skip rows whose prompt is too long instead of failing")
+    shuffle: bool = Field(True, description="shuffle anew every epoch; false: keep the order of the file")
 
     @property
     def train_files(self) -> list[Path]:
@@ -152,15 +152,15 @@ class DataConfig(ProblemsConfig):
         return self.train if isinstance(self.train, dict) else {}
 
     def fields_of(self, path: Path) -> FieldNames:
-        """The names that the rows of a training file use."""
+        """Field names of a training file's rows."""
         return FieldNames.model_validate(self.fields.model_dump() | self._entries.get(path, {}).get("fields", {}))
 
     def reward_of(self, path: Path) -> dict[str, JsonValue]:
-        """The keys of section reward that a training file has of its own."""
+        """Keys of section reward that a training file overrides."""
         return self._entries.get(path, {}).get("reward", {})
 
     def check_rewards(self, reward: RewardConfig) -> None:
-        """Raises ValueError for a judge that no row asks, and for a file's fields or keys of reward that cannot be."""
+        """Raises ValueError for a judge that no row uses, and for invalid `fields` or `reward` keys of a file."""
         if "judge" not in (self.reward_of(path).get("verifier") for path in self._entries):
             super().check_rewards(reward)
         self.rewards(reward)
@@ -172,9 +172,9 @@ class DataConfig(ProblemsConfig):
                 raise ValueError(explain(error, FieldNames, names, f"data.train: {path}: fields")) from None
 
     def rewards(self, reward: RewardConfig) -> list[RewardConfig]:
-        """Section reward, then that of each training file that has keys of its own.
+        """Section reward, then that of each training file that overrides keys of it.
 
-        Raises ValueError for keys that cannot be.
+        Raises ValueError for invalid keys.
         """
         sections = [reward]
         for path in self._entries:
@@ -190,32 +190,32 @@ class DataConfig(ProblemsConfig):
 class EvaluationDataConfig(ProblemsConfig):
     """The data of an evaluation; files are .jsonl, .jsonl.gz or .parquet with a problem and an answer a row."""
 
-    eval: tuple[EvalSet, ...] = Field(min_length=1, description="sets to answer")
+    eval: tuple[EvalSet, ...] = Field(min_length=1, description="evaluation sets")
 
 
 class ServerConfig(Section):
     """An OpenAI-compatible server: SGLang, vLLM, or a hosted model."""
 
     url: str = Field(pattern=r"^https?://", description="base address, such as http://host:30000/v1")
-    model: str = Field(min_length=1, description="the name that the server knows the model by")
+    model: str = Field(min_length=1, description="name of the model on the server")
     api: Literal["chat", "completions"] = Field(
         "chat", description="chat: the server applies the chat template; completions: plain text (base models)"
     )
-    api_key_variable: str | None = Field(None, description="environment variable that holds the key; none: no key")
-    concurrency: int = Field(64, ge=1, description="requests on their way at once")
-    request_timeout_s: float = Field(3600.0, gt=0, description="seconds for one response")
+    api_key_variable: str | None = Field(None, description="environment variable with the API key; none: no key")
+    concurrency: int = Field(64, ge=1, description="concurrent requests")
+    request_timeout_s: float = Field(3600.0, gt=0, description="time limit of one response, in seconds")
     retry_timeout_s: float = Field(
-        900.0, ge=0, description="seconds for which a request is tried again: the server may start, or be too busy"
+        900.0, ge=0, description="seconds for which a request is retried while the server starts or is busy"
     )
     extra: dict[str, JsonValue] = Field(
-        default_factory=dict, description="further fields of every request, such as min_p; null takes a field out"
+        default_factory=dict, description="further fields of every request, such as min_p; null removes a field"
     )
 
     @field_validator("url")
     @classmethod
     def _no_password(cls, value: str) -> str:
         if "@" in value.partition("//")[2].partition("/")[0]:
-            raise ValueError("holds a user or password, which would stand in files: use api_key_variable")
+            raise ValueError("has a user or password, which would be written to files: use api_key_variable")
         return value
 
     def api_key(self) -> str | None:
@@ -224,5 +224,5 @@ class ServerConfig(Section):
         Raises:
             BadInput: the variable is not set.
         """
-        remedy = "or leave the key out for a server that wants none"
+        remedy = "or leave the key out for a server that needs none"
         return key_from_environment(self.api_key_variable, "server.api_key_variable", remedy)

@@ -1,4 +1,4 @@
-"""One line for what is wrong with a config."""
+"""Explain a config error in one line."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -37,7 +37,7 @@ _MISSPELT = 3
 def explain(
     error: ValidationError, model: type[BaseModel], values: Any, source: str, overridden: Sequence[str] = ()
 ) -> str:
-    """One line on the first error of validating `values` as `model`, and how many more there are.
+    """One line with the first error of validating `values` as `model`, and the number of further errors.
 
     source names the file the values come from; keys in overridden (dotted) came from the command line instead.
     """

@@ -32,7 +32,7 @@ def hub_files(name: str, key: str = "") -> list[Path]:
     if not chosen:
         names = ", ".join(list(paths.values())[:8]) or "none"
         lacking = f"no file of {part}" if part else "no file"
-        raise BadInput(f"{place}{name}: {lacking} among its .parquet and .json ones ({names}); name one that is there")
+        raise BadInput(f"{place}{name}: {lacking} among its .parquet and .json ones ({names}); name an existing one")
     folders = sorted({str(path.parent.relative_to(folder)) for path in chosen})
     if len(folders) > 1:
         raise BadInput(

@@ -1,7 +1,7 @@
-"""From files and overrides to a validated config, and back to a file.
+"""Load a validated config from files and overrides, and write it back to a file.
 
-Layers, each over the one before: the preset (named by the key `preset`), the YAML that the user's own names by the key
-`extends`, if it does, the user's YAML, and overrides of the form `section.key=value`.
+Layers, each over the one before: the preset (named by the key `preset`), the YAML file named by the key `extends` of
+the user's file, if any, the user's YAML file, and overrides of the form `section.key=value`.
 """
 
 from collections.abc import Sequence
@@ -75,9 +75,9 @@ def _read_extended(path: Path, before: tuple[Path, ...] = ()) -> DictConfig:
     if (base := config.pop("extends", None)) is None:
         return config
     if not isinstance(base, str):
-        raise BadInput(f"{path}: extends={base!r}; expected the path of one YAML config beside it")
+        raise BadInput(f"{path}: extends={base!r}; expected the path of one YAML config next to it")
     if not (path.parent / base).is_file():
-        raise BadInput(f"{path}: extends={base}: no such file beside it; give the path of a YAML config")
+        raise BadInput(f"{path}: extends={base}: no such file next to it; give the path of a YAML config")
     merged = OmegaConf.merge(_read_extended(path.parent / base, (*before, here)), config)
     assert isinstance(merged, DictConfig)
     return merged

@@ -1,4 +1,4 @@
-"""The models of a run: where they come from, how they are laid out over ranks, how they are optimised."""
+"""The models of a run: their sources, layouts over ranks, and optimizers."""
 
 import math
 from typing import Any, Literal
@@ -9,15 +9,15 @@ from vapo_megatron.config.base import Section
 
 
 class LayoutConfig(Section):
-    """How one model is cut over ranks. Data parallelism takes what tp x pp x cp leave of the world."""
+    """How one model is sharded over ranks. The data-parallel size is the number of ranks / (tp x pp x cp)."""
 
     tp: int = Field(1, ge=1, description="tensor-parallel size")
     pp: int = Field(1, ge=1, description="pipeline-parallel size")
-    vpp: int | None = Field(None, ge=2, description="model chunks a pipeline rank holds (interleaved schedule)")
+    vpp: int | None = Field(None, ge=2, description="model chunks per pipeline rank (interleaved schedule)")
     cp: int = Field(1, ge=1, description="context-parallel size (zig-zag)")
-    ep: int = Field(1, ge=1, description="expert-parallel size: consecutive ranks of a stage, whichever of tp, cp, dp")
+    ep: int = Field(1, ge=1, description="expert-parallel size: consecutive ranks of a stage, across tp, cp and dp")
     sequence_parallel: bool = Field(
-        False, description="norms and dropout along the sequence; needs tp > 1; auto: wherever tp > 1"
+        False, description="shard norms and dropout along the sequence; needs tp > 1; auto: on if tp > 1"
     )
 
     @model_validator(mode="before")
@@ -68,20 +68,20 @@ class LayoutConfig(Section):
 
 
 class OptimizerSettings(Section):
-    """AdamW as the papers use it, betas 0.9 and 0.95; weight decay spares norms and biases."""
+    """AdamW as in the papers: betas 0.9 and 0.95, no weight decay on norms and biases."""
 
     lr: float = Field(1e-6, gt=0, description="peak learning rate")
-    warmup_steps: int = Field(10, ge=0, description="optimizer steps from 0 to lr, linear")
-    decay: Literal["constant", "cosine", "linear"] = Field("constant", description="of the learning rate after warm-up")
-    decay_steps: int | None = Field(None, ge=1, description="optimizer steps until min_lr; needed unless constant")
+    warmup_steps: int = Field(10, ge=0, description="optimizer steps of linear warm-up from 0 to lr")
+    decay: Literal["constant", "cosine", "linear"] = Field("constant", description="learning rate after warm-up")
+    decay_steps: int | None = Field(None, ge=1, description="optimizer steps until min_lr; required unless constant")
     min_lr: float = Field(0.0, ge=0, description="learning rate at the end of the decay")
-    weight_decay: float = Field(0.1, ge=0, description="decoupled, as in AdamW")
-    eps: float = Field(1e-8, gt=0, description="added to the root of the second moment")
+    weight_decay: float = Field(0.1, ge=0, description="decoupled weight decay, as in AdamW")
+    eps: float = Field(1e-8, gt=0, description="Adam's epsilon, added to the root of the second moment")
     clip_grad: float = Field(1.0, ge=0, description="global gradient-norm limit; 0 switches it off")
     overlap: bool | Literal["auto"] = Field(
         "auto",
-        description="gradients are summed over ranks during the backward pass, and updated weights gathered during the "
-        "next forward pass; auto: on GPUs",
+        description="sum gradients over ranks during the backward pass, and gather updated weights during the next "
+        "forward pass; auto: on GPUs",
     )
 
     @model_validator(mode="after")
@@ -96,12 +96,12 @@ class OptimizerSettings(Section):
 
 
 class RecomputeConfig(Section):
-    """Activations that are computed again in the backward pass rather than kept."""
+    """Activations that are recomputed in the backward pass instead of stored."""
 
     granularity: Literal["none", "selective", "full"] = Field(
-        "none", description="selective: core attention; full: blocks of whole layers"
+        "none", description="selective: recompute core attention; full: recompute whole layers, in blocks"
     )
-    layers: int = Field(1, ge=1, description="full: layers of a block, of which the input alone is kept")
+    layers: int = Field(1, ge=1, description="full: layers per block; only the block's input is stored")
 
 
 Fp8Recipe = Literal["none", "tensorwise", "blockwise"]
@@ -115,12 +115,12 @@ class PrecisionConfig(Section):
 
     fp8: Fp8Recipe = Field(
         "none",
-        description="scales of FP8 matrix products: one for each tensor (tensorwise), or for each block (blockwise)",
+        description="compute matrix products in FP8 with one scale per tensor (tensorwise) or per block (blockwise)",
     )
 
     @property
     def rows(self) -> int:
-        """A rank's tokens of a micro-batch are a multiple of this."""
+        """A rank's number of tokens in a micro-batch is a multiple of this."""
         return _FP8_ROWS[self.fp8]
 
 
@@ -128,14 +128,14 @@ AdaptedLayer = Literal["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
 
 
 class AdapterConfig(Section):
-    """Low-rank adapters (LoRA): what is trained of actor and critic where their kind is adapter (docs/lora.md)."""
+    """Low-rank adapters (LoRA), which are trained instead of the whole model where kind is adapter (docs/lora.md)."""
 
-    rank: int = Field(32, ge=1, description="columns of A and rows of B, of each Hugging Face projection")
-    alpha: float = Field(32.0, gt=0, description="the product B A is scaled by alpha / rank")
+    rank: int = Field(32, ge=1, description="rank of the product B A of each Hugging Face projection")
+    alpha: float = Field(32.0, gt=0, description="scale: the product B A is multiplied by alpha / rank")
     layers: tuple[AdaptedLayer, ...] = Field(
         ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"),
         min_length=1,
-        description="linear layers with adapters, by Megatron's names; experts have none",
+        description="linear layers that get adapters, by Megatron's names; experts get none",
     )
 
 
@@ -149,10 +149,10 @@ class TrainableConfig(Section):
     optimizer: OptimizerSettings = OptimizerSettings()
     recompute: RecomputeConfig = RecomputeConfig()
     precision: PrecisionConfig = PrecisionConfig()
-    max_tokens_per_microbatch: int = Field(16384, ge=1, description="padded tokens of one packed micro-batch")
+    max_tokens_per_microbatch: int = Field(16384, ge=1, description="padded tokens per packed micro-batch, at most")
     offload: Literal["auto", "always", "never"] = Field(
         "auto",
-        description="parts of the model that a phase does not need go to host memory; auto: on GPUs",
+        description="move parts of the model that a phase does not need to host memory; auto: on GPUs",
     )
 
     @property
@@ -180,24 +180,24 @@ _PROBE_KEYS = ("kind", "optimizer", "head_init_std", "init_path")
 
 
 class CriticConfig(TrainableConfig):
-    """The value model: a backbone, the policy's or its own, and a value head; layout and optimizer are its own."""
+    """The value model: a backbone (the policy's or another) and a value head, with its own layout and optimizer."""
 
     kind: Literal["model", "adapter", "probe"] = Field(  # type: ignore[assignment]
         "model",
-        description="what is trained: a whole model, adapters (model.adapter) on its frozen weights, or a small head "
-        "on the hidden states that the actor is scored with: no model, and no pass of its own",
+        description="what is trained: the whole model, adapters (model.adapter) on its frozen weights, or a probe: a "
+        "small head on the actor's hidden states, which needs no model and no extra pass",
     )
     optimizer: OptimizerSettings = OptimizerSettings(lr=2e-6)
     init: Literal["policy", "reward_model", "value_checkpoint"] = Field(
         "policy",
-        description="policy: its backbone, or that of model_path, and a new head; else backbone and head of init_path",
+        description="policy: its backbone, or that of model_path, with a new head; else backbone and head of init_path",
     )
     init_path: str | None = Field(None, description="Hugging Face directory for reward_model and value_checkpoint")
     model_path: str | None = Field(
         None,
         min_length=1,
-        description="init=policy: Hugging Face directory of another language model with the policy's tokenizer, a "
-        "smaller one for example, as backbone; none: model.path",
+        description="init=policy: Hugging Face directory of another language model for the backbone, for example a "
+        "smaller one, with the policy's tokenizer; none: model.path",
     )
     head_init_std: float = Field(0.0, ge=0, description="init=policy: standard deviation of the new head; 0 is zeros")
     freeze_attention: bool = Field(False, description="the critic's attention modules keep their weights (SAO)")
@@ -210,7 +210,7 @@ class CriticConfig(TrainableConfig):
             raise ValueError("init=policy starts from model.path: leave init_path out, or set init")
         if self.init != "policy" and self.model_path:
             raise ValueError(
-                f"model_path={self.model_path} with init={self.init}: backbone and head are those of init_path, leave "
+                f"model_path={self.model_path} with init={self.init}: backbone and head come from init_path, leave "
                 "model_path out"
             )
         for name, field in type(self).model_fields.items() if self.kind == "probe" else ():
@@ -224,15 +224,15 @@ class CriticConfig(TrainableConfig):
 
 
 class ModelConfig(Section):
-    """The checkpoint everything starts from."""
+    """The policy's checkpoint, from which the run starts."""
 
     path: str = Field(
         min_length=1,
         description="Hugging Face directory of the policy: config.json, safetensors, tokenizer; or "
         "hub:OWNER/NAME@REVISION",
     )
-    dtype: Literal["float32", "bfloat16"] = Field("bfloat16", description="compute type of actor and critic")
+    dtype: Literal["float32", "bfloat16"] = Field("bfloat16", description="data type that actor and critic compute in")
     adapter: AdapterConfig = AdapterConfig()
     attention: Literal["auto", "sdpa"] = Field(
-        "auto", description="auto: Transformer Engine wherever it can be used, else PyTorch's"
+        "auto", description="auto: Transformer Engine where it can be used, else PyTorch's SDPA"
     )

@@ -13,7 +13,7 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 class PositiveNllConfig(Section):
     """Language-model loss on correct responses."""
 
-    coef: float = Field(0.1, ge=0, description="0 switches it off")
+    coef: float = Field(0.1, ge=0, description="weight of the loss; 0 switches it off")
 
 
 class PolicyLossConfig(Section):
@@ -24,33 +24,33 @@ class PolicyLossConfig(Section):
         ("aggregation!=constant", "constant", "remove it, or set aggregation=constant"),
         ("kind=function", "function=null", "name the function, package.module:name"),
         ("kind!=function", "function", "remove it, or set kind=function"),
-        ("dual_clip", "kind!=ppo_clip", "only ppo_clip has one, remove it"),
-        ("kind=gspo", "aggregation!=sequence_mean", "its ratio wants sequence_mean"),
+        ("dual_clip", "kind!=ppo_clip", "only ppo_clip has a dual clip, remove it"),
+        ("kind=gspo", "aggregation!=sequence_mean", "its ratio is per sequence, set sequence_mean"),
     )
 
     kind: Literal["ppo_clip", "reinforce", "gspo", "cispo", "sao", "dppo", "function"] = Field(
         "ppo_clip",
-        description="clipped surrogate, plain policy gradient, ratio of the sequence (gspo), clipped weight (cispo), "
-        "ratio to the rollout policy (sao), bounds on the difference of probabilities to it (dppo), or a function",
+        description="clipped surrogate, plain policy gradient, sequence-level ratio (gspo), clipped weight (cispo), "
+        "ratio to the rollout policy (sao), bound on the change of probability from it (dppo), or your function",
     )
     function: str | None = Field(
         None,
         pattern=IMPORT_PATH,
-        description="package.module:name of f(PolicyTerms) -> loss of each token [t], kind=function",
+        description="package.module:name of f(PolicyTerms) -> loss of each token [t], for kind=function",
     )
     clip_low: Fraction = Field(
         0.2,
-        description="ratios below 1 - clip_low are clipped; cispo has no low bound; dppo: probabilities that fell more",
+        description="ratios below 1 - clip_low are clipped (cispo: no low bound); dppo: largest fall in probability",
     )
     clip_high: float = Field(
-        0.28, ge=0, description="ratios above 1 + clip_high are clipped; dppo: probabilities that rose by more"
+        0.28, ge=0, description="ratios above 1 + clip_high are clipped; dppo: largest rise in probability"
     )
-    dual_clip: float | None = Field(None, description="bound of the loss where A < 0, in units of -A; ppo_clip alone")
+    dual_clip: float | None = Field(None, description="cap of the loss where A < 0, in units of -A; ppo_clip only")
     aggregation: Literal["token_mean", "sequence_mean", "constant"] = Field(
-        "token_mean", description="weights from the counts of the whole mini-batch"
+        "token_mean", description="how token losses are averaged over the whole mini-batch (docs/algorithms.md)"
     )
-    constant: float | None = Field(None, gt=0, description="tokens that a response is divided by, aggregation=constant")
-    entropy_coef: float = Field(0.0, ge=0, description="of the entropy, which is raised")
+    constant: float | None = Field(None, gt=0, description="divisor of a response's loss, aggregation=constant")
+    entropy_coef: float = Field(0.0, ge=0, description="weight of the entropy bonus")
     positive_nll: PositiveNllConfig = PositiveNllConfig()
 
     @property
@@ -74,12 +74,12 @@ class KlConfig(Section):
         (
             "replace_reference_every, reference_path",
             "placement=none",
-            "there is no reference, set placement and coef, or remove it",
+            "there is no reference: set placement and coef, or remove it",
         ),
         (
             "replace_reference_every",
             "reference_path",
-            "a teacher is not replaced by the policy, remove one of both",
+            "a teacher is not replaced by the policy: remove one of them",
         ),
         ("placement=none", "coef>0", "set placement, or remove coef"),
         ("placement!=none", "coef=0", "set coef above 0, or placement=none"),
@@ -89,33 +89,33 @@ class KlConfig(Section):
 
     placement: Literal["none", "reward", "loss", "advantage"] = Field(
         "none",
-        description="reward: taken from every token's reward (gae, reinforce_pp), or its sum from that of the "
-        "response; advantage: from each token's advantage, undiscounted and unwhitened (on-policy distillation)",
+        description="where the KL is applied: subtracted from token rewards (gae, reinforce_pp) or the response's; in "
+        "the loss; subtracted from token advantages, undiscounted and unwhitened (on-policy distillation)",
     )
     estimator: Literal["k1", "k2", "k3"] = Field(
-        "k1", description="k1 belongs into the reward, k2 and k3 into the loss"
+        "k1", description="KL estimator: k1 for placement=reward or advantage, k2 or k3 for loss"
     )
-    coef: float = Field(0.0, ge=0, description="weight of the distance")
+    coef: float = Field(0.0, ge=0, description="weight of the KL")
     reference_path: str | None = Field(
         None,
         min_length=1,
-        description="Hugging Face directory of the reference, a teacher of any size with the policy's tokenizer, "
-        "laid out as the actor; none: model.path",
+        description="Hugging Face directory of the reference, such as a teacher; it may be of any size, has the "
+        "policy's tokenizer, and uses the actor's layout; none: model.path",
     )
     replace_reference_every: int | None = Field(
-        None, ge=1, description="steps after which the policy becomes the reference; none: model.path stays it"
+        None, ge=1, description="steps after which the policy becomes the reference; none: it stays as it is"
     )
 
 
 class ImportanceSamplingConfig(Section):
-    """Correction for what the engine's policy and the trainer's differ by: a weight on the policy loss."""
+    """Weight on the policy loss that corrects for differences between the engine's policy and the trainer's."""
 
     kind: Literal["none", "tis", "mis"] = Field(
-        "none", description="ratios cut at cap (tis), or 0 outside low..high (mis)"
+        "none", description="weight by the ratio, capped (tis), or set to 0 outside low..high (mis)"
     )
-    cap: float = Field(2.0, gt=0, description="tis")
-    low: float = Field(0.5, ge=0, description="mis")
-    high: float = Field(2.0, gt=0, description="mis")
+    cap: float = Field(2.0, gt=0, description="upper bound on the ratio (tis)")
+    low: float = Field(0.5, ge=0, description="smallest ratio that keeps its weight (mis)")
+    high: float = Field(2.0, gt=0, description="largest ratio that keeps its weight (mis)")
 
     @model_validator(mode="after")
     def _parts_agree(self) -> Self:

@@ -1,8 +1,8 @@
-"""Finds where a config departs from the proportions of its algorithm's paper (docs/algorithms.md has the reasons)."""
+"""Finds where a config departs from the proportions of its algorithm's paper (docs/algorithms.md gives the reasons)."""
 
 from vapo_megatron.config.train import TrainConfig
 
-# At which the head of a probe learns within a few rollouts.
+# Learning rate at which the head of a probe learns within a few rollouts.
 _PROBE_LR = 1e-3
 
 

@@ -1,4 +1,4 @@
-"""Rollouts: how responses are sampled, by which servers, and how these get the trainer's weights."""
+"""Rollouts: sampling of responses, the servers, and how these get the trainer's weights."""
 
 from typing import Literal
 from urllib.parse import urlsplit
@@ -14,28 +14,28 @@ TransportName = Literal["auto", "ipc", "shared_memory", "distributed"]
 class SamplingConfig(Section):
     """How the tokens of a response are drawn."""
 
-    temperature: float = Field(1.0, ge=0, le=10, description="0 is greedy")
-    top_p: float = Field(1.0, gt=0, le=1, description="nucleus sampling: least probability kept")
-    max_new_tokens: int = Field(ge=1, description="response tokens, EOS included, after which a response is cut")
+    temperature: float = Field(1.0, ge=0, le=10, description="sampling temperature; 0 is greedy")
+    top_p: float = Field(1.0, gt=0, le=1, description="nucleus sampling: cumulative probability to keep; 1: all")
+    max_new_tokens: int = Field(ge=1, description="limit of response tokens, EOS included")
 
 
 class SyncConfig(Section):
-    """How weights are copied to the engines, and the comparison that follows."""
+    """How weights are copied to the engines, and how the copy is checked."""
 
     transport: TransportName = Field(
         "auto",
-        description="ipc: CUDA handles, engine and rank on one GPU; shared_memory: host memory; distributed: a "
-        "broadcast over the network; auto: ipc with GPUs, else shared_memory; distributed to rollout.external_urls",
+        description="ipc: CUDA handles, engine and rank on one GPU; shared_memory: host memory; distributed: network "
+        "broadcast; auto: distributed to rollout.external_urls, else ipc on GPUs and shared_memory on CPUs",
     )
     bucket_mib: int = Field(
-        512, ge=1, description="MiB of weights sent at once; two buffers of this size stay allocated"
+        512, ge=1, description="MiB of weights sent at once; two buffers of this size are allocated"
     )
     tolerance: float | None = Field(
         None,
         gt=0,
-        description="limit of |difference| of log-probs on the probe: of the largest in float32, of the 0.95 quantile "
-        "in bfloat16 and FP8; the limit of the mean is 1 (float32), 0.2 (bfloat16) or 0.3 (FP8) times this. none: "
-        "1e-4 in float32, 0.5 in bfloat16, 1.0 in FP8",
+        description="limit of the log-prob differences between engine and trainer on the probe: of the largest in "
+        "float32, of the 0.95 quantile in bfloat16 and FP8; their mean may be 1 (float32), 0.2 (bfloat16) or 0.3 (FP8) "
+        "times this. none: 1e-4 in float32, 0.5 in bfloat16, 1.0 in FP8",
     )
 
 
@@ -45,49 +45,49 @@ class AsynchronousConfig(Section):
     max_staleness: int = Field(
         0,
         ge=0,
-        description="how many steps groups may be drawn ahead of the step that is trained next; 0: synchronous, "
-        "engines wait while the trainer works. Needs engines that do not share the trainer's devices",
+        description="how many steps ahead of training groups may be drawn; 0: synchronous, the engines wait while the "
+        "trainer works. Above 0 the engines need devices that they do not share with the trainer",
     )
     weight_sync: Literal["auto", "wait", "retract", "in_place"] = Field(
         "auto",
-        description="running responses at a weight sync: wait for their end (reproducible), retract (they go on under "
-        "the new weights and their tokens are read again) or in_place (they go on with the KV cache of the old "
-        "weights); auto: wait with rollout.deterministic, else retract",
+        description="running responses at a weight sync. wait: they finish first (reproducible); retract: they "
+        "continue under the new weights, which read their tokens again; in_place: they continue with the old weights' "
+        "KV cache; auto: wait with rollout.deterministic, else retract",
     )
 
 
 class PartialResponsesConfig(Section):
-    """Responses that are unfinished when a step has enough go on in the next step (docs/async.md)."""
+    """Responses still unfinished when a step has enough groups continue in the next step (docs/async.md)."""
 
     oversampling: float | None = Field(
         None,
         ge=1,
-        description="groups in flight as a multiple of those still wanted, such as 1.5: a step trains the first that "
-        "finish, the others go on under the next weights; none: a step waits for all of its groups",
+        description="groups in flight as a multiple of those still needed, such as 1.5: a step trains on the first to "
+        "finish, the others continue under the next weights; none: a step waits for all its groups",
     )
 
     @property
     def enabled(self) -> bool:
-        """Whether unfinished responses go on in the next step."""
+        """Whether unfinished responses continue in the next step."""
         return self.oversampling is not None
 
 
 class HealthConfig(Section):
-    """When an engine is started again, and when the run gives up."""
+    """When an engine is restarted, and when the run gives up."""
 
     answer_s: float = Field(20.0, gt=0, description="seconds without an answer after which an engine counts as dead")
     max_failures: int = Field(
         3,
         ge=0,
-        description="failures in a row of one engine, without surviving from one weight sync to the next, that the run "
-        "tolerates; after one more it saves and ends (exit 75)",
+        description="consecutive failures of one engine, without serving from one weight sync to the next, that the "
+        "run tolerates; after one more it saves and ends (exit 75)",
     )
 
 
 class EpisodeConfig(Section):
     """Limits of an agent's episode. Reaching max_turns or max_tokens truncates it; exceeding timeout_s breaks it."""
 
-    max_turns: int = Field(16, ge=1, description="responses of the policy in an episode")
+    max_turns: int = Field(16, ge=1, description="responses of the policy per episode")
     max_tokens: int = Field(
         8192, ge=8, description="tokens of an episode: prompts, responses and observations of all its segments"
     )
@@ -95,51 +95,51 @@ class EpisodeConfig(Section):
     tool_parser: str | None = Field(
         None,
         pattern=r"^[\w.-]+$",
-        description="SGLang's parser of the model's tool calls (qwen25, llama3, mistral ...); none: answers are text",
+        description="SGLang's parser for the model's tool calls (qwen25, llama3, mistral ...); none: answers are text",
     )
 
 
 class RolloutConfig(Section):
-    """The SGLang servers. One server takes `tp` devices of one node."""
+    """The SGLang servers. Each server uses `tp` devices of one node."""
 
     external_urls: tuple[str, ...] = Field(
         (),
-        description="engines on other devices, each started by `vapo-megatron engine` and given as http://host:port; "
-        "none: the run starts its own engines",
+        description="addresses, as http://host:port, of engines on other devices that `vapo-megatron engine` has "
+        "started; none: the run starts its own engines",
     )
     api_key_variable: str | None = Field(
         None,
-        description="environment variable with the key of the engines in external_urls; needed if they listen on "
-        "another address than 127.0.0.1",
+        description="environment variable with the API key of the engines in external_urls; required unless they "
+        "listen on 127.0.0.1",
     )
     num_engines: int = Field(
-        1, ge=1, description="servers on a machine without GPUs; with GPUs the number follows from tp"
+        1, ge=1, description="number of servers on a machine without GPUs; with GPUs it follows from tp"
     )
     tp: int = Field(1, ge=1, description="tensor-parallel size of one server")
     quantization: Literal["none", "fp8"] = Field(
         "none",
-        description="fp8: weights in e4m3 with a scale for each block of 128 x 128, quantised during the weight sync; "
-        "needs load_format=dummy and GPUs with FP8",
+        description="fp8: weights in e4m3 with a scale per block of 128 x 128, quantised during the weight sync; needs "
+        "load_format=dummy and GPUs with FP8",
     )
     load_format: Literal["auto", "dummy"] = Field(
-        "auto", description="dummy: do not read the checkpoint; the first weight sync brings the weights"
+        "auto", description="dummy: do not read the checkpoint; the first weight sync delivers the weights"
     )
     context_length: int | None = Field(
-        None, ge=2, description="tokens of prompt and response; none: what the model allows"
+        None, ge=2, description="limit of prompt and response tokens together; none: that of the model"
     )
     max_running_requests: int = Field(
-        256, ge=1, description="largest number of responses that one server generates at once"
+        256, ge=1, description="largest number of responses that one server generates concurrently"
     )
     max_total_tokens: int | None = Field(
         None,
         ge=2,
-        description="tokens of a server's KV cache; none: what mem_fraction_static leaves, 65536 without a GPU",
+        description="size of a server's KV cache in tokens; none: as mem_fraction_static allows; 65536 without a GPU",
     )
     mem_fraction_static: float = Field(0.7, gt=0, lt=1, description="share of GPU memory for weights and KV cache")
     deterministic: bool | Literal["auto"] = Field(
         "auto",
-        description="batch-invariant kernels and seeded sampling: a response depends on its seed, not on its batch; "
-        "auto: on for CPUs and for float32, off on GPUs otherwise, where SGLang measured 34 % less speed",
+        description="batch-invariant kernels and seeded sampling, so that a response depends on its seed and not on "
+        "its batch; auto: on for CPUs and for float32, otherwise off, since SGLang measured 34 % less speed on GPUs",
     )
     router_replay: bool = Field(
         False, description="score and train the policy with the experts that the engines chose for each token"
@@ -147,10 +147,10 @@ class RolloutConfig(Section):
     start_timeout_s: float = Field(
         900.0,
         gt=0,
-        description="seconds that a server may take to start, and each of its first batches; on GPUs both may compile "
-        "kernels for minutes",
+        description="time limit in seconds of a server's start and of each of its first batches; on GPUs both may "
+        "compile kernels for minutes",
     )
-    collect_timeout_s: float = Field(7200.0, gt=0, description="seconds that all responses of a step may take")
+    collect_timeout_s: float = Field(7200.0, gt=0, description="time limit of collecting a step, in seconds")
     server_args: dict[str, bool | int | float | str] = Field(
         default_factory=dict, description="further SGLang arguments, named as in `sglang serve --help` with underscores"
     )
@@ -160,15 +160,15 @@ class RolloutConfig(Section):
     windows: int = Field(
         1,
         ge=1,
-        description="parts of sampling.max_new_tokens, of which a step writes one; an unfinished response trains the "
-        "policy and goes on in the next step (T-PPO). Needs algorithm.shaping.truncated=window. 1: whole responses",
+        description="parts of sampling.max_new_tokens, one per step; an unfinished response trains the policy and "
+        "continues in the next step (T-PPO), which needs algorithm.shaping.truncated=window; 1: whole responses",
     )
     health: HealthConfig = HealthConfig()
     agent: str | None = Field(
         None,
         pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$",
-        description="package.module:name of async f(task, base_url, http_client) -> reward, or of an environment; or "
-        "verifiers:NAME. Training then collects its episodes; none: one prompt, one response",
+        description="package.module:name of async f(task, base_url, http_client) -> reward, or of an environment, or "
+        "verifiers:NAME. Training then collects its episodes; none: each response answers a prompt",
     )
     episode: EpisodeConfig = EpisodeConfig()
 
@@ -177,13 +177,13 @@ class RolloutConfig(Section):
         ahead, oversampling = self.asynchronous, self.partial_responses.oversampling
         if ahead.max_staleness == 0 and ahead.weight_sync != "auto":
             raise ValueError(
-                f"asynchronous.weight_sync={ahead.weight_sync} with max_staleness=0: nothing is under way at a weight "
-                "sync then, set max_staleness, or leave weight_sync out"
+                f"asynchronous.weight_sync={ahead.weight_sync} with max_staleness=0: no response runs during a "
+                "weight sync then, set max_staleness, or leave weight_sync out"
             )
         if ahead.weight_sync in ("retract", "in_place") and self.deterministic is True:
             raise ValueError(
-                f"asynchronous.weight_sync={ahead.weight_sync} with deterministic=true: where a response changes "
-                "weights depends on time, set weight_sync=wait or deterministic=false"
+                f"asynchronous.weight_sync={ahead.weight_sync} with deterministic=true: when a response changes "
+                "weights depends on timing, set weight_sync=wait or deterministic=false"
             )
         staleness = (f"asynchronous.max_staleness={ahead.max_staleness}", ahead.max_staleness > 0)
         partial = (f"partial_responses.oversampling={oversampling}", self.partial_responses.enabled)
@@ -192,7 +192,7 @@ class RolloutConfig(Section):
         replay = ("router_replay=true", self.router_replay)
         always = ("deterministic=true", self.deterministic is True)
         whole, old_experts = "an episode is trained whole", "the experts of old weights are not those of the policy"
-        fresh = "a step trains what the weights before it have written, and all of it"
+        fresh = "each step trains on all that the previous weights have generated, and on nothing else"
         for (key, is_on), (second_key, second_is_on), why in (
             (agent, partial, whole),
             (agent, windows, whole),
@@ -201,12 +201,12 @@ class RolloutConfig(Section):
             (windows, staleness, fresh),
             (windows, partial, fresh),
             (windows, replay, fresh),
-            (partial, staleness, "responses go on there too"),
-            (partial, always, "which responses are finished depends on time"),
+            (partial, staleness, "responses already continue across steps there"),
+            (partial, always, "which responses are finished depends on timing"),
             (partial, replay, old_experts),
         ):
             if is_on and second_is_on:
-                raise ValueError(f"{key} with {second_key}: {why}, set one of them back")
+                raise ValueError(f"{key} with {second_key}: {why}; unset one of them")
         return self
 
     @model_validator(mode="after")
@@ -218,11 +218,11 @@ class RolloutConfig(Section):
             )
         if self.external_urls and self.sync.transport not in ("auto", "distributed"):
             raise ValueError(
-                f"sync.transport={self.sync.transport} with external_urls: their engines share no memory with the "
+                f"sync.transport={self.sync.transport} with external_urls: these engines share no memory with the "
                 "trainer, set auto"
             )
         if self.external_urls and self.num_engines != 1:
-            raise ValueError(f"num_engines={self.num_engines} with external_urls: the run starts none, leave it out")
+            raise ValueError(f"num_engines={self.num_engines} with external_urls: no engine is started, leave it out")
         return self
 
     @field_validator("external_urls")
@@ -232,7 +232,7 @@ class RolloutConfig(Section):
             if not _is_address(address):
                 raise ValueError(f"external_urls: {address!r} is not of the form http://host:port")
         if len(set(value)) < len(value):
-            raise ValueError("external_urls: the same one is given twice")
+            raise ValueError("external_urls: an address is given twice")
         return value
 
     def api_key(self) -> str | None:
@@ -246,23 +246,23 @@ class RolloutConfig(Section):
 
     @property
     def experts_on(self) -> int:
-        """Ranks of a server over which whole experts are distributed; each expert is cut over the remaining ranks."""
+        """Ranks of a server that whole experts are distributed over; each expert is sharded over the other ranks."""
         parts = self.server_args.get("ep_size", 1)
         return parts if isinstance(parts, int) and parts > 0 and self.tp % parts == 0 else 1
 
     @property
     def attention_parts(self) -> int:
-        """Parts of a server's GPUs that each attend to their own requests; attention is cut over the GPUs of a part."""
+        """Groups of a server's GPUs with their own requests each; attention is sharded over the GPUs of a group."""
         parts = self.server_args.get("attn_dp_size", 1)
         return parts if isinstance(parts, int) and parts > 0 and self.tp % parts == 0 else 1
 
     def reading_checkpoints(self) -> "RolloutConfig":
-        """The section for engines that read a checkpoint and get no weights, as in an evaluation."""
+        """This section for engines that read a checkpoint and receive no weights, as in an evaluation."""
         fed = {"load_format": "auto", "external_urls": (), "router_replay": False}
         return self.model_copy(update=fed | {"quantization": "none"})
 
     def is_deterministic(self, dtype: str, on_gpus: bool) -> bool:
-        """What `deterministic` means for an engine that computes in this dtype."""
+        """Whether an engine that computes in this dtype is deterministic."""
         return not on_gpus or dtype == "float32" if self.deterministic == "auto" else self.deterministic
 
     def sync_mode(self, dtype: str, on_gpus: bool) -> Literal["wait", "retract", "in_place"]:
@@ -294,25 +294,25 @@ def _is_address(address: str) -> bool:
         return False
 
 
-# SGLang's second names of arguments that the trainer reads.
+# SGLang's aliases of arguments that the trainer reads.
 _OTHER_NAMES = {
     "ep": "ep_size",
     "expert_parallel_size": "ep_size",
     "attention_data_parallel_size": "attn_dp_size",
 }
 _SET_BY_US = {
-    "api_key": "the trainer makes one, or use rollout.api_key_variable",
+    "api_key": "the trainer makes a key, or use rollout.api_key_variable",
     "admin_api_key": "the trainer makes a key, or use rollout.api_key_variable",
     "host": "127.0.0.1, or the node's own address where ranks are on several nodes",
-    "port": "a free one is taken",
+    "port": "a free port is taken",
     "nnodes": "an engine is on one node",
     "node_rank": "an engine is on one node",
     "dist_init_addr": "an engine is on one node",
     "nccl_init_addr": "an engine is on one node",
-    "dp_size": "SGLang takes no weight sync then: start more engines, or use attn_dp_size",
-    "data_parallel_size": "SGLang takes no weight sync then: start more engines, or use attn_dp_size",
-    "pp_size": "engines are cut by rollout.tp alone",
-    "pipeline_parallel_size": "engines are cut by rollout.tp alone",
+    "dp_size": "SGLang supports no weight sync with it: start more engines, or use attn_dp_size",
+    "data_parallel_size": "SGLang supports no weight sync with it: start more engines, or use attn_dp_size",
+    "pp_size": "engines are sharded by rollout.tp only",
+    "pipeline_parallel_size": "engines are sharded by rollout.tp only",
     "model_path": "use model.path",
     "model": "use model.path",
     "device": "it follows the machine",

@@ -1,4 +1,4 @@
-"""Sections about the run itself: its name and place, its ranks, its batches, its checkpoints, what it watches."""
+"""Sections about the run itself: name and directory, ranks, batches, checkpoints, evaluation, monitoring."""
 
 from typing import Literal
 
@@ -8,13 +8,13 @@ from vapo_megatron.config.base import Section
 from vapo_megatron.config.data import PromptTemplate
 from vapo_megatron.config.rollout import SamplingConfig
 
-# Seeds of evaluations are apart from those of training, and the same at every step, so that evaluations differ by the
-# weights alone.
+# Seeds of evaluations differ from those of training and are the same at every step, so that evaluations differ only by
+# the weights.
 EVALUATION_SEED = 1_000_003
 
 
 class RunPlace(Section):
-    """Name and place of a run."""
+    """Name and directory of a run."""
 
     name: str = Field(
         "run",
@@ -24,10 +24,10 @@ class RunPlace(Section):
         description="folder of the run below root",
     )
     root: str = Field("runs", min_length=1, description="folder that holds run directories")
-    seed: int = Field(1, ge=0, lt=2**62, description="every random choice of the run derives from it")
+    seed: int = Field(1, ge=0, lt=2**62, description="seed of every random choice of the run")
     overwrite: bool = Field(False, description="replace an existing run directory of this name")
     resume: Literal["never", "auto"] = Field(
-        "never", description="auto: go on with the run of this name where it stopped; start it where there is none"
+        "never", description="auto: continue the run of this name where it stopped, or start it if there is none"
     )
 
     @property
@@ -37,10 +37,10 @@ class RunPlace(Section):
 
 
 class ResumableRun(RunPlace):
-    """Name and place of a run whose state is saved."""
+    """Name and directory of a run whose state is saved."""
 
     allow_config_change: tuple[str, ...] = Field(
-        (), description="resuming: keys or sections that are meant to differ from what the run was saved with"
+        (), description="on resume: keys or sections that may differ from those that the run was saved with"
     )
 
 
@@ -51,16 +51,16 @@ class ProfileConfig(Section):
 
 
 class RunConfig(ResumableRun):
-    """Name, place and length of a training run."""
+    """Name, directory and length of a training run."""
 
-    steps: int = Field(100, ge=1, description="iterations: one rollout and its updates each")
+    steps: int = Field(100, ge=1, description="training steps, each with one rollout and its updates")
     profile: ProfileConfig = ProfileConfig()
 
     @model_validator(mode="after")
     def _traced_steps_come(self) -> "RunConfig":
         late = [step for step in self.profile.steps if step > self.steps]
         if late:
-            raise ValueError(f"profile.steps={late[0]} is above steps={self.steps}: name steps that the run has")
+            raise ValueError(f"profile.steps={late[0]} is above steps={self.steps}: name steps within the run")
         return self
 
 
@@ -68,46 +68,46 @@ class ClusterConfig(Section):
     """Ranks and how long they wait for each other."""
 
     ranks: int | None = Field(
-        None, ge=1, description="ranks started by hand; default: one an accelerator, on the CPU what a replica takes"
+        None, ge=1, description="ranks to start; none: one per accelerator; on CPU, as many as one replica needs"
     )
     collective_timeout_s: float = Field(
         10800.0,
         gt=0,
-        description="longest wait for a rollout, or for what rank 0 does alone; in NCCL's collectives 900 s",
+        description="seconds that ranks wait for a rollout or for work of rank 0 alone; NCCL's collectives wait 900 s",
     )
     restarts: int = Field(
         2,
         ge=0,
-        description="ranks started by hand: how often, from one saved state, they are started again in this process "
-        "where one was killed; after that the exit code is 75; 0: never, and no copies of the state in host memory",
+        description="without torchrun or srun: how often ranks are restarted from the same state after one is killed, "
+        "before the run ends with exit code 75; 0: never, and no copies of the state are kept in host memory",
     )
 
 
 class BatchConfig(Section):
-    """How many responses an iteration collects."""
+    """How many responses a step collects."""
 
-    prompts_per_step: int = Field(512, ge=1, description="prompts of an iteration")
-    samples_per_prompt: int = Field(16, ge=1, description="the group size G")
+    prompts_per_step: int = Field(512, ge=1, description="prompts per step")
+    samples_per_prompt: int = Field(16, ge=1, description="responses per prompt (the group size G)")
 
 
 class ExportConfig(Section):
-    """Hugging Face directories written from the run, under hf/."""
+    """Models that the run exports as Hugging Face directories, under hf/."""
 
-    every: int | None = Field(None, ge=1, description="steps between exports; the last step is always exported")
+    every: int | None = Field(None, ge=1, description="steps between exports; the last step always has one")
     critic: bool = Field(True, description="export the critic as a value checkpoint as well")
 
 
 class EvaluationConfig(Section):
-    """When and how the sets of data.eval are answered; avg@k with k = samples of the set."""
+    """When and how the data.eval sets are evaluated; the k of avg@k is the set's samples."""
 
-    every: int | None = Field(None, ge=1, description="steps between evaluations; after the last one always")
-    before_training: bool = Field(True, description="also before the first step: where the run starts from")
-    temperature: float = Field(1.0, ge=0, description="0 is greedy")
-    top_p: float = Field(0.7, gt=0, le=1, description="nucleus sampling: least probability kept")
-    max_new_tokens: int | None = Field(None, ge=1, description="none: as in training")
+    every: int | None = Field(None, ge=1, description="steps between evaluations; the last step always has one")
+    before_training: bool = Field(True, description="evaluate before the first step too, as a baseline")
+    temperature: float = Field(1.0, ge=0, description="sampling temperature; 0 is greedy")
+    top_p: float = Field(0.7, gt=0, le=1, description="nucleus sampling: cumulative probability to keep; 1: all")
+    max_new_tokens: int | None = Field(None, ge=1, description="limit of response tokens; none: as in training")
 
     def sampling_beside(self, training: SamplingConfig) -> SamplingConfig:
-        """How responses are drawn, given how those of training are."""
+        """Sampling of evaluations, given that of training."""
         most = self.max_new_tokens or training.max_new_tokens
         return SamplingConfig(temperature=self.temperature, top_p=self.top_p, max_new_tokens=most)
 
@@ -116,10 +116,10 @@ class SftDataConfig(Section):
     """Demonstrations: rows {problem, response}."""
 
     path: str = Field(description="jsonl with the fields problem and response")
-    batch_size: int = Field(64, ge=1, description="demonstrations of one optimizer step")
-    steps: int | None = Field(None, ge=1, description="optimizer steps; default: epochs over the file")
+    batch_size: int = Field(64, ge=1, description="demonstrations per optimizer step")
+    steps: int | None = Field(None, ge=1, description="optimizer steps; none: epochs over the file")
     epochs: int = Field(1, ge=1, description="passes over the file")
-    max_tokens: int = Field(4096, ge=2, description="prompt and response together")
+    max_tokens: int = Field(4096, ge=2, description="limit of prompt and response tokens together")
     prompt: PromptTemplate = PromptTemplate()
 
     @model_validator(mode="after")
@@ -130,9 +130,9 @@ class SftDataConfig(Section):
 
 
 class HangsConfig(Section):
-    """When a phase that does not end is a hang: ranks then leave stacks under logs/ and start again, or end (75)."""
+    """When a phase counts as hanging: ranks then write their stacks to logs/ and restart, or end (exit 75)."""
 
-    floor_s: float = Field(1800.0, gt=0, description="least limit of a phase, and for a rank that says nothing")
+    floor_s: float = Field(1800.0, gt=0, description="shortest limit, in seconds, of a phase or of a rank's silence")
 
     @property
     def heartbeat_s(self) -> float:
@@ -141,7 +141,7 @@ class HangsConfig(Section):
 
 
 class RobustnessConfig(Section):
-    """What keeps a run from standing still."""
+    """Detection of runs that no longer make progress."""
 
     hangs: HangsConfig = HangsConfig()
 
@@ -164,49 +164,49 @@ AlarmName = Literal[
 
 
 class AlarmsConfig(Section):
-    """What alarms do besides being told (docs/alarms.md)."""
+    """What alarms do besides being reported (docs/alarms.md)."""
 
-    stop: tuple[AlarmName, ...] = Field((), description="alarms that end the run after the step (exit 1)")
+    stop: tuple[AlarmName, ...] = Field((), description="alarms that end the run after their step (exit 1)")
     off: tuple[AlarmName, ...] = Field((), description="alarms that are never raised")
 
 
 class MonitoringConfig(Section):
     """Where the metrics go besides metrics.jsonl."""
 
-    tensorboard: bool = Field(True, description="scalars under tensorboard/")
+    tensorboard: bool = Field(True, description="write scalars to tensorboard/")
     wandb: Literal["disabled", "online", "offline"] = Field(
         "disabled",
         description="Weights & Biases (`pip install vapo-megatron[wandb]`; WANDB_PROJECT, WANDB_ENTITY and WANDB_TAGS "
-        "say where). online: unless WANDB_MODE says otherwise; offline: written under wandb/ in the run directory, "
-        "sent later by `wandb sync`",
+        "apply). online: unless WANDB_MODE overrides it; offline: written to wandb/ in the run directory, for `wandb "
+        "sync` to send later",
     )
     mlflow: str | None = Field(
         None,
         min_length=1,
-        description="URI of an MLflow server or store (`pip install vapo-megatron[mlflow]`; the experiment is "
-        "MLFLOW_EXPERIMENT_NAME's)",
+        description="URI of an MLflow server or store (`pip install vapo-megatron[mlflow]`); MLFLOW_EXPERIMENT_NAME "
+        "names the experiment",
     )
     alarms: AlarmsConfig = AlarmsConfig()
 
 
 class RetentionConfig(Section):
-    """Which checkpoints stay; all that are not named here are removed."""
+    """Which checkpoints are kept; all others are removed."""
 
-    last: int = Field(2, ge=1, description="the newest")
-    every: int | None = Field(None, ge=1, description="also those of steps that are a multiple of this")
-    best: str | None = Field(None, description="also that of the highest of this metric: evaluation/aime24_avg@32")
+    last: int = Field(2, ge=1, description="keep this many of the newest")
+    every: int | None = Field(None, ge=1, description="also keep those of steps that are a multiple of this")
+    best: str | None = Field(None, description="also keep the one highest in this metric: evaluation/aime24_avg@32")
 
 
 class CheckpointConfig(Section):
-    """Checkpoints of saved state under checkpoints/, from which run.resume=auto goes on."""
+    """Checkpoints of the run's state under checkpoints/, from which run.resume=auto continues."""
 
-    every: int | None = Field(10, ge=1, description="steps between saves; none: no saves by steps")
+    every: int | None = Field(10, ge=1, description="steps between saves; none: do not save by steps")
     every_minutes: float | None = Field(
-        30.0, gt=0, description="time between saves, within value pretraining too; none: no saves by time"
+        30.0, gt=0, description="minutes between saves, also in value pretraining; none: do not save by time"
     )
     keep: RetentionConfig = RetentionConfig()
     job_timeout_s: float | None = Field(
-        None, gt=0, description="seconds after which the run saves and ends; SLURM_JOB_END_TIME counts besides"
+        None, gt=0, description="seconds after which the run saves and ends; SLURM_JOB_END_TIME also applies"
     )
 
     @property

@@ -1,4 +1,4 @@
-"""The directory of a run: whether there is room for it, and how it is made."""
+"""Creates the directory of a run, after checking that there is room for it."""
 
 import os
 import secrets
@@ -32,9 +32,9 @@ def check_room(run_dir: Path, checkpoint_bytes: int = 0) -> None:
     """Raises BadInput where the run directory cannot be made, or its disk has too little room for the results."""
     parent = existing(run_dir)
     if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
-        problem = "cannot be written" if parent.is_dir() else "is no folder"
+        problem = "cannot be written" if parent.is_dir() else "is not a folder"
         raise BadInput(
-            f"run.root: {parent} {problem}, {run_dir} was to be made: choose a folder that this user may write"
+            f"run.root: {parent} {problem}, so {run_dir} cannot be made: choose a folder that this user may write"
         )
     free, needed = shutil.disk_usage(parent).free, checkpoint_bytes + _ROOM_BYTES
     if free < needed:
@@ -114,7 +114,7 @@ def check_place(run: RunPlace) -> None:
     if run_dir.is_symlink():
         raise BadInput(f"run.overwrite: {run_dir} is a link: remove it yourself, or choose another name")
     if not (run_dir / MARKER).is_file():
-        raise BadInput(f"run.overwrite: {run_dir} is no run directory (it has no {MARKER}): remove it yourself")
+        raise BadInput(f"run.overwrite: {run_dir} is not a run directory (it has no {MARKER}): remove it yourself")
 
 
 def _came_to_nothing(run_dir: Path) -> bool:

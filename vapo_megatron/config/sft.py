@@ -13,7 +13,7 @@ from vapo_megatron.config.run import (
 
 
 class SftConfig(Section):
-    """Supervised fine-tuning; data.steps or data.epochs say how long."""
+    """Supervised fine-tuning, for data.steps or data.epochs."""
 
     run: ResumableRun = ResumableRun(name="sft")
     cluster: ClusterConfig = ClusterConfig()

@@ -11,18 +11,18 @@ Family = Literal["qwen2", "qwen3", "qwen3_moe", "llama"]
 
 
 class TinyModel(Section):
-    """The shape of a small model. vocab_size may exceed the tokenizer's: the rest of the rows is padding."""
+    """The shape of a small model. vocab_size may exceed the tokenizer's; the remaining rows are padding."""
 
     family: Family = "qwen3"
     vocab_size: int = Field(default=128, gt=0)
     layers: int = Field(default=2, gt=0)
     hidden_size: int = Field(default=128, gt=0)
-    intermediate_size: int = Field(default=256, gt=0, description="of an expert, for a model with experts")
+    intermediate_size: int = Field(default=256, gt=0, description="per expert, in a model with experts")
     heads: int = Field(default=4, gt=0)
     kv_heads: int = Field(default=2, gt=0)
     head_dim: int = Field(default=32, gt=0, multiple_of=2)
-    experts: int = Field(default=8, gt=0, description="of a layer; unread without experts")
-    experts_per_token: int = Field(default=2, gt=1, description="likewise")
+    experts: int = Field(default=8, gt=0, description="per layer; unused without experts")
+    experts_per_token: int = Field(default=2, gt=1, description="unused without experts")
     max_positions: int = Field(default=512, gt=0)
     tied: bool = True
     rope_theta: float = Field(default=10_000.0, gt=0)
@@ -43,9 +43,7 @@ class TinyModel(Section):
         return self
 
 
-DtypeOption = Annotated[
-    Literal["float32", "bfloat16", "float16"] | None, typer.Option(help="Kept as it is if not given.")
-]
+DtypeOption = Annotated[Literal["float32", "bfloat16", "float16"] | None, typer.Option(help="Unchanged if not given.")]
 ShardSizeOption = Annotated[
-    float, typer.Option("--shard-size", min=1e-6, max=1024.0, help="GiB of tensors in a file; memory follows it.")
+    float, typer.Option("--shard-size", min=1e-6, max=1024.0, help="GiB of tensors per file; memory use grows with it.")
 ]

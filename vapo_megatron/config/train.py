@@ -1,4 +1,4 @@
-"""The configs of `vapo-megatron train` and `vapo-megatron evaluate`: all sections, and the rules between them."""
+"""The configs of `vapo-megatron train` and `vapo-megatron evaluate`: all sections, and the rules across them."""
 
 from pathlib import Path
 from typing import Self
@@ -24,11 +24,11 @@ from vapo_megatron.config.run import (
 )
 from vapo_megatron.config.value import ValuePretrainingConfig
 
-# Beginnings of the names of metrics that every step has.
+# Prefixes of metrics that every step has.
 _STEP_METRICS = ("reward/", "accuracy/", "response_length/", "actor/", "critic/")
 
 
-# Settings that take back what a preset is named after.
+# Settings that undo what a preset is named after.
 _UNDOES = {
     "vapo_without_value_pretraining": "value_pretraining.enabled",
     "vapo_without_decoupled_gae": "algorithm.advantage.lambda_critic=1",
@@ -52,55 +52,55 @@ class TrainConfig(Section):
         (
             f"{OF_GROUPS}, {_CHOOSES_GROUPS}",
             "batch.samples_per_prompt=1",
-            "it compares the samples of a prompt and has none to compare with: raise samples_per_prompt, or use gae or "
+            "it compares samples of the same prompt, and there is only one: raise samples_per_prompt, or use gae or "
             "reinforce_pp, and max_rounds=null",
         ),
         (
             "algorithm.advantage.tracker",
             "batch.samples_per_prompt>1",
-            "a group is its own baseline, set tracker=false or samples_per_prompt=1",
+            "a group is its own baseline: set tracker=false or samples_per_prompt=1",
         ),
         (
             "value_pretraining.enabled, critic.freeze_attention, critic.kind!=model, critic.init!=policy, "
             "critic.model_path",
             "algorithm.advantage.estimator!=gae",
-            "it has no critic, set the former back (value_pretraining.enabled=false), or use gae",
+            "that has no critic: unset the former (value_pretraining.enabled=false), or use gae",
         ),
         (
             "critic.freeze_attention",
             "critic.kind=adapter",
-            "all weights are frozen there, leave it out, and linear_qkv and linear_proj out of model.adapter.layers",
+            "its weights are frozen anyway: unset it, and leave linear_qkv and linear_proj out of model.adapter.layers",
         ),
         (
             "algorithm.kl.replace_reference_every",
             "actor.kind=adapter",
-            "the reference is the policy without its adapters and stays so, set replace_reference_every=null",
+            "the reference is always the policy without its adapters: set replace_reference_every=null",
         ),
         (
             "value_pretraining.enabled",
             "critic.kind=probe",
-            "a record of responses has no hidden states to learn from, set it to false (preset vapo_direct)",
+            "recorded responses have no hidden states to learn from: set it to false (preset vapo_direct)",
         ),
         (
             "critic.init=reward_model",
             _BOUNDED,
-            "the output of a reward model is neither bins nor what a tanh is taken of, set critic.init=policy, or "
+            "a reward model's output is neither bins nor the input of a squash: set critic.init=policy, or "
             "kind=mse without bounds",
         ),
         (
             "algorithm.kl.placement=reward",
             _BOUNDED,
-            "what the KL takes from returns has no bound, set placement=loss or kind=mse",
+            "the KL makes returns unbounded: set placement=loss or kind=mse",
         ),
         (
             "sampling.temperature=0",
             "",
-            "it is greedy and policy gradients need sampled responses, 1.0 is usual (evaluation.temperature may be 0)",
+            "it is greedy, but policy gradients need sampling: 1.0 is usual (evaluation.temperature may be 0)",
         ),
         (
             "sampling.top_p!=1",
             "",
-            "the trainer's log-probs are those of the whole distribution, not of the part that was sampled from, set 1 "
+            "the trainer's log-probs are those of the whole distribution, not of the truncated one: set 1 "
             "(evaluation.top_p may differ)",
         ),
         (
@@ -111,40 +111,40 @@ class TrainConfig(Section):
         (
             "rollout.agent",
             f"{_CHOOSES_GROUPS}, algorithm.advantage.estimator=remax, data.prompt.chat_template=false",
-            "agents' episodes do not work with it: set the latter to null, to gae or rloo, or to true",
+            "agents do not work with it: set the latter to null, to gae or rloo, or to true",
         ),
         (
             "rollout.partial_responses.oversampling",
             OF_GROUPS,
-            "it compares responses of a group, whose tokens are of different weights then, use gae or reinforce_pp",
+            "it compares responses of a group, which then come from different weights: use gae or reinforce_pp",
         ),
         (
             _OLD_RESPONSES,
             "algorithm.importance_sampling.kind=none & algorithm.policy_loss.kind!=sao|dppo",
-            "responses are of older weights than those that are trained, and nothing corrects for it: set kind=tis or "
+            "responses come from older weights than those trained, and nothing corrects for it: set kind=tis or "
             "mis (or policy_loss.kind=sao)",
         ),
         (
             _OLD_RESPONSES,
             "algorithm.advantage.estimator=remax",
-            "its greedy responses are of newer weights than the others, choose another estimator",
+            "its greedy responses come from newer weights than the others: choose another estimator",
         ),
         (
             "algorithm.update.rollout_logprobs_within",
             f"critic.kind=probe & algorithm.advantage.estimator=gae, rollout.router_replay, {_OLD_RESPONSES}, "
             "rollout.windows>1",
-            "that needs the pass that computes the trainer's, set one of them back",
+            "that needs the pass that computes the trainer's: unset one of them",
         ),
         (
             "rollout.windows>1",
             f"algorithm.shaping.truncated!=window, {_CHOOSES_GROUPS}, algorithm.advantage.function, "
             "algorithm.policy_loss.kind=gspo",
-            "a step has a part of a response, which has no reward yet: windows want shaping.truncated=window and the "
-            "others unset",
+            "a step has only part of a response, which has no reward yet: windows need shaping.truncated=window and "
+            "the others unset",
         ),
     )
 
-    preset: str | None = Field(None, description="one of config/presets: the defaults that this file starts from")
+    preset: str | None = Field(None, description="one of config/presets, whose values are this file's defaults")
     run: RunConfig = RunConfig()
     cluster: ClusterConfig = ClusterConfig()
     model: ModelConfig
@@ -170,13 +170,13 @@ class TrainConfig(Section):
         self._best_is_measured()
         self.data.check_rewards(self.reward)
         if any(reward.correct_above is None for reward in self.data.rewards(self.reward)):
-            why = "needs the verifier's grade, which reward.correct_above=null leaves out: give that, or switch it off"
+            why = "needs the verifier's grade, which reward.correct_above=null leaves out: set that, or switch this off"
             refuse(self, _READS_GRADES, "", why)
         if self.rollout.collect_timeout_s >= self.cluster.collective_timeout_s:
             raise ValueError(
                 f"rollout.collect_timeout_s={self.rollout.collect_timeout_s:g} s is not below "
                 f"cluster.collective_timeout_s={self.cluster.collective_timeout_s:g} s: "
-                "ranks would give up on a rollout that is still allowed, raise the latter"
+                "ranks would give up on a rollout that is still within its limit: raise the latter"
             )
         self._preset_is_kept()
         return self
@@ -190,23 +190,23 @@ class TrainConfig(Section):
             if best not in measured:
                 names = ", ".join(measured) or "data.eval is empty"
                 hint = f"did you mean {guess}?" if (guess := nearest(best, measured)) else f"expected one of: {names}"
-                raise ValueError(f"checkpoint.keep.best={best} is no metric of data.eval: {hint}")
+                raise ValueError(f"checkpoint.keep.best={best} is not a metric of data.eval: {hint}")
         elif not best.startswith(_STEP_METRICS):
-            raise ValueError(f"checkpoint.keep.best={best} is no metric of a step: give one such as reward/mean")
+            raise ValueError(f"checkpoint.keep.best={best} is not a metric of a step: give one such as reward/mean")
 
     def _preset_is_kept(self) -> None:
-        """Raise ValueError where a file or an override takes back what the preset is named after."""
+        """Raise ValueError where a file or an override undoes what the preset is named after."""
         updates = self.updates_per_rollout("actor") // self.algorithm.update.epochs
         undone = "take it out of the file or the overrides, or choose another preset"
         if self.preset in ("rloo", "remax") and updates != 1:
             raise ValueError(
-                f"preset={self.preset} wants one update of a rollout, and algorithm.update gives {updates}: {undone}"
+                f"preset={self.preset} needs one update per rollout, but algorithm.update gives {updates}: {undone}"
             )
         if self.preset == "vapo_without_clip_higher":
             low = str(self.algorithm.policy_loss.clip_low).removesuffix(".0")
-            refuse(self, f"algorithm.policy_loss.clip_high!={low}", "preset", f"it wants clip_low={low}, {undone}")
+            refuse(self, f"algorithm.policy_loss.clip_high!={low}", "preset", f"it needs clip_low={low}: {undone}")
         for preset, setting in _UNDOES.items():
-            refuse(self, setting, f"preset={preset}", f"which is there to leave that out: {undone}")
+            refuse(self, setting, f"preset={preset}", f"which exists to leave that out: {undone}")
 
     def _values_fit(self) -> None:
         settings = self.algorithm.value_loss
@@ -215,18 +215,18 @@ class TrainConfig(Section):
         if bounds is None:
             if not {"low", "high"} <= settings.model_fields_set:
                 raise ValueError(
-                    f"algorithm.value_loss.{switch} with reward.verifier=function: its scores may be anything, give "
+                    f"algorithm.value_loss.{switch} with reward.verifier=function: its scores are unbounded, give "
                     "algorithm.value_loss.low and high"
                 )
         elif not (settings.low <= bounds[0] and bounds[1] <= settings.high):
             raise ValueError(
-                f"algorithm.value_loss.low..high={settings.low:g}..{settings.high:g} does not hold the returns "
+                f"algorithm.value_loss.low..high={settings.low:g}..{settings.high:g} does not contain the returns "
                 f"{bounds[0]:g}..{bounds[1]:g} of reward.incorrect, reward.correct and algorithm.shaping: widen it"
             )
 
     @property
     def return_range(self) -> tuple[float, float] | None:
-        """Least and greatest return of a response, KL penalties aside; None where a user's function gives scores."""
+        """Smallest and largest return of a response, without KL penalties; None with scores of a user's function."""
         rewards, algorithm = self.data.rewards(self.reward), self.algorithm
         if any(reward.verifier == "function" for reward in rewards):
             return None
@@ -238,8 +238,8 @@ class TrainConfig(Section):
 
     @property
     def pretraining_algorithm(self) -> AlgorithmConfig:
-        """The algorithm of value pretraining, whose responses are written whole: with windows, those that are cut off
-        there are so for good, and count as wrong as they do at the end of their last window."""
+        """The algorithm of value pretraining, which generates whole responses: with windows, those truncated there are
+        final and count as wrong, as they do at the end of their last window."""
         if self.rollout.windows == 1:
             return self.algorithm
         shaping = self.algorithm.shaping.model_copy(update={"truncated": "terminal"})
@@ -247,12 +247,12 @@ class TrainConfig(Section):
 
     @property
     def has_critic_model(self) -> bool:
-        """Whether there is a critic with weights of its own, and not a probe or none."""
+        """Whether there is a critic with its own model, not a probe."""
         return self.algorithm.uses_critic and self.critic.kind != "probe"
 
     @property
     def has_reference_model(self) -> bool:
-        """Whether there is a reference with weights of its own: a policy with adapters has its own in itself."""
+        """Whether the reference has its own weights: a policy with adapters already contains its reference."""
         algorithm = self.algorithm
         return algorithm.uses_reference and (self.actor.kind == "model" or algorithm.kl.reference_path is not None)
 
@@ -280,24 +280,24 @@ class TrainConfig(Section):
 
     @property
     def samples(self) -> int:
-        """Responses of an iteration."""
+        """Responses per step."""
         return self.batch.prompts_per_step * self.batch.samples_per_prompt
 
     def updates_per_rollout(self, name: str) -> int:
-        """Optimizer steps of a model, actor or critic, in an iteration."""
+        """Optimizer steps of a model, actor or critic, per rollout."""
         update = self.algorithm.update
         rounds = update.critic_updates_per_policy_update if name == "critic" else 1
         return rounds * update.updates(self.samples, self.batch.prompts_per_step)
 
     def trainable(self, name: str) -> ActorConfig | CriticConfig:
-        """The section of the critic, or of the actor; the reference's, which is a whole model, is made of that."""
+        """The section of the critic or the actor; the reference, a whole model, uses the actor's."""
         if name == "reference":
             return self.actor.model_copy(update={"kind": "model"})
         return self.critic if name == "critic" else self.actor
 
     @property
     def model_sizes(self) -> dict[str, int]:
-        """Ranks of a replica, by model."""
+        """Ranks per replica, by model."""
         sizes = {"actor": self.actor.layout.model_size}
         if self.has_critic_model:
             sizes["critic"] = self.critic.layout.model_size
@@ -305,25 +305,25 @@ class TrainConfig(Section):
 
 
 class EvaluateConfig(Section):
-    """Evaluation of a checkpoint on engines of its own, or of whatever an OpenAI-compatible server serves."""
+    """Evaluation of a checkpoint on engines started for it, or of a model behind an OpenAI-compatible server."""
 
     CONFLICTS = (
         (
             "server.api=completions",
             "data.prompt.chat_template",
-            "plain text has no chat template, set server.api=chat or data.prompt.chat_template=false",
+            "plain text has no chat template: set server.api=chat or data.prompt.chat_template=false",
         ),
-        ("rollout.load_format=dummy", "", "it leaves the engines without the checkpoint's weights, set auto"),
+        ("rollout.load_format=dummy", "", "it leaves the engines without the checkpoint's weights: set auto"),
         (
             "rollout.external_urls",
             "",
-            "those engines have a trainer's weights, leave it out, or give a server that is not ours as section server",
+            "those engines have a trainer's weights: leave it out, or describe an external server in section server",
         ),
     )
 
     run: RunPlace = RunPlace(name="evaluation")
-    model: ModelConfig | None = Field(None, description="checkpoint to evaluate on engines of our own")
-    server: ServerConfig | None = Field(None, description="instead of model: a server that is not ours")
+    model: ModelConfig | None = Field(None, description="checkpoint to evaluate on our own engines")
+    server: ServerConfig | None = Field(None, description="external server to evaluate, instead of model")
     data: EvaluationDataConfig
     sampling: SamplingConfig
     rollout: RolloutConfig = RolloutConfig()
@@ -333,6 +333,6 @@ class EvaluateConfig(Section):
     def _one_source(self) -> Self:
         if (self.model is None) == (self.server is None):
             state = "neither is" if self.model is None else "both are"
-            raise ValueError(f"{state} given of model (engines of our own) and server (external): give one of them")
+            raise ValueError(f"{state} given of model (our own engines) and server (external): give one of them")
         self.data.check_rewards(self.reward)
         return self

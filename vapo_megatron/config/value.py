@@ -1,4 +1,4 @@
-"""How the critic learns: its loss, and its pretraining on a policy that stands still."""
+"""How the critic learns: its loss, and its pretraining on a fixed policy."""
 
 import math
 from typing import Literal, Self
@@ -9,22 +9,22 @@ from vapo_megatron.config.base import Section
 
 # VAPO's "50 steps", read as gradient steps; prompts that value pretraining is measured on.
 DEFAULT_STEPS, HELD_OUT_SHARE = 50, 1 / 8
-# Bins beyond low and beyond high: with 4 widths of the Gaussian a target at the edge is learnt as it is.
+# Bins beyond low and beyond high: 4 widths of the Gaussian, so that a target at the edge is learnt exactly.
 MARGIN_BINS = 3
 
 
 class ValueLossConfig(Section):
     """The loss of the critic, a mean over the tokens of the mini-batch."""
 
-    CONFLICTS = (("squash!=none", "kind=hl_gauss", "its bins bound the values already, remove squash"),)
+    CONFLICTS = (("squash!=none", "kind=hl_gauss", "its bins already bound the values, remove squash"),)
 
-    kind: Literal["mse", "clipped", "hl_gauss"] = Field("mse", description="(V - R)^2 / 2, PPO's clipped one, HL-Gauss")
-    clip: float = Field(0.2, gt=0, description="how far a value may move from the old one, kind=clipped")
-    bins: int = Field(51, ge=2 * MARGIN_BINS + 1, description="outputs of the value head, kind=hl_gauss")
-    low: float = Field(-1.0, description="least return, for kind=hl_gauss and squash")
-    high: float = Field(1.0, description="greatest return, for kind=hl_gauss and squash")
+    kind: Literal["mse", "clipped", "hl_gauss"] = Field("mse", description="(V - R)^2 / 2, PPO's clipped, or HL-Gauss")
+    clip: float = Field(0.2, gt=0, description="largest change from the old value, for kind=clipped")
+    bins: int = Field(51, ge=2 * MARGIN_BINS + 1, description="outputs of the value head, for kind=hl_gauss")
+    low: float = Field(-1.0, description="smallest possible return, for kind=hl_gauss and squash")
+    high: float = Field(1.0, description="largest possible return, for kind=hl_gauss and squash")
     squash: Literal["none", "tanh", "arctan"] = Field(
-        "none", description="what bounds values to low..high; the bins of hl_gauss have bounds of their own"
+        "none", description="function that bounds values to low..high; hl_gauss is bounded by its bins"
     )
 
     @property
@@ -34,7 +34,7 @@ class ValueLossConfig(Section):
 
     @property
     def has_bounds(self) -> bool:
-        """Whether no value can leave a range."""
+        """Whether values are bounded."""
         return self.squash != "none" or self.kind == "hl_gauss"
 
     @property
@@ -51,47 +51,47 @@ class ValueLossConfig(Section):
 
 
 class ValuePretrainingConfig(Section):
-    """The critic learns the returns of a policy that stands still, before the first policy update."""
+    """The critic learns the returns of the fixed initial policy, before the first policy update."""
 
-    enabled: bool = Field(True, description="false: the critic starts as it is")
+    enabled: bool = Field(True, description="false: skip value pretraining")
     records: tuple[str, ...] = Field(
         (),
         alias="from",
-        description="recorded responses instead of fresh rollouts: earlier runs' directories, files or folders of "
-        "verl's or slime's rollout dumps, or of rows with prompt, response and result (docs/critic.md)",
+        description="recorded responses to learn from instead of new rollouts: directories of earlier runs, rollout "
+        "dumps of verl or slime, or files with rows of prompt, response and result (docs/critic.md)",
     )
     steps: int | None = Field(
-        None, ge=1, description="gradient steps; none: 50, or as many as iterations (or from) and replay_epochs give"
+        None, ge=1, description="gradient steps; none: 50, or as many as iterations (or from) and replay_epochs yield"
     )
     iterations: int | None = Field(
         None,
         ge=1,
-        description="rollouts recorded, each of a step's size; none: as many as steps takes of fresh ones",
+        description="rollouts to record, each as large as that of a training step; none: as many as `steps` needs",
     )
-    replay_epochs: int = Field(1, ge=1, description="passes over the recorded rollouts; 1: each response is read once")
-    minibatch_size: int = Field(512, ge=1, description="samples")
+    replay_epochs: int = Field(1, ge=1, description="passes over the recorded rollouts")
+    minibatch_size: int = Field(512, ge=1, description="samples per gradient step")
     stop_explained_variance: float | None = Field(
-        None, le=1, description="stop where the explained variance is at least this and the bias small enough"
+        None, le=1, description="stop once explained variance is at least this, and stop_bias, if set, holds"
     )
     stop_bias: float | None = Field(
-        None, gt=0, description="stop where |mean V - R| is at most this at 0, 25, 50, 75 and 95 % of the response"
+        None, gt=0, description="stop once |mean V - R| is at most this at 0, 25, 50, 75 and 95 % of the response"
     )
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
         for key, on in (("enabled=false", not self.enabled), (f"iterations={self.iterations}", self.iterations)):
             if self.records and on:
-                raise ValueError(f"from with {key}: what is recorded is learnt from, and nothing drawn; remove one")
+                raise ValueError(f"from with {key}: recorded responses replace new rollouts; remove one of them")
         return self
 
     @property
     def most_steps(self) -> int | None:
-        """Gradient steps at most; None: what the recorded rollouts give."""
+        """Largest number of gradient steps; None: as many as the recorded rollouts give."""
         bounded = self.steps is not None or self.iterations is not None or self.records
         return self.steps if bounded else DEFAULT_STEPS
 
     def rollouts(self, samples: int) -> int:
-        """Rollouts to record, each of so many samples. Of those an eighth is held out."""
+        """Rollouts to record, each of this many samples; an eighth of the samples is held out."""
         if self.records:
             return 0
         if self.iterations is not None:
@@ -100,7 +100,7 @@ class ValuePretrainingConfig(Section):
         return math.ceil(responses / (samples * (1 - HELD_OUT_SHARE) * self.replay_epochs))
 
     def updates(self, samples: int) -> int:
-        """Gradient steps on rollouts of so many samples each, at most; at least, where they are recorded already."""
+        """Upper bound of gradient steps, for rollouts of this many samples each; a lower bound with recorded ones."""
         if self.records:
             return self.steps or 1
         trained = self.rollouts(samples) * samples * (1 - HELD_OUT_SHARE) * self.replay_epochs

@@ -33,7 +33,7 @@ _Loads = NDArray[np.float64] | NDArray[np.int64]
 
 # Exchanges that even out a number of bins are at most this many a bin; a few a bin do nearly all of it.
 _EXCHANGES = 32
-# What is left of ranks' differences, relative to their mean work: single samples differ by more.
+# Accepted difference between ranks, relative to their mean work: single samples differ by more.
 _TOLERANCE = 1e-6
 
 
@@ -189,8 +189,8 @@ def _even_out(
 def _best_exchange(
     heavy: list[int], light: list[int], loads: _Loads, tokens: _Loads | None, budget: int
 ) -> tuple[list[int], list[int]] | None:
-    """What a bin gives to a lighter one, and what it takes for it (nothing, or one place), so that the larger of both
-    loads becomes smallest; None where nothing makes it smaller."""
+    """The move or swap between two bins that most reduces the larger load, as places leaving the heavier bin and places
+    coming back (at most one); None where nothing reduces it."""
     gap = loads[heavy].sum() - loads[light].sum()
     leaving, taken = loads[heavy], np.append(loads[light], 0)
     moved = leaving[:, None] - taken

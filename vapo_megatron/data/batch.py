@@ -1,11 +1,11 @@
-"""Samples as flat tensors over tokens, and tables with one row a sample.
+"""Samples as flat tensors over tokens, and tables with one row per sample.
 
-Response tokens are those that the policy wrote. Tokens that it was given on the way (observations: a tool's output, the
-user's next message) are part of the sequence that models read and of nothing else: they have no place in tensors over
-response tokens, so that no loss, no denominator, no length and no metric counts them, and GAE steps over them.
+Response tokens are those that the policy wrote. Tokens that it was given in between (observations: a tool's output, the
+user's next message) are only part of the sequence that models read. They are not in the tensors over response tokens,
+so no loss, denominator, length or metric counts them, and GAE steps over them.
 
 Everything that algorithms see of a rollout is a table over response tokens with `cu_seqlens`. A rank holds some of the
-samples of a rollout as an ExperienceBatch, and of all of them what goes by samples (SampleTable): denominators and
+samples of a rollout as an ExperienceBatch, and the per-sample fields of all samples (SampleTable): denominators and
 mini-batches are computed on every rank from the same numbers, and no parallel layout can change them.
 """
 
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from vapo_megatron.data.sample import Prompt, Sample
 
-# What the first dimension of a field goes over; select() and the shapes that are checked follow from it.
+# The first dimension of a field, from which select() and the checks of shapes follow.
 #   tokens           N, prompt and response of each sample, cut at cu_seqlens
 #   positions        N - S, every token but a sample's last
 #   response_tokens  T, cut at response_cu_seqlens
@@ -138,20 +138,20 @@ class ExperienceBatch:
         return self.cu_seqlens.diff()
 
     def response_places(self, sample: int) -> Tensor:
-        """Where a sample's response tokens stand among its own tokens, int64, ascending."""
+        """Positions of a sample's response tokens among its own tokens, int64, ascending."""
         if self.loss_mask is None:
             prompt = int(self.prompt_lengths[sample])
             return torch.arange(prompt, int(self.cu_seqlens[sample + 1] - self.cu_seqlens[sample]))
         return self.loss_mask[int(self.cu_seqlens[sample]) : int(self.cu_seqlens[sample + 1])].nonzero().squeeze(1)
 
     def segment_bounds(self, sample: int) -> list[int]:
-        """Where the segments of a sample begin among its own tokens, and where the last one ends."""
+        """Starts of a sample's segments among its own tokens, and the end of the last one."""
         start, end = int(self.cu_seqlens[sample]), int(self.cu_seqlens[sample + 1])
         inner = [] if self.segment_starts is None else self.segment_starts[start:end].nonzero().squeeze(1).tolist()
         return [0, *inner, end - start]
 
     def table(self) -> "SampleTable":
-        """What goes by samples."""
+        """The per-sample fields."""
         taken: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(SampleTable)}
         return SampleTable(**taken)
 
@@ -207,7 +207,7 @@ class ExperienceBatch:
 
 @dataclass
 class SampleTable:
-    """What goes by samples, of S of them: the fields that an ExperienceBatch has under the same names.
+    """Per-sample fields of S samples; an ExperienceBatch has them under the same names.
 
     Attributes:
         response_lengths: int64 [S], EOS included.
@@ -270,7 +270,7 @@ class SampleTable:
 
 
 def offsets(lengths: Tensor) -> Tensor:
-    """Where each of S stretches begins that lie end to end, and where the last one ends: int64 [S] -> [S + 1]."""
+    """Starts of S consecutive stretches of these lengths, and the end of the last one: int64 [S] -> [S + 1]."""
     return torch.cat((torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)))
 
 

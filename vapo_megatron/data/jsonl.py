@@ -1,4 +1,4 @@
-"""Rows of JSON, one a line: errors name file and line, and files are written whole or not at all."""
+"""JSON lines: errors name file and line, and files are written completely or not at all."""
 
 import gzip
 import json
@@ -58,7 +58,7 @@ def _row(path: Path, line_number: int, line: str) -> dict[str, Any]:
 
 
 def unambiguous(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object, for json.loads. Raises BadInput for a name that comes twice: JSON would keep the last alone."""
+    """A JSON object, for json.loads. Raises BadInput for a repeated name, of which JSON would keep only the last."""
     made = dict(pairs)
     if len(made) < len(pairs):
         names = [name for name, _ in pairs]
@@ -74,7 +74,7 @@ def check_characters(row: Mapping[str, Any], place: str) -> None:
     except UnicodeEncodeError as error:
         character = f"\\u{ord(error.object[error.start]):04x}"
         raise BadInput(
-            f"{place}: holds {character}, half of a character (a lone surrogate); mend or remove the row"
+            f"{place}: holds {character}, half of a character (a lone surrogate); fix or remove the row"
         ) from None
 
 

@@ -1,6 +1,6 @@
-"""Packed micro-batches: which samples go together, and the tensors a model reads of them.
+"""Packed micro-batches: which samples go together, and the tensors that a model reads.
 
-Where their tokens lie under zig-zag context parallelism: every sequence, padded to a multiple of 2 * cp, is cut in
+Zig-zag context parallelism places tokens as follows: every sequence, padded to a multiple of 2 * cp, is split into
 2 * cp chunks, and rank r holds chunks r and 2 * cp - 1 - r, so that causal attention costs every rank the same.
 """
 

@@ -1,7 +1,7 @@
 """Responses that were drawn and graded earlier, as value pretraining learns from them (value_pretraining.from).
 
 Rows of jsonl: this project's samples and evaluations, verl's rollout dumps (input, output, score), {prompt, response,
-result}; and slime's rollout dumps (.pt). Nothing is guessed: a record that does not say all that is needed is refused.
+result}; and slime's rollout dumps (.pt). Nothing is guessed: a record that lacks anything needed is refused.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,7 +22,7 @@ from vapo_megatron.data.tokenizer import TextTokenizer
 from vapo_megatron.errors import BadInput, reason_of
 
 KEY = "value_pretraining.from"
-# Of a directory: what a training run drew before its first update; all of an evaluation; somebody's files.
+# Files to read in a directory: responses from before a run's first update; all of an evaluation; other files.
 _PLACES = (
     ("evaluation/step_000000_*.jsonl", "samples/step_000000.jsonl", "samples/step_000001.jsonl"),
     ("evaluation/*.jsonl",),

@@ -1,4 +1,4 @@
-"""What goes out to the engines and what comes back."""
+"""Prompts, which go to the engines, and samples, which come back."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -97,7 +97,7 @@ class Sample:
 
     @property
     def truncated(self) -> bool:
-        """Whether the response ended for want of room rather than by its own end token."""
+        """Whether the response was cut at the token limit."""
         return self.finish_reason == "length"
 
     @property
@@ -110,12 +110,12 @@ class Sample:
 
     @property
     def goes_on(self) -> bool:
-        """Whether the response is not finished: more of it is to be written."""
+        """Whether the response is unfinished, so that more of it will be generated."""
         return self.finish_reason == "abort"
 
     @property
     def is_trained(self) -> bool:
-        """Whether the policy was trained on all that there is of it, window by window."""
+        """Whether the response has been fully trained on, window by window."""
         return self.window_start == len(self.response_ids)
 
     @property

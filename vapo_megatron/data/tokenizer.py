@@ -1,4 +1,4 @@
-"""Text to tokens and back, by the tokenizer of a Hugging Face directory."""
+"""Converts text to tokens and back, with the tokenizer of a Hugging Face directory."""
 
 import json
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ class TextTokenizer:
             )
         if _PROBE not in self.prompt_text(_PROBE):
             raise BadInput(
-                f"{directory}: its chat template leaves the problem out of the prompt: mend chat_template.jinja (or "
+                f"{directory}: its chat template leaves the problem out of the prompt: fix chat_template.jinja (or "
                 "that of tokenizer_config.json), or set data.prompt.chat_template=false"
             )
         self.eos_id: int = self._tokenizer.eos_token_id
@@ -58,7 +58,7 @@ class TextTokenizer:
             )
 
     def caution(self) -> str | None:
-        """A caution about unusual end tokens that are no mistake; None if there is none."""
+        """A warning about unusual but valid end tokens; None if there are none."""
         if not self._named_ends or self.eos_id in self._named_ends:
             return None
         return (
@@ -137,8 +137,8 @@ class TextTokenizer:
         return self._tokenizer.encode(response, add_special_tokens=False)
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of token ids, special tokens left out. With a fast tokenizer other threads go on meanwhile: decode()
-        keeps the interpreter to itself, that of batches does not."""
+        """The text of token ids, without special tokens. A fast tokenizer lets other threads run meanwhile: its
+        decode() holds the GIL, so batch decoding, which releases it, is used."""
         fast = getattr(self._tokenizer, "backend_tokenizer", None)
         if fast is None or self._tokenizer.clean_up_tokenization_spaces:
             text = self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
@@ -180,7 +180,7 @@ def _ends_of_generation(directory: Path) -> list[int]:
     try:
         entry = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
     except (OSError, ValueError, AttributeError):
-        raise BadInput(f"{path}: not a JSON object; mend or remove it") from None
+        raise BadInput(f"{path}: not a JSON object; fix or remove it") from None
     entries = entry if isinstance(entry, list) else [] if entry is None else [entry]
     if not all(isinstance(item, int) for item in entries):
         raise BadInput(f"{path}: eos_token_id {entry!r}; expected a token id or a list of them")

@@ -1,4 +1,4 @@
-"""Requests of a trainer to one SGLang server, over HTTP."""
+"""Requests from a trainer to one SGLang server, over HTTP."""
 
 import asyncio
 import base64
@@ -35,12 +35,12 @@ REQUEST_SECONDS = 600.0
 """Deadline of an answer that is not a rollout: a bucket of weights, say."""
 
 MemoryTag = Literal["weights", "kv_cache", "cuda_graph"]
-# What becomes of running responses: they end, are computed anew later, or go on later with the cache as it is.
+# Running responses end, are recomputed later, or continue later with the cache as it is.
 PauseMode = Literal["abort", "retract", "in_place"]
 
 
 class EngineWrong(RunFailed):
-    """A server's answer cannot be right: another server, or this one started again, may do better."""
+    """The server's answer is invalid: another server, or this one after a restart, may do better."""
 
 
 @dataclass(slots=True)
@@ -165,7 +165,7 @@ class EngineClient:
         return logprobs
 
     async def identity(self) -> dict[str, Any] | None:
-        """The identity of an engine on devices of its own (remote_engines); None from any other server.
+        """The identity of an engine on its own devices (remote_engines); None from any other server.
 
         Raises:
             BadInput: it does not take our key.
@@ -247,12 +247,12 @@ class EngineClient:
         await self._call("release_memory_occupation", {"tags": list(tags)})
 
     async def resume_memory(self, tags: Sequence[MemoryTag]) -> None:
-        """Take GPU memory again. Weights come back undefined: send them before anything is generated."""
+        """Allocate GPU memory again. Weights are then undefined: send them before anything is generated."""
         await self._call("resume_memory_occupation", {"tags": list(tags)})
 
     async def _wait_until_idle(self) -> None:
-        """Return once the server is idle, when alone it drops its cache: answers arrive before the scheduler's step has
-        ended, and a server that is told to release memory within that step ends itself."""
+        """Return once the server is idle, shown by its dropping its cache, which it does only when idle. Answers arrive
+        before the scheduler's step has ended, and a server told to release memory within that step ends itself."""
         end = time.monotonic() + self._deadline
         while (reply := await self._request("flush_cache", {}))[0] != HTTPStatus.OK:
             if reply[0] != HTTPStatus.BAD_REQUEST:
@@ -273,7 +273,7 @@ class EngineClient:
         if len(logprobs) != len(token_ids) or not np.isfinite(logprobs).all():
             raise EngineWrong(
                 f"{self.address}: {len(token_ids)} response tokens came with {len(logprobs)} log-probs, "
-                "expected a finite one each: the engine's weights or logits are broken"
+                "expected one finite value each: the engine's weights or logits are broken"
             )
         spans = answer.meta["weight_versions"]
         oldest, newest = (self._version(spans[index]["version"]) for index in (0, -1))
@@ -283,9 +283,9 @@ class EngineClient:
         return Completion(token_ids, logprobs, reason, oldest, newest, versions=versions)
 
     def _version(self, text: str) -> int:
-        """The number in a version, which begins with the mark of the trainer that sent the weights."""
+        """The number in a version, after the mark of the trainer that sent the weights."""
         if text == str(NO_WEIGHTS):
-            raise TryAgain(f"{self.address}: the server was started again and has no weights of ours yet")
+            raise TryAgain(f"{self.address}: the server was restarted and does not have our weights yet")
         owner, _, number = text.rpartition(_OWNER_END)
         if owner != self.address.owner:
             raise RunFailed(
@@ -391,7 +391,7 @@ def _decoded(content: bytes) -> Any:
 
 
 def _load_answer(answer: Any) -> LoadAnswer | None:
-    """The answer of strict_loading, if it is one; the server may append words of its own."""
+    """The answer of strict_loading, if it is one; the server may append further words."""
     try:
         parsed, _ = json.JSONDecoder().raw_decode(answer["message"])
         return LoadAnswer(list(parsed["problems"]), float(parsed["seconds"]), list(parsed["checksums"]))

@@ -228,7 +228,7 @@ class Dispatcher:
         """The error of a collection that takes longer than rollout.collect_timeout_s."""
         return TryAgain(
             f"{finished} of {wanted} responses came within rollout.collect_timeout_s="
-            f"{self._config.collect_timeout_s:g} s: raise it, or look into the servers' logs, the first of them "
+            f"{self._config.collect_timeout_s:g} s: raise it, or look at the servers' logs, the first of which is "
             f"{self._engines[0].client.address.log_file}"
         )
 

@@ -1,4 +1,4 @@
-"""What a server is started with: its environment, derived from this process's, and its arguments."""
+"""The environment of a server, derived from this process's, and its arguments."""
 
 import json
 import os

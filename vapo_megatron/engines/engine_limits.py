@@ -1,4 +1,4 @@
-"""What engines can do on a machine, known before a server starts: their GPUs, blocks and context (SGLang 0.5.23)."""
+"""Limits of engines on a machine, checked before a server starts: GPUs, blocks and context (SGLang 0.5.23)."""
 
 from vapo_megatron.config.model import PrecisionConfig
 from vapo_megatron.config.rollout import RolloutConfig
@@ -42,7 +42,7 @@ def engine_fp8(config: RolloutConfig, precision: PrecisionConfig, spec: ModelSpe
 
 
 def check_engine_size(tp: int, node_gpus: int) -> None:
-    """Raises BadInput where engines of so many GPUs cannot share those of a node."""
+    """Raises BadInput if the GPUs of a node cannot be divided into engines of this many GPUs."""
     if node_gpus % tp:
         raise BadInput(f"rollout.tp={tp} does not divide the {node_gpus} GPUs of a node: choose a divisor")
 

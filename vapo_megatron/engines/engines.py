@@ -99,7 +99,7 @@ class Engines:
 
     @property
     def collect_timeout_s(self) -> float:
-        """Seconds that the responses of a step may take."""
+        """Time limit of the responses of a step, in seconds."""
         return self._config.collect_timeout_s
 
     @property
@@ -203,7 +203,7 @@ class Engines:
 
     @property
     def limits(self) -> Limits:
-        """How far log-probs may differ, by the coarser precision of trainer and engine."""
+        """Limits of the log-prob differences, by the coarser precision of trainer and engine."""
         if self._fp8 is not None:
             return limits_of(self._config.sync, "fp8")
         return limits_of(self._config.sync, self._dtype)

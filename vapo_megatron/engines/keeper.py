@@ -1,8 +1,8 @@
-"""Watches one server: ends it when it is dead, stopped, silent or wrong, and has it started again.
+"""Watches one server: ends it when it is dead, stopped, silent or wrong, and has it restarted.
 
-The server belongs to this run (EngineServer) or to somebody else (ExternalServer), who then starts it again; until then
-it gets no work. The address stays the same. Requests in a server that is ended fail at once, by a broken connection. A
-server that was started again has no weights of this run (NO_WEIGHTS) until the next weight sync.
+The server belongs to this run (EngineServer) or to another owner (ExternalServer), who then restarts it; until then it
+gets no work. The address stays the same. Requests to a server that is ended fail at once, by a broken connection. A
+restarted server has no weights of this run (NO_WEIGHTS) until the next weight sync.
 """
 
 import contextlib
@@ -211,7 +211,7 @@ class EngineKeeper:
             self.fail(cause)
 
     def _wrong(self) -> str | None:
-        """What is wrong with a serving server; None if nothing. Not under the lock: it may take seconds."""
+        """The fault of a serving server; None if it has none. Not under the lock: it may take seconds."""
         if (ended := self._server.ended()) is not None:
             return f"its HTTP server ended ({ended})"
         if (lost := self._server.lost()) is not None:

@@ -2,8 +2,8 @@
 
 Groups are numbered in the order drawn, and a step trains the first useful ones: what is trained does not depend on
 which response came first. Only if unfinished responses are kept for the next step (`StepRule.any_order`) does a step
-train those that are finished. The ledger does no input or output: its holder asks it for room, draws, and reports what
-has come back.
+train those that are finished. The ledger does no I/O: its owner asks it for room, draws, and reports what has come
+back.
 """
 
 from collections import Counter
@@ -21,7 +21,7 @@ DROPPED = (NO_SIGNAL, SURPLUS, STALE)
 
 @dataclass(frozen=True)
 class StepRule:
-    """How a step is made of groups.
+    """How groups make up a step.
 
     Attributes:
         groups: number of groups that a step trains on.
@@ -164,7 +164,7 @@ class Ledger:
             self._settle(index)
 
     def surplus(self) -> list[int]:
-        """Drop the groups that no step can need, whatever is still to come; returns their numbers.
+        """Drop the groups that no step can need, whatever else comes back; returns their numbers.
 
         Their prompts are drawn again under the same numbers.
         """

@@ -1,4 +1,4 @@
-"""Where the engines of a run live: who owns their servers, how weights reach them, and whose memory they use.
+"""Where the engines of a run are: who owns their servers, how weights reach them, and whose memory they use.
 
 With GPUs, `rollout.tp` consecutive ranks share their GPUs with one engine, which the first of them starts and owns.
 Without GPUs, each of the first ranks owns one. Engines of rollout.external_urls run on other devices and were started

@@ -1,4 +1,4 @@
-"""Free ports for servers, together with those that SGLang takes beside them."""
+"""Free ports for servers, together with the further ports that SGLang derives from them."""
 
 import random
 import socket
@@ -13,12 +13,12 @@ BESIDE_SERVER = (13, *range(233, 240))
 
 # Below Linux' usual range of ports that processes get by chance (32768 and above): one that is free stays so.
 _FIRST, _END = 20480, 32256
-# What lies beside two multiples of this is never the same: servers that start at once differ in all ports or in none.
+# The ports of two multiples of this never overlap: servers that start at once differ in all ports or in none.
 _STRIDE = 512
 
 
 def free_port(beside: Sequence[int] = (), candidates: Sequence[int] = ()) -> int:
-    """A port that is free now, as are those at these distances above it. candidates: to be tried in turn, if any.
+    """A free port such that those at the distances `beside` above it are free too. candidates: ports to try in turn.
 
     Raises:
         TryAgain: there is none.

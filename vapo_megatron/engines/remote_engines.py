@@ -1,7 +1,7 @@
-"""Engines that the trainer did not start: on devices of their own, from the same config, by `vapo-megatron engine`.
+"""Engines that the trainer did not start: `vapo-megatron engine` starts them on other devices, from the same config.
 
 Such an engine outlives the trainers that it serves one after another. A trainer therefore first checks the engine's
-identity and takes it over, which ends whatever an earlier trainer may have begun. serve_engine() is that command.
+identity and takes it over, which ends anything that an earlier trainer began. serve_engine() is that command.
 """
 
 import dataclasses

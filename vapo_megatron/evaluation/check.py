@@ -80,7 +80,7 @@ def check_evaluation(settings: EvaluateConfig, platform: Platform) -> Evaluation
         if settings.rollout.agent is not None:
             raise BadInput(
                 f"rollout.agent={settings.rollout.agent} with server.url={settings.server.url}: episodes are "
-                "played on engines of our own, give model.path in place of server"
+                "played on our own engines, give model.path instead of server"
             )
         settings.server.api_key()
         check_room(Path(settings.run.directory))
@@ -97,7 +97,7 @@ def check_evaluation(settings: EvaluateConfig, platform: Platform) -> Evaluation
 
 
 def read_inputs(settings: EvaluateConfig) -> str:
-    """What `evaluate --check` prints: the problems and the model. A model that does not exist yet is no mistake.
+    """The output of `evaluate --check`: the problems and the model. A model that does not exist yet is no error.
 
     Raises BadInput for a file that cannot be used.
     """
@@ -158,7 +158,7 @@ def facts(plan: Evaluation, run_dir: Path) -> dict[str, object]:
 
 def evaluation_of(config: TrainConfig, checkpoint: str) -> EvaluateConfig:
     """The evaluation of the policy in hf/<checkpoint> of a run: the sets, prompts, seeds, sampling and verifier of the
-    run's own evaluations. It has a run directory of its own, <run.name>_<checkpoint>.
+    run's own evaluations. It has its own run directory, <run.name>_<checkpoint>.
 
     Raises:
         BadInput: data.eval is empty, or the run has no such export.

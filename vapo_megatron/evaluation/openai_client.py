@@ -119,7 +119,7 @@ class OpenAIClient:
             if time.monotonic() + pause - failing_since > self._config.retry_timeout_s:
                 raise TryAgain(
                     f"{self._url}: problem {prompt.id} was not answered within server.retry_timeout_s="
-                    f"{self._config.retry_timeout_s:g} s, the last try: {reason}; what is answered is kept, start "
+                    f"{self._config.retry_timeout_s:g} s, the last try: {reason}; answers so far are kept, start "
                     "again with run.resume=auto"
                 )
             await asyncio.sleep(pause)
@@ -169,5 +169,5 @@ class OpenAIClient:
 
 
 def _raw(answer: Any) -> str:
-    """What a server sent, as text."""
+    """The server's reply, as text."""
     return str(answer.to_json(indent=None)) if isinstance(answer, BaseModel) else str(answer)

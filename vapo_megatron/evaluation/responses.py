@@ -107,7 +107,7 @@ class ResponseLog:
         if any(response.origin != origin for response in responses):
             raise BadInput(
                 f"{path}: its responses come from another model, other problems or other sampling: give the config "
-                "that they were made with, another run.name, or run.overwrite=true"
+                "that they were made with, or another run.name, or run.overwrite=true"
             )
         groups: dict[str, list[Response]] = {}
         for response in responses:

@@ -55,7 +55,7 @@ class SetResult:
     truncated: float
 
     def metrics(self) -> dict[str, float]:
-        """The metrics of a step's row."""
+        """The metrics for a step's row."""
         prefix = f"{names.EVALUATION}{self.name}_"
         average = f"{prefix}avg@{self.samples}"
         low, high = names.interval_of(average)

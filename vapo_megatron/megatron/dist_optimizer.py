@@ -2,7 +2,7 @@
 
 Optimizer states are saved in the shapes of the parameters, under keys that begin with "optimizer.", so that they load
 at another tensor, pipeline, context or data-parallel size. Each data-parallel rank holds a range of most parameters. A
-parameter's states are put together on one rank, a different one for each parameter, so that no rank holds more than its
+parameter's states are gathered on one rank, a different one for each parameter, so that no rank holds more than its
 share. Megatron's own way ("fully_reshardable", 0.16.1) puts all of them together on every rank, or on the first, which
 takes 12 bytes a parameter of the whole model-parallel shard; and it reads them from wrong places where a buffer has
 padding between its parameters. Keys and shapes are the same, so either can read what the other wrote.
@@ -30,7 +30,7 @@ from vapo_megatron.megatron.trainable import Trainable
 from vapo_megatron.weights.bucket import batches
 from vapo_megatron.weights.torch_dist import model_state, put_model_state
 
-# Of an optimizer's parameter group: how far it is. All else in it comes from the config.
+# The progress in an optimizer's parameter group. Everything else in it comes from the config.
 _PROGRESS = ("params", "step")
 _STATES = "param_state"
 
@@ -110,7 +110,7 @@ def _parts(trainable: Trainable) -> list[Any]:
 
 
 def _prime(trainable: Trainable) -> None:
-    """Create the states of an optimizer that has made no step yet. Megatron can neither save nor load an optimizer
+    """Create the states of an optimizer that has not stepped yet. Megatron can neither save nor load an optimizer
     without them, and itself creates them by making a step."""
     for part in _parts(trainable) if trainable.optimizer is not None else ():
         inner = part.optimizer
@@ -170,7 +170,7 @@ _SAVED = ("param", "exp_avg", "exp_avg_sq")
 _BYTES = 4 * len(_SAVED)
 # Host memory of what is read together; a larger parameter is read alone.
 _READ_BYTES = 2 << 30
-# Of the device, twice, of what is gathered together; a larger parameter is gathered alone.
+# Bytes gathered at once, which take twice as much of the device; a larger parameter is gathered alone.
 _GATHERED_BYTES = 256 << 20
 
 

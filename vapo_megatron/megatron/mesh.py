@@ -80,7 +80,7 @@ def check_layout(layout: LayoutConfig, world_size: int, name: str) -> None:
 
 
 def check_model_layout(spec: ModelSpec, layout: LayoutConfig, name: str) -> None:
-    """Raises BadInput where the layout cannot cut the model; name is the config section."""
+    """Raises BadInput if the layout cannot shard the model; name is the config section."""
     for part, count in (
         ("attention heads", spec.num_heads),
         ("key-value heads", spec.num_kv_heads),

@@ -1,8 +1,8 @@
 """Offloading of models in parts, storage by storage, and which parts are on the device in each phase of a step.
 
-A part's tensors keep their identity: their storages are emptied and filled again, so that views into Megatron's flat
-buffers, optimizer states and cached shards stay valid. On CUDA, copies go through pinned memory on a stream of their
-own; on the CPU the same code moves the same bytes.
+A part's tensors keep their identity: their storages are emptied and refilled, so that views into Megatron's flat
+buffers, optimizer states and cached shards stay valid. On CUDA, copies go through pinned memory on a separate stream;
+on the CPU the same code moves the same bytes.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -182,8 +182,8 @@ Phase = Literal[
 WEIGHTS: frozenset[Part] = frozenset({"weights"})
 ALL: frozenset[Part] = frozenset(PARTS)
 
-# What is not named sleeps. While engines write responses they have the device to themselves. "base": what actor and
-# critic share where both train adapters.
+# Parts that are not named are offloaded. While engines generate they have the device to themselves. "base": the weights
+# that actor and critic share if both train adapters.
 ONLOADED: Mapping[Phase, Mapping[str, frozenset[Part]]] = {
     "rollout": {},
     "score_reference": {"reference": WEIGHTS},

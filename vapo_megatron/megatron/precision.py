@@ -66,7 +66,7 @@ def check_precision(
     if precision.fp8 == "blockwise" and platform.cuda_version < BLOCKWISE_CUDA:
         raise BadInput(
             f"{key} needs a torch built for CUDA {BLOCKWISE_CUDA[0]}.{BLOCKWISE_CUDA[1]} or later, this one is for "
-            f"{platform.cuda_version[0]}.{platform.cuda_version[1]}: install such a one, or choose tensorwise"
+            f"{platform.cuda_version[0]}.{platform.cuda_version[1]}: install one, or choose tensorwise"
         )
     if model.dtype != "bfloat16":
         raise BadInput(f"{key} with dtype {model.dtype}: FP8 wants bfloat16 beside it, set model.dtype=bfloat16")

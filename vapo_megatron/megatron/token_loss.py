@@ -15,7 +15,7 @@ from vapo_megatron.megatron.platform import current_platform
 
 
 class TokenLoss(Protocol):
-    """What one optimizer step minimises, as a sum over local positions. sums and maxima name the metrics it returns:
+    """The objective of one optimizer step, as a sum over local positions. sums and maxima name the metrics it returns:
     sums are added up over all ranks and micro-batches, maxima compared."""
 
     @property
@@ -30,7 +30,7 @@ class TokenLoss(Protocol):
 
 
 class LocalTokens(Protocol):
-    """The t positions of a model's outputs as a loss sees them, whatever way sequences are cut."""
+    """The t positions of a model's outputs as a loss sees them, however sequences are sharded."""
 
     def gather(self, values: Tensor) -> Tensor:
         """A tensor over response tokens [T] at these positions [t]; 0 where no response token is."""

@@ -1,7 +1,7 @@
 """A model that is scored and trained: Megatron shards, optimizer and schedule.
 
 Actor and critic are two of these, each with its own mesh. The objective is given as a token loss, a function of local
-tensors; everything about layout stays in here.
+tensors; all layout stays inside this module.
 """
 
 from collections.abc import Callable, Iterator, Sequence

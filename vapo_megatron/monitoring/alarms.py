@@ -282,7 +282,7 @@ def truncated_text(history: History) -> str | None:
 
 @_alarm("`reward/failed` above 0.05", "the verifier's reasons in `samples/`; `reward.response_timeout_s`")
 def failed_grades(history: History) -> str | None:
-    """Verifications fail, so their rewards say nothing of the responses."""
+    """Verifications fail, so their rewards say nothing about the responses."""
     return _above(history, names.FAILED_GRADES, _FAILED, 1, "of verifications failed")
 
 
@@ -333,7 +333,7 @@ class Alarms:
         self.stopping: str | None = None
 
     def check(self, row: Metrics) -> dict[str, str]:
-        """What is wrong after the row of a step, by alarm; only alarms that did not hold a step before.
+        """New alarms after the row of a step: texts by alarm, only for alarms that did not hold one step earlier.
 
         `active` are all that hold now; `stopping` is the first of them that ends the run, with its text. Absent metrics
         raise no alarm.

@@ -1,7 +1,7 @@
 """The console of a run: a table that grows by one line per step, and the progress of long phases.
 
-On a terminal rich draws it. A log file gets the same lines without colours or cursor movements, and a line of progress
-from time to time.
+On a terminal rich draws it. A log file gets the same lines without colours or cursor movements, and an occasional line
+of progress.
 """
 
 import sys

@@ -56,7 +56,7 @@ class MetricsWriter:
                 file.write(self._pending)
         except FileNotFoundError:
             self._pending = b""
-            raise RunFailed(f"{self.path}: was removed while the run goes on, which is lost: start anew") from None
+            raise RunFailed(f"{self.path}: was deleted during the run, which cannot go on: start anew") from None
         except OSError as error:
             self.refused += 1
             _logger.warning("%s: %s; the row is written with the next one", self.path, error.strerror)
@@ -79,7 +79,7 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
             name = (odd or ["step"])[0]
             raise BadInput(
                 f'{path}:{number}: {name} is {str(row.get(name))[:40]}; expected a whole number "step" and finite '
-                "numbers or null beside it: mend or remove the line"
+                "numbers or null otherwise: fix or remove the line"
             )
         rows.append(row)
     return rows

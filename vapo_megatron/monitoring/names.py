@@ -28,13 +28,13 @@ REFERENCE_KL_MAX = "actor/ref_kl_max"
 
 VALUE_LOSS = "critic/value_loss"
 EXPLAINED_VARIANCE = "critic/explained_variance"
-# Of the same returns: mean of the other responses of the group, table by position, and the critic's gain over both.
+# The same for the mean of the group's other responses and a table by position, and the critic's gain over both.
 BASELINE_LOO = "critic/baseline_loo_ev"
 BASELINE_POSITION = "critic/baseline_position_ev"
 CRITIC_GAIN = "critic/gain"
 CALIBRATION_SLOPE = "critic/calibration_slope"
-# Of values calibrated by past steps (algorithms/calibration.py): what they explain of returns, how far differences of
-# them are trusted, and the weights of the critic's value and of the group's mean in them.
+# Values calibrated by past steps (algorithms/calibration.py): how much of the returns they explain, how far their
+# differences are trusted, and the weights of the critic's value and of the group's mean in them.
 EXPLAINED_CALIBRATED = "critic/explained_calibrated"
 TRUST = "critic/trust"
 CRITIC_SLOPE = "critic/past_slope"
@@ -65,7 +65,7 @@ HOST_MEMORY_USED = "memory/host_used"  # share of the memory of its host
 ALARM = "alarm/"  # and the alarm's name: 1 in the steps that it holds in
 SKIPPED = "skipped_updates/"  # and the cause: updates that were skipped for it
 SKIPPED_UPDATES = "skipped_updates/total"
-# Those of the critic for want of finished responses (windows), which is no trouble.
+# Skipped updates of the critic without finished responses (windows), which are harmless.
 UNFINISHED = "skipped_updates/unfinished"
 EVALUATION = "evaluation/"  # evaluation/accuracy, evaluation/aime24_avg@32, ...
 PRETRAINING = "value_pretraining/"  # value_pretraining/value_loss, .../explained_variance, .../value_bias_25

@@ -100,7 +100,7 @@ class Recorder:
         return self._alarms.stopping
 
     def write_pretraining(self, updates: int, samples: int) -> None:
-        """End a row of value pretraining: the critic's metrics under names of their own, by updates. Skipped updates
+        """End a row of value pretraining: the critic's metrics under separate names, by updates. Skipped updates
         and failed grades keep their names, for the alarms."""
         row = {
             f"{names.PRETRAINING}{name.partition('/')[2]}": value

@@ -136,7 +136,7 @@ def _of_both_kinds(samples: Sequence[Sample], wanted: int) -> list[int]:
 
 
 def _turns(sample: Sample, decode: Decode) -> list[dict[str, Any]]:
-    """What the policy wrote and what it was given, turn by turn."""
+    """The policy's text and the observations it was given, turn by turn."""
     assert sample.loss_mask is not None
     bounds = [0, *(np.flatnonzero(np.diff(sample.loss_mask)) + 1).tolist(), len(sample.response_ids)]
     return [

@@ -1,4 +1,4 @@
-"""Two evaluations of the same problems against each other: a paired test. A training run has its last evaluation."""
+"""Compares two evaluations of the same problems by a paired test. A training run counts with its last evaluation."""
 
 import re
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""From published sets to the rows that training and evaluation read, with an account of every row left out."""
+"""Converts published data sets to the rows that training and evaluation read, and accounts for every row left out."""
 
 import json
 import re
@@ -21,7 +21,7 @@ from vapo_megatron.rewards.normal_form import normal_form, plain_number
 Row = Mapping[str, Any]
 _IDS = ("id", "unique_id", "ID")  # fields that may hold a row's id
 
-# What DAPO-Math-17k writes around each problem; here the config's template does that.
+# Text that DAPO-Math-17k puts around each problem; here the config's template does that.
 _DAPO_BEFORE = "Solve the following math problem step by step."
 _DAPO_AFTER = "Remember to put your answer on its own line after"
 

@@ -97,7 +97,7 @@ def _asserts(source: str) -> list[tuple[str, str, Any]]:
                 call, expected = call.operand, False
             shown = f"bool({ast.unparse(call)})"
         if not isinstance(call, ast.Call):
-            raise ValueError(f"`{ast.unparse(statement)[:80]}` is no call compared with a literal")
+            raise ValueError(f"`{ast.unparse(statement)[:80]}` is not a call compared with a literal")
         tests.append((f"{before}print('\\n' + repr({shown}))\n", "", (expected,)))
     if not tests:
         raise ValueError("no assert")

@@ -1,4 +1,4 @@
-"""Whether two answers say the same, as far as that can be told without a computer algebra system."""
+"""Decides whether two answers are equivalent, as far as possible without a computer algebra system."""
 
 import re
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from fractions import Fraction
 from vapo_megatron.rewards.normal_form import PlainNumber, compact, normal_form, plain_number, words
 from vapo_megatron.rewards.values import parted, same_value
 
-# Of each dimension: how many of its first unit a unit is, and the names of that unit.
+# For each dimension and unit: its size in the dimension's first unit, and its names.
 _TABLE = {
     "length": """1 m meter meters metre metres; 1/100 cm centimeter centimeters centimetre centimetres;
         1/1000 mm millimeter millimeters; 1000 km kilometer kilometers kilometre kilometres;
@@ -182,12 +182,12 @@ def _last_side(ground_truth: str, answer: str) -> str:
 
 
 def _sides(text: str) -> list[str]:
-    """What the equals signs outside of brackets part."""
+    """Split at top-level equals signs."""
     return parted(text, "=") or [text]
 
 
 def _says_another(ground_truth: str, true_number: PlainNumber | None, answer: str) -> bool:
-    """Whether a side of an equation before the last one plainly has another value: 33 = 34 is not 34."""
+    """Whether an earlier side of an equation clearly has another value than the last: 33 = 34 is not 34."""
     if "=" in ground_truth or "." in ground_truth or _OTHER_MEASURE.search(answer):
         return False
     sides = answer.split("=")[:-1][:_MOST_SIDES]

@@ -1,4 +1,4 @@
-r"""Where the answer stands in a response: \boxed{}, an "Answer:" line, <answer> tags, or ####.
+r"""Finds the answer in a response: \boxed{}, an "Answer:" line, <answer> tags, or ####.
 
 Plain string handling, linear in the length of the response; nothing here parses mathematics.
 """
@@ -107,12 +107,12 @@ def without_separators(text: str) -> str:
 
 
 def count_words(text: str) -> int:
-    """How many words of two or more letters stand in text, LaTeX commands aside."""
+    """Number of words of two or more letters in text, not counting LaTeX commands."""
     return len(_WORD.findall(_COMMAND.sub(" ", text)))
 
 
 def _last_tag(text: str) -> str | None:
-    """What the last <answer> that is closed encloses, or None."""
+    """The content of the last closed <answer>, or None."""
     closings = list(_TAG_CLOSES.finditer(text)) if "</" in text else []
     if not closings:
         return None

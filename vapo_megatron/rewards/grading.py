@@ -1,4 +1,4 @@
-"""Grades on samples."""
+"""Grades samples."""
 
 from collections.abc import Callable, Sequence
 
@@ -76,7 +76,7 @@ def failed_share(samples: Sequence[Sample], verifier: VerifierPool) -> float:
 
 
 def case_of(prompt: Prompt, text: str, truncated: bool, config: RewardConfig) -> Case | None:
-    """What the verifier is asked; None for a truncated response that it is not to see."""
+    """The verifier's input; None for a truncated response that is not to be verified."""
     config = config.changed(prompt.reward)
     if truncated and not config.grade_truncated:
         return None

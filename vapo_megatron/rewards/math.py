@@ -1,7 +1,7 @@
 r"""The grade on a response to a mathematics problem.
 
 Extraction by answer format (rewards.extract), then strings and plain numbers (rewards.equivalence), then math-verify
-(rewards.symbolic). The first two are cheap and safe in any process; the third belongs into a worker (rewards.pool).
+(rewards.symbolic). The first two are cheap and safe in any process; the third must run in a worker (rewards.pool).
 """
 
 import re
@@ -45,7 +45,7 @@ LONGEST_ANSWER = 2_000  # characters; a longer one is not read
 
 @dataclass(frozen=True, slots=True)
 class Grade:
-    """What a verifier says of one response.
+    """A verifier's grade of one response.
 
     extracted is the answer that was compared, detail explains reasons such as error, score is the reward
     (1 or 0 unless a pool was configured otherwise).

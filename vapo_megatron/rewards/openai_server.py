@@ -1,4 +1,4 @@
-"""What the clients of an OpenAI-compatible server share: the connection, and what its failures and messages mean."""
+"""Shared by all clients of an OpenAI-compatible server: the connection, and how failures and messages are read."""
 
 import httpx
 from openai import APIConnectionError, APIStatusError, APITimeoutError, AsyncOpenAI, DefaultAsyncHttpxClient, Omit
@@ -6,7 +6,7 @@ from openai.types.chat import ChatCompletionMessage
 
 
 def connect(url: str, key: str | None, timeout_s: float) -> AsyncOpenAI:
-    """A client with as many connections as requests and no proxy, whatever http_proxy says, that tries once."""
+    """A client without retries, connection limit or proxy (http_proxy is ignored)."""
     return AsyncOpenAI(
         api_key=key or "none",  # never that of OPENAI_API_KEY, which is not meant for this server
         default_headers=None if key else {"Authorization": Omit()},  # type: ignore[dict-item]

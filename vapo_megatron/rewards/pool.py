@@ -111,11 +111,11 @@ class _Verifier:
         message, config = f"{self._name}: {what} ({_described(self.first_failure)}): ", self._config
         if self._kind == "judge":
             raise kind(
-                f"{message}see that the server runs and takes reward.judge.model, and what reward.judge.prompt asks"
+                f"{message}check that the server runs and serves reward.judge.model, and what reward.judge.prompt asks"
             )
         raise BadInput(
             f"{message}expected f(problem, answer, response, extra) -> float | bool within reward.response_timeout_s="
-            f"{config.response_timeout_s:g} and reward.memory_mib={config.memory_mib}, mend it"
+            f"{config.response_timeout_s:g} and reward.memory_mib={config.memory_mib}, fix it"
         )
 
 

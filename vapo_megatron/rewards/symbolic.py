@@ -1,4 +1,4 @@
-"""Comparison by math-verify (sympy). Importing this takes half a second and running it may take for ever.
+"""Comparison by math-verify (sympy). Importing this takes half a second, and running it may never end.
 
 It has no time limit of its own (math-verify's needs signal.alarm, hence the main thread): the worker processes of
 rewards.pool run it under a deadline and a memory limit. too_costly refuses the plainest bombs before that.

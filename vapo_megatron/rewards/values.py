@@ -56,7 +56,7 @@ def same_value(ground_truth: str, answer: str) -> bool | None:
 
 
 def _entries(text: str) -> tuple[str, list[str], str]:
-    """Opening bracket, what the outermost commas between the brackets part, closing bracket; "" where there is none."""
+    """Opening bracket, the parts between the outermost commas, closing bracket; "" where there is no bracket."""
     match = _BRACKETED.fullmatch(text)
     if match and "," in match["inside"] and (entries := parted(match["inside"])) is not None:
         return match["open"], entries, match["close"]
@@ -77,7 +77,7 @@ def parted(text: str, separator: str = ",") -> list[str] | None:
 
 
 def _same_unordered(true_entries: list[str], entries: list[str]) -> bool | None:
-    """Whether each entry has its like; None as well where some entry has several, or none may be told."""
+    """Whether the entries match one to one; None if that is ambiguous."""
     table = [[_same(truth, entry) for entry in entries] for truth in true_entries]
     if any(None in row for row in table):
         return None
@@ -164,7 +164,7 @@ class _Reader:
         self._tokens, self._letters, self._next, self._depth = tokens, letters, 0, 0
 
     def value(self) -> _Number:
-        """Of all tokens."""
+        """Return the value of the whole expression."""
         value = self._sum()
         if self._next < len(self._tokens):
             raise _Unread

@@ -1,8 +1,8 @@
 """A verifier process: `python -m vapo_megatron.rewards.worker TRAINER_PID`, started and fed by rewards.workers alone.
 
-It reads messages on stdin and answers each on stdout: JSON, one message a line. The first says what to load. A worker
-may be killed at any moment and holds nothing that matters. The kernel kills it with the trainer, however that one dies,
-even a worker that is stopped.
+It reads messages on stdin and answers each on stdout: JSON, one message per line. The first says what to load. A worker
+may be killed at any moment and holds nothing that matters. The kernel kills it with the trainer, however the trainer
+dies, even if the worker is stopped.
 """
 
 import importlib
@@ -58,7 +58,7 @@ def main() -> None:
 
 
 def _reap() -> None:
-    """Wait for orphans that have ended, once they are many: a function may still ask for its own children's codes."""
+    """Reap finished orphans once there are many: a function may still ask for its own children's exit codes."""
     with suppress(OSError):
         if len(Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()) > _MOST_CHILDREN:
             while os.waitpid(-1, os.WNOHANG)[0]:

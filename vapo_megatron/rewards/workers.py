@@ -1,4 +1,4 @@
-"""The verifier processes of one config, which goes on grading whatever an answer does to one of them."""
+"""The verifier processes of one config. Grading continues whatever an answer does to one of them."""
 
 import json
 import os
@@ -86,7 +86,7 @@ class WorkerProcess:
 
 
 class Workers:
-    """Gives each case to a process of its own, and starts processes as there are cases for them.
+    """Gives each case to a separate process, and starts processes as cases need them.
 
     A process that breaks is replaced, and its case gets a grade with the reason timeout, memory or crashed. If the
     process was killed, the case is tried once more: something else may have killed it.

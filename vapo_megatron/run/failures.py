@@ -1,6 +1,6 @@
-"""What an error of a rank means for the run: whether trying again helps, on which node, and what to change.
+"""Interprets an error of a rank: whether trying again helps, on which node, and what to change.
 
-CUDA and NCCL report a failed device, a lost rank, a mistake in a program and a lack of memory by the same few types.
+CUDA and NCCL report a failed device, a lost rank, a bug in a program and a lack of memory by the same few types.
 """
 
 import re
@@ -13,7 +13,7 @@ from vapo_megatron.monitoring.timers import phase_of
 
 # cudaError_t. What a device, its links or its driver did: another node will do better.
 _DEVICE_FAULTS = {3, 46, 100, 214, 220, 226, 300, 714, 802, 999}
-# What a program did, on whatever device: assertions, arguments, kernels and drivers that do not fit.
+# Errors of the program, whatever the device: assertions, arguments, kernels and drivers that do not fit.
 _OF_THE_PROGRAM = {1, 9, 35, 98, 101, 200, 209, 218, 222, 223, 710, 801, 804}
 _OUT_OF_MEMORY = 2
 _MISUSE_OF_NCCL = ("ncclinvalidusage", "ncclinvalidargument")
@@ -75,9 +75,9 @@ def _out_of_memory(error: BaseException, text: str, where: str) -> RunFailed:
     amount = _in_gib(asked[1]) if asked else "an unknown amount"
     room = f", {free[2]} of {free[1]} were free" if free else ""
     return RunFailed(
-        f"{where}: out of memory{phase_of(error)}: {amount} was asked for{room}: lower actor.max_tokens_per_microbatch "
+        f"{where}: out of memory{phase_of(error)}: {amount} was requested{room}: lower actor.max_tokens_per_microbatch "
         "(critic likewise) or rollout.mem_fraction_static, or set actor.recompute.granularity=full; "
-        "`vapo-megatron plan CONFIG` tells what fits"
+        "`vapo-megatron plan CONFIG` shows what fits"
     )
 
 

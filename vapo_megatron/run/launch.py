@@ -1,4 +1,4 @@
-"""From a validated config to running ranks."""
+"""Starts the ranks of a validated config."""
 
 import logging
 from collections.abc import Callable
@@ -61,7 +61,7 @@ def launch(settings: Settings, body: Body, check: Callable[[Any, int], None]) ->
         else:
             check(settings, count)
             start = replace(prepare_from_copy(settings, copy, lease.take), memory=copies_left(run_dir))
-            _logger.info("%s: what a starter that was killed has left, newer than the last checkpoint", copy)
+            _logger.info("%s: left by a starter that was killed, and newer than the last checkpoint", copy)
         if not start.finished:
             try:
                 run_ranks(settings, count, partial(body, run_dir), start, lease)

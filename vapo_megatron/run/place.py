@@ -1,4 +1,4 @@
-"""This process's place among the ranks of a run, as torchrun or Slurm gave it."""
+"""This process's place among the ranks of a run, as assigned by torchrun or Slurm."""
 
 import os
 import socket

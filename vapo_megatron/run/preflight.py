@@ -149,7 +149,7 @@ def check_sft(config: SftConfig, world_size: int) -> None:
 
 
 def record_bytes(config: TrainConfig) -> int:
-    """Bytes of what value pretraining records, were every prompt and response as long as it may be."""
+    """Bytes that value pretraining records, assuming maximum lengths of all prompts and responses."""
     settings = config.value_pretraining
     if not config.algorithm.uses_critic or not settings.enabled:
         return 0

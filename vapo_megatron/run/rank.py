@@ -1,4 +1,4 @@
-"""The body of a training rank: its parts are built here, and closed again; the loop is in between."""
+"""The body of a training rank: builds its parts, runs the loop, and closes them."""
 
 from contextlib import ExitStack
 from functools import partial
@@ -143,13 +143,13 @@ def start_engines(engines: Engines, recorder: Recorder) -> None:
 
 
 def agree(config: TrainConfig, models: Models, rollouts: Rollouts, recorder: Recorder, resumed: Resumed | None) -> None:
-    """Collective: the engines have the actor's weights, and compute the same; those that come later get them too."""
+    """Collective: ensure that engines have the actor's weights and compute the same; later engines get them too."""
     rollouts.engines.when_stranded(partial(sync_weights, models, rollouts, recorder, again=True))
     if resumed is not None:
         resumed.restore_generators(models.saved())
         rollouts.engines.version = resumed.progress.weight_version - 1
         sync_weights(models, rollouts, recorder)
-        # What loading took and found belongs to no step.
+        # Times and metrics of loading belong to no step.
         recorder.discard_pending()
         recorder.console.note(f"goes on from {resumed.checkpoint}")
     elif config.rollout.load_format == "dummy" or config.rollout.external_urls:

@@ -125,7 +125,7 @@ _started_elsewhere: list[bool] = []
 
 
 def end_from_thread(error: VapoError) -> NoReturn:
-    """End this rank at once from whatever thread, and tell why."""
+    """End this rank immediately, from any thread, and report why."""
     for tell in _tell:
         tell(error)
     _leave(_code_of(error))
@@ -249,8 +249,8 @@ def begin_child(level: logs.LogLevel) -> None:
 
     `ps -e` and `top` show its name.
     """
-    # What this process was forked with is never collected: the end of a process group waits for threads that only its
-    # own process has.
+    # Inherited objects are never collected: the end of a process group waits for threads that exist only in the process
+    # that made it.
     gc.freeze()
     end_with_parent()
     ctypes.CDLL(None).prctl(_PR_SET_NAME, multiprocessing.current_process().name.encode())

@@ -48,8 +48,8 @@ def run_ranks(settings: Settings, count: int, body: Callable[[Start], None], sta
                 with suppress(OSError):
                     make_folder(run_dir, memory)
                 _logger.warning(
-                    "%s was removed while the run goes on, and its copies with it (RemoveIPC=yes of systemd-logind "
-                    "does that when its user logs out)",
+                    "%s was removed during the run, and its copies with it (RemoveIPC=yes of systemd-logind does that "
+                    "when the user logs out)",
                     memory,
                 )
             try:
@@ -65,7 +65,7 @@ def run_ranks(settings: Settings, count: int, body: Callable[[Start], None], sta
 
 
 def _start_after(error: VapoError, settings: Settings, start: Start, lease: Lease) -> Start:
-    """Where restarted ranks begin. Raises `error` if a restart does not help."""
+    """The state from which restarted ranks begin. Raises `error` if a restart does not help."""
     if isinstance(error, Damaged):
         if not start.is_copy:
             raise error
@@ -82,7 +82,7 @@ def _start_after(error: VapoError, settings: Settings, start: Start, lease: Leas
 
 
 def _copy_in(memory: Path | None, settings: Settings) -> Path | None:
-    """The copy to go on from; None where there is none, or a checkpoint that is newer."""
+    """The copy to continue from; None if there is none, or if a checkpoint is newer."""
     if memory is None or not memory.is_dir():
         return None
     remove_leftovers(memory)

@@ -1,4 +1,4 @@
-"""Decides where a run begins: anew, at its saved state, or not at all because it is finished."""
+"""Decides where a run begins: from scratch, at its saved state, or not at all because it is finished."""
 
 import logging
 from collections.abc import Callable
@@ -34,7 +34,7 @@ def prepare_start(settings: Settings, check: Callable[[], None], take: Callable[
     start = foresee_start(settings, check, take)
     if start.finished:
         run_dir = settings.run.directory
-        _logger.info("%s: finished already, nothing to do (a larger number of steps would go on)", run_dir)
+        _logger.info("%s: finished already, nothing to do (a larger number of steps would continue it)", run_dir)
     elif start.checkpoint is None:
         # Two starts at once would both begin in a folder that is empty, or came to nothing.
         take()
@@ -71,7 +71,7 @@ def foresee_start(settings: Settings, check: Callable[[], None], take: Callable[
 
 
 def _check_saved(settings: Settings, checkpoint: Path, check: Callable[[], None]) -> None:
-    """Raises BadInput where the run cannot go on from this state."""
+    """Raises BadInput if the run cannot continue from this state."""
     manifest = read_manifest(checkpoint)
     kind = "sft" if isinstance(settings, SftConfig) else "train" if _has_actor(settings) else "pretrain-critic"
     if manifest.kind != kind:

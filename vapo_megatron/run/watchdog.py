@@ -1,4 +1,4 @@
-"""A rank that does not arrive gets a name: limits for each phase from its own history, heartbeats of all ranks."""
+"""Names the rank that does not arrive, by limits for each phase from its own history and heartbeats of all ranks."""
 
 import faulthandler
 import json
@@ -16,10 +16,10 @@ from vapo_megatron import logs
 from vapo_megatron.config.run import HangsConfig
 from vapo_megatron.errors import TryAgain, VapoError
 
-# Of NCCL's groups, and of all others.
+# Dumps for NCCL's groups, and for all others.
 _DUMPS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
 _LINES = 20
-# A phase hangs when it takes so many times as long as its slowest so far.
+# A phase hangs when it takes this many times as long as its slowest run so far.
 _SLOWER = 5.0
 
 
@@ -30,7 +30,7 @@ def last_collectives() -> list[str]:
         if (dump := getattr(_distributed_c10d, name, None)) is not None:
             entries += json.loads(dump()).get("entries", [])  # without: none was begun
     entries.sort(key=lambda entry: int(entry["time_created_ns"]))
-    # What NCCL begins as one (a pipeline's sends and receives) has one number, and a state only in its last entry.
+    # Operations that NCCL begins together (sends and receives of a pipeline) share a number; only the last has a state.
     over = {_name_of(entry) for entry in entries if entry["retired"] or entry["state"] == "completed"}
     return [
         f"{entry['profiling_name']} {name}, sizes {entry['input_sizes']}: {'over' if name in over else 'NOT OVER'}"

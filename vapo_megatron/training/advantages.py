@@ -1,4 +1,4 @@
-"""From rewards and values to advantages and value targets: the algorithms of vapo_megatron.algorithms, by config."""
+"""Computes advantages and value targets from rewards and values, by the config, with vapo_megatron.algorithms."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -33,7 +33,7 @@ from vapo_megatron.training.metrics import advantage_metrics, turn_metrics, valu
 from vapo_megatron.training.shards import ShardedBatch
 from vapo_megatron.training.user_functions import user_advantages, user_metrics, user_selection
 
-# Of a checkpoint: what ReturnHistory has tracked.
+# File of a checkpoint with the returns that ReturnHistory has tracked.
 TRACKER_FILE = "tracked_returns.json"
 
 
@@ -262,10 +262,10 @@ def kl_penalty(batch: ExperienceBatch, config: KlConfig) -> Tensor:
 
 
 def token_rewards(batch: ExperienceBatch, config: AlgorithmConfig) -> Tensor:
-    """The shaped reward on the last token of each response, but for what turns were given before; less the KL penalty
-    of every token. float32 [T].
+    """Rewards of tokens: those given to earlier turns, the rest of the shaped reward on the last token, minus the KL
+    penalty of each token. float32 [T].
 
-    A truncated response has no reward at its end where a value stands for what would have followed.
+    A truncated response that is bootstrapped from a value has no reward at its end.
     """
     rewards = batch.shaped_rewards
     assert rewards is not None, "no shaped rewards: estimate_advantages comes first"
@@ -314,7 +314,7 @@ def turns_of(batch: ExperienceBatch) -> tuple[Tensor, Tensor]:
 
 
 def gae_over_turns(batch: ExperienceBatch, rewards: Tensor, config: AlgorithmConfig) -> None:
-    """As gae(), with turns in place of tokens: length-adaptive lambda counts turns."""
+    """Same as gae(), with turns in place of tokens: length-adaptive lambda counts turns."""
     values, bounds = batch.values, batch.response_cu_seqlens
     assert values is not None, "no values: the batch is not scored"
     turns, responses = turns_of(batch)
@@ -344,7 +344,7 @@ def policy_lambda(lengths: Tensor, config: AdvantageConfig) -> Tensor:
 
 
 def clamped(lam: Tensor, config: AdvantageConfig) -> float:
-    """Share of responses so short that their length-adaptive lambda stands at its lower bound."""
+    """Share of responses so short that their length-adaptive lambda is at its lower bound."""
     if config.lambda_policy != "length_adaptive":
         return 0.0
     return float((lam <= config.length_adaptive_floor).float().mean())

@@ -1,4 +1,4 @@
-"""The losses of one optimizer step, as Megatron's schedule wants them: sums over local positions, denominators inside.
+"""The losses of one optimizer step as Megatron's schedule expects them: sums over local positions, already weighted.
 
 Each holds tensors over the whole batch's response tokens [T]; what lies outside the mini-batch has weight 0. The
 formulas are those of vapo_megatron.algorithms; here they only meet the layout, through LocalTokens.

@@ -130,7 +130,7 @@ def over_tokens(batch: ShardedBatch, *numbers: Tensor) -> list[OverTokens]:
 
 
 def value_metrics(batch: ShardedBatch, values: Tensor, returns: Tensor, known: Tensor) -> dict[str, float]:
-    """Collective: what values say of Monte-Carlo returns, beside free baselines (docs/critic.md).
+    """Collective: how well values explain Monte-Carlo returns, next to free baselines (docs/critic.md).
 
     Args:
         batch: the samples.
@@ -199,7 +199,7 @@ def turn_metrics(
 
 
 def mean_of(rows: Sequence[dict[str, float]], maxima: Sequence[str] = ()) -> dict[str, float]:
-    """One row out of several updates: means, and the largest of what is a maximum already."""
+    """Merge the metrics of several updates: mean, or max for maxima."""
     if not rows:
         return {}
     return {

@@ -1,4 +1,4 @@
-"""The models of a run: actor, critic and reference policy, where they came from, and the memory that they share."""
+"""The models of a run: actor, critic and reference policy, their sources, and the memory that they share."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

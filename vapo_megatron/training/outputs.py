@@ -151,7 +151,7 @@ def record_step(batch: ShardedBatch, memory: MemoryPlan, state: RunState, record
     """End the step: its metrics go into the files, its line onto the console."""
     timer = recorder.timer
     seconds = time.perf_counter() - state.started
-    # What is not part of every step would make the steps' times incomparable.
+    # Phases that are not part of every step would make the steps' times incomparable.
     seconds -= timer.seconds("evaluation") + timer.seconds("export")
     recorder.add(
         {

@@ -246,7 +246,7 @@ def has_signal(group: Sequence[Sample]) -> bool:
 
 
 def dynamic_sampling_metrics(counts: Mapping[str, int]) -> dict[str, float]:
-    """How many groups a step has looked through, and how many of them have signal. counts: groups by their fate."""
+    """Number of groups that a step has examined, and number of those with signal. counts: groups by outcome."""
     trained, filled = counts["trained"], counts[FILLED]
     looked_through = trained + counts[NO_SIGNAL]
     return {

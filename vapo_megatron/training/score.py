@@ -1,4 +1,4 @@
-"""Scoring a rollout: what policy, reference policy and critic of this step say about every response token."""
+"""Scoring a rollout: log-probs of policy and reference policy, and the critic's values, for every response token."""
 
 from collections.abc import Callable
 from functools import partial

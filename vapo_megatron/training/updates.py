@@ -1,4 +1,4 @@
-"""The optimizer steps of one iteration: mini-batches of a scored rollout, critic first."""
+"""The optimizer updates of one step: mini-batches of a scored rollout, critic first."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -32,7 +32,7 @@ from vapo_megatron.training.skipped_updates import UNFINISHED
 _ROUNDING = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 
 
-# What first_update_faults reads of the first mini-batch beside values and returns, where it is filled in.
+# Fields of the first mini-batch that first_update_faults reads besides values and returns, if they are filled in.
 RECOMPUTED = ("old_logprobs", "ref_logprobs")
 
 
@@ -136,7 +136,7 @@ def check_targets(targets: Tensor, config: ValueLossConfig) -> None:
     beyond = targets[(targets < low - 1e-4) | (targets > high + 1e-4)]
     if beyond.numel():
         raise BadInput(
-            f"algorithm.value_loss.low..high={config.low:g}..{config.high:g} does not hold the value target "
+            f"algorithm.value_loss.low..high={config.low:g}..{config.high:g} does not contain the value target "
             f"{float(beyond[0]):g}: widen it to the range of the rewards"
         )
 

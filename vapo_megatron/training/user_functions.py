@@ -143,13 +143,13 @@ def user_policy_loss(path: str, terms: PolicyTerms) -> Tensor:
         answer = torch.where(terms.mask, answer, 0)
     _check(answer, tuple(terms.mask.shape), who, "a finite float tensor [t]", floating=True)
     if terms.logprobs.requires_grad and not answer.requires_grad:
-        raise BadInput(f"{who}: what it returned has no gradient, expected a function of terms.logprobs")
+        raise BadInput(f"{who}: its return value has no gradient, expected a function of terms.logprobs")
     loss: Tensor = answer
     return loss
 
 
 def user_metrics(path: str, batch: ExperienceBatch) -> dict[str, float]:
-    """The user's metrics of a step under the names of its row.
+    """The user's metrics of a step, under their names in the step's row.
 
     Raises:
         BadInput: it returned something else than finite numbers by name.

@@ -1,4 +1,4 @@
-"""Value pretraining (VAPO, section 4.1; VC-PPO): the critic learns the returns of a policy that stands still.
+"""Value pretraining (VAPO, section 4.1; VC-PPO): the critic learns the returns of a fixed policy.
 
 Rollouts are recorded once, in files (checkpoint/recorded_rollouts.py), and replayed. Targets are Monte-Carlo returns
 (lambda = 1), so they do not depend on the critic. Part of the record is held out; on it explained variance and the bias
@@ -80,8 +80,8 @@ def pretrain_value(
     if not targets.known[held_out].any():
         raise RunFailed(
             f"{state.run_dir}: none of the {len(held_out)} held-out responses of value pretraining has a return, all "
-            f"are truncated (algorithm.shaping.truncated={algorithm.shaping.truncated}): start anew with a larger "
-            "sampling.max_new_tokens, or terminal",
+            f"are truncated (algorithm.shaping.truncated={algorithm.shaping.truncated}): start a new run with a "
+            "larger sampling.max_new_tokens, or terminal",
             shared=True,
         )
     metrics = measure(critic, targets.select(held_out), algorithm.value_loss)
@@ -129,7 +129,7 @@ def record_rollouts(
     state: RunState,
     recorder: Recorder,
 ) -> None:
-    """Collective: append to state.recorded what the policy that stands still writes, up to so many rollouts."""
+    """Collective: append rollouts of the fixed policy to state.recorded, up to this many."""
     rule = StepRule(size.prompts_per_step, iterations)
     rollouts.begin(rule, size.samples_per_prompt, state.pretraining.iterations, fixed_policy=True)
     for done in range(state.pretraining.iterations + 1, iterations + 1):
@@ -224,7 +224,7 @@ def split_prompts(prompt_ids: Tensor, group_ids: Tensor, most_groups: int, seed:
 
 
 def replay_order(samples: list[int], config: ValuePretrainingConfig, seed: int) -> list[list[int]]:
-    """Mini-batches over all epochs, each epoch in an order of its own."""
+    """Mini-batches over all epochs, each epoch in a different order."""
     steps = []
     for epoch in range(config.replay_epochs):
         order = list(samples)
@@ -247,7 +247,7 @@ def largest_bias(metrics: dict[str, float]) -> float:
 
 
 def good_enough(metrics: dict[str, float], config: ValuePretrainingConfig) -> bool:
-    """Whether every stop that is set is reached; never without one."""
+    """Whether every stop that is set has been reached; false if none is set."""
     reached = []
     if config.stop_explained_variance is not None:
         reached.append(metrics[names.EXPLAINED_VARIANCE] >= config.stop_explained_variance)

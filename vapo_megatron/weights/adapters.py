@@ -29,7 +29,7 @@ from vapo_megatron.weights.model_files import read_config
 from vapo_megatron.weights.rules import GateUp, Replicated, Row, Rule
 from vapo_megatron.weights.spec import Head, ModelSpec
 
-# Of a weight's Hugging Face name, and what stands there in the names of its adapter's halves.
+# The end of a weight's Hugging Face name, and its replacements in the names of the adapter's halves.
 _WEIGHT = ".weight"
 NAMES_IN_HF = {"a": ".lora_A.weight", "b": ".lora_B.weight"}
 # A PEFT directory: its files, and what its classes put before the names.
@@ -47,7 +47,7 @@ def linear_layer(rule: Rule) -> str | None:
 
 
 def is_row_parallel(rule: Rule) -> bool:
-    """Whether tensor-parallel ranks cut the input features, and so A; otherwise the output features, and so B."""
+    """Whether tensor-parallel ranks shard the input features, and so A; otherwise the output features, and so B."""
     return rule.cut == 1
 
 

@@ -17,7 +17,7 @@ _ALIGNMENT = 16  # bytes: a slice can be viewed as any dtype
 
 
 def batches(items: Iterable[T], nbytes: Callable[[T], int], limit: int) -> Iterator[list[T]]:
-    """Groups consecutive items up to `limit` bytes together; a larger item is a group of its own."""
+    """Groups of consecutive items with at most `limit` bytes; a larger item forms a group alone."""
     batch: list[T] = []
     size = 0
     for item in items:
@@ -31,7 +31,7 @@ def batches(items: Iterable[T], nbytes: Callable[[T], int], limit: int) -> Itera
 
 
 class Place(NamedTuple):
-    """Where one tensor lies: its name, dtype (as in torch.<dtype>), shape, and first byte."""
+    """Place of one tensor: its name, dtype (as in torch.<dtype>), shape, and first byte."""
 
     name: str
     dtype: str

@@ -1,5 +1,5 @@
-"""Streaming conversion between Hugging Face directories and torch_dist checkpoints: memory of one file, not of the
-model.
+"""Streaming conversion between Hugging Face directories and torch_dist checkpoints, in the memory of one file, not of
+the model.
 
 Names, shapes and dtypes are checked before anything is written, and the output gets its name only when it is complete.
 """

@@ -29,7 +29,7 @@ IGNORED = r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq"
 VALUE_HEAD_WEIGHT: Rule = Replicated("output_layer.weight", ("score.weight",), ("value_outputs", "hidden_size"))
 VALUE_HEAD_BIAS: Rule = Replicated("output_layer.bias", ("score.bias",), ("value_outputs",))
 
-# What the families' layers are made of.
+# Parts of the families' layers.
 INPUT_NORM: Rule = Replicated("input_layernorm.weight", (LAYER + "input_layernorm.weight",), ("hidden_size",))
 QKV_WEIGHT: Rule = QKV(
     "self_attention.linear_qkv.weight", tuple(f"{LAYER}self_attn.{x}_proj.weight" for x in "qkv"), ("hidden_size",)

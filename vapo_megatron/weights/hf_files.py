@@ -43,7 +43,7 @@ class HFTensors:
             self._places = dict.fromkeys(self._open(directory / SINGLE_FILE), directory / SINGLE_FILE)
         else:
             raise BadInput(
-                f"{directory}: neither {SINGLE_FILE} nor {INDEX_FILE} is there; give one with safetensors weights"
+                f"{directory}: has neither {SINGLE_FILE} nor {INDEX_FILE}; give a directory with safetensors weights"
             )
 
     @property

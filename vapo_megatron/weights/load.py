@@ -1,4 +1,4 @@
-"""Loads Megatron shards from a Hugging Face directory, at any tensor- and pipeline-parallel layout."""
+"""Loads Megatron shards from a Hugging Face directory, for any tensor- and pipeline-parallel layout."""
 
 import re
 from collections.abc import Sequence
@@ -89,7 +89,7 @@ def checked_names(
     if missing:
         raise BadInput(
             f"{tensors.directory}: tensor {missing[0]} is missing ({len(missing)} of {len(names)} are), expected by "
-            f"config.json of family {spec.family}: fetch the model again or mend config.json"
+            f"config.json of family {spec.family}: fetch the model again or fix config.json"
         )
     optional = [re.escape(LM_HEAD.hf[0])] if head == "value" or spec.tied else []
     ignored = re.compile("|".join((*optional, IGNORED)))

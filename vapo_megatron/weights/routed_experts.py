@@ -1,5 +1,5 @@
-"""The experts that an engine reports for each token, decoded and checked in its server rather than by rank 0 for
-all."""
+"""The experts that an engine reports for each token, decoded and checked in its server instead of on rank 0 for all
+engines."""
 
 from dataclasses import dataclass
 from typing import Any

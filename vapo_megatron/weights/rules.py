@@ -1,4 +1,4 @@
-"""How a Megatron parameter is made from Hugging Face tensors, and these from its tensor-parallel shards.
+"""Rules that build a Megatron parameter from Hugging Face tensors, and these from its tensor-parallel shards.
 
 A rule is both directions of one correspondence. It is pure: tensors in, tensors out. It knows nothing about which rank
 owns a tensor or how shards travel.
@@ -92,7 +92,7 @@ class Rule:
         return tuple(size // tp_size if dim == self.cut else size for dim, size in enumerate(shape))
 
     def _mine(self, spec: "ModelSpec", tp_rank: int, tp_size: int) -> list[tuple[slice, ...]]:
-        """Where this rank's share is in each Hugging Face tensor."""
+        """Position of this rank's share in each Hugging Face tensor."""
         places = []
         for shape in self.hf_shapes(spec):
             share = self._share(shape, tp_size)
@@ -117,7 +117,7 @@ class Row(Rule):
 
 @dataclass(frozen=True)
 class Vocabulary(Rule):
-    """A row per word, cut along dimension 0; the table is padded with rows of zeros to a multiple of the ranks."""
+    """A row per word, sharded along dimension 0; the table is padded with rows of zeros to a multiple of the ranks."""
 
     @override
     def shard_shape(self, spec: "ModelSpec", tp_size: int) -> tuple[int, ...]:
@@ -142,12 +142,12 @@ class Vocabulary(Rule):
 
 @dataclass(frozen=True)
 class GateUp(Rule):
-    """The halves of a gated MLP, each cut along the output features; a rank holds its part of gate above that of up."""
+    """The halves of a gated MLP, each sharded along the output features; a rank holds its part of gate above up's."""
 
 
 @dataclass(frozen=True)
 class ExpertGateUp(GateUp):
-    """The two halves of an expert's gated MLP: whole, since experts are not cut over tensor-parallel ranks."""
+    """The two halves of an expert's gated MLP: whole, since tensor-parallel ranks do not shard experts."""
 
     cut = None
 

@@ -1,15 +1,15 @@
-"""A model in Megatron's own checkpoint format, torch_dist, and the card beside it that says what it is.
+"""A model in Megatron's own checkpoint format, torch_dist, with a card that describes it.
 
 A saved model is a directory:
 
     .metadata, *.distcp, common.pt, metadata.json    what megatron.core.dist_checkpointing reads
     model.json                                       the card: family, head, dtype, numbers of the model
-    hf/                                              a Hugging Face directory but for its weights
+    hf/                                              a Hugging Face directory without its weights
 
 The keys are those of GPTModel.sharded_state_dict() without prefix: no layout (tensor, pipeline, virtual pipeline,
-expert parallel) shows in them, nor whether Transformer Engine fuses norms into linear layers. Keys that begin with
-"optimizer." may be beside them. Of a model with adapters these are saved, and a critic's head; the card then says
-which weights they belong to.
+expert parallel) shows in them, nor whether Transformer Engine fuses norms into linear layers. There may also be keys
+that begin with "optimizer.". For a model with adapters only these and a critic's head are saved; the card then names
+the weights that they belong to.
 """
 
 import json
@@ -39,9 +39,9 @@ HF_FOLDER = "hf"
 FORMAT = 1
 OPTIMIZER_PREFIX = "optimizer."
 
-# What a load of an unfit or damaged checkpoint ends with; torch's, told to all ranks together, is no Exception.
+# Errors of loading an unfit or damaged checkpoint; torch's, raised on all ranks together, is not an Exception.
 LOAD_ERRORS = (CheckpointException, CheckpointingException, OSError, KeyError, ValueError)
-# What Megatron-LM writes beside its own checkpoints of this kind: how the keys are to be read.
+# Megatron-LM writes this with its own checkpoints of this kind; it says how to read the keys.
 CONTENT_METADATA = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
 
 

@@ -4,7 +4,7 @@ Format, reader and writer are torch.distributed.checkpoint's. Only the planning 
 made when its turn comes.
 
 Megatron stacks layers of one kind: the parameters of all layers are one tensor with the layer as first axis, and those
-of experts have the expert as second. Keys have the names of Transformer Engine's fused layers whatever the layers are
+of experts have the expert as second axis. Keys have the names of Transformer Engine's fused layers on any kind of layer
 (TransformerLayerSubmodules.sharded_state_dict_keys_map). tests/weights/test_saved_keys.py compares this with the
 sharded_state_dict of live models.
 """
@@ -52,7 +52,7 @@ class Place:
 
     @property
     def offsets(self) -> tuple[int, ...]:
-        """Where the part begins in the tensor."""
+        """Start of the part in the tensor."""
         return (*self.stacked, *(0 for _ in self.shape))
 
     @property
@@ -160,7 +160,7 @@ class PartReader:
             metadata = self._reader.read_metadata()
         except FileNotFoundError:
             raise BadInput(
-                f"{folder / METADATA_FILE}: no such file; {folder} is no complete torch_dist checkpoint"
+                f"{folder / METADATA_FILE}: no such file; {folder} is not a complete torch_dist checkpoint"
             ) from None
         except (OSError, EOFError, pickle.UnpicklingError, AttributeError, ImportError, ValueError) as error:
             raise BadInput(

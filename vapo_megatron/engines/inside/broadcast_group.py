@@ -1,8 +1,8 @@
 """A process group of one trainer rank and the ranks of some servers, independent of all other groups.
 
-torch.distributed allows one world a process, so these groups are built from its parts. gloo moves bytes through host
-memory and TCP; NCCL moves them from GPU to GPU, and refuses two ranks on one GPU, so it is for engines whose GPUs the
-trainer does not use.
+torch.distributed allows one world per process, so these groups are built from its parts. gloo moves bytes through host
+memory and TCP; NCCL moves them from GPU to GPU but refuses two ranks on one GPU, so it is used for engines whose GPUs
+the trainer does not use.
 """
 
 import os

@@ -1,6 +1,6 @@
 """Responses as a server sends them to the trainer: arrays instead of JSON, which takes rank 0 forty times as long.
 
-A message is a safetensors file: "meta" (JSON, one entry a response), and for response i the arrays "i/token_ids",
+A message is a safetensors file: "meta" (JSON, one entry per response), and for response i the arrays "i/token_ids",
 "i/logprobs" and, if they were asked for, "i/experts".
 """
 

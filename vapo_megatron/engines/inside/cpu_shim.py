@@ -1,4 +1,4 @@
-"""What SGLang 0.5.23 lacks on a machine without a GPU, all in one file.
+"""Everything that SGLang 0.5.23 lacks on a machine without a GPU, in one file.
 
 SGLang's scheduler, radix cache, sampler, log-probs, weight updates and HTTP server run on CPU as they are; its
 kernels have torch forms. Missing are a few names and operators of compiled packages that are published only for GPUs

@@ -1,4 +1,4 @@
-"""A server's report about its own processes: whether all of them are alive and make progress.
+"""A server's report on whether all of its processes are alive and make progress.
 
 Each process of a server has a file in the server's folder of temporary files, into which a scheduler writes the time
 and the number of its batches. The HTTP process reads them for HEALTH_PATH, and ends the server on END_PATH.

@@ -1,4 +1,4 @@
-"""How far log-probs of engine and trainer are apart, and how far apart they may be.
+"""The difference between log-probs of engine and trainer, and its limits.
 
 In float32 both agree to 1e-4, and the largest difference is judged. In bfloat16 and FP8 a rare token of small
 probability may be far off with correct weights, so a quantile and the mean are judged: wrong weights move these much

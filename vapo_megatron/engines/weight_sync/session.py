@@ -1,4 +1,4 @@
-"""Copies the trainer's weights to servers, and proves that they arrived."""
+"""Copies the trainer's weights to servers, and verifies that they arrived."""
 
 import asyncio
 import itertools
@@ -147,6 +147,6 @@ class WeightSync:
 
 
 def some_of(problems: Sequence[str]) -> str:
-    """The first problems in one line, and how many more there are."""
+    """The first problems in one line, and the number of further ones."""
     more = [f"and {len(problems) - _NAMED_IN_AN_ERROR} more"] if len(problems) > _NAMED_IN_AN_ERROR else []
     return "; ".join([*problems[:_NAMED_IN_AN_ERROR], *more])

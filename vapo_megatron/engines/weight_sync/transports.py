@@ -195,7 +195,7 @@ class DistributedTransport(Transport):
 
     @override
     async def begin_session(self) -> None:
-        """As in Transport; both sides meet at the first call."""
+        """Same as in Transport; both sides meet at the first call."""
         if self.clients and self._group is None:
             hosts = [str(urlsplit(client.address.url).hostname) for client in self.clients]
             # One address that all of them can reach: 127.0.0.1 only if every server is on this machine.

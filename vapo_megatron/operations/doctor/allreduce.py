@@ -87,7 +87,7 @@ def judge(
     slowest, network = min(result.rate for result in measured), measured[0].network
     finding = f"{slowest / 1e9:.1f} GB/s{network and f' over {network}'}"
     if beside_adapters and network == "Socket":
-        return [Line("fault", f"{finding}: NCCL goes over TCP beside active adapters", remedy)]
+        return [Line("fault", f"{finding}: NCCL uses TCP despite active adapters", remedy)]
     if expected is None:
         return [Line("ok", f"{finding}; nothing to compare with")]
     finding += f", expected {expected / 1e9:.1f}"

@@ -1,4 +1,4 @@
-"""The checks of a node, each run with a deadline."""
+"""The checks of a node, each with a deadline."""
 
 import asyncio
 import hashlib
@@ -143,13 +143,13 @@ def _guarded(check: Check, examination: Examination) -> list[Line]:
     except VapoError as error:
         return [Line("fault", str(error), "see the message")]
     except node.Unreadable as error:
-        return [Line("warning", str(error), "install or mend the tool to have this checked")]
+        return [Line("warning", str(error), "install or repair the tool to have this checked")]
     except Exception as error:
         return [Line("fault", f"{type(error).__name__}: {error}", "please report this error")]
 
 
 def _config(examination: Examination) -> list[Line]:
-    """What `train` would refuse on this node: model, tokenizer, weights, data, functions, engine arguments, disk."""
+    """Checks that `train` makes on this node: model, tokenizer, weights, data, functions, engine arguments, disk."""
     facts: list[str] = []
     check_train(examination.config, None, facts)
     return [Line("ok", "; ".join(facts))]
@@ -232,7 +232,7 @@ def allreduce_over_nodes(examination: Examination) -> list[Line]:
     counts = meeting.get_all("allreduce/devices", examination.wait + 600)
     if None in counts:
         silent = ", ".join(name for name, count in zip(meeting.nodes, counts, strict=True) if count is None)
-        return [Line("fault", f"not tried: {silent} did not come", "see their lines")]
+        return [Line("fault", f"not tried: {silent} did not arrive", "see their lines")]
     if meeting.index == 0:
         meeting.put("allreduce/port", free_port())
     port = meeting.get("allreduce/port", examination.wait)

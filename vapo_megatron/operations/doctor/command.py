@@ -62,10 +62,10 @@ def doctor(
     reports = [report]
     answers = meeting.get_all("report", among + max(check.deadline for check in table)) if meeting.nodes[1:] else []
     for name, rank, answer in list(zip(meeting.nodes, meeting.ranks, answers, strict=False))[1:]:
-        silent = Line("fault", "the node gave no report in time", "leave it out, and see its output", "report")
+        silent = Line("fault", "the node gave no report in time", "leave it out, and check its log", "report")
         reports.append(NodeReport(name, rank, (silent,)) if answer is None else from_json(answer))
     for rank in meeting.missing:
-        line = Line("fault", f"rank {rank} did not come within {wait:g} s", "see its output and its node", "ranks")
+        line = Line("fault", f"rank {rank} did not arrive within {wait:g} s", "check its log and its node", "ranks")
         if place is not None and node_names:
             reports.append(NodeReport(node_names[rank * len(node_names) // place.world_size], rank, (line,)))
         else:

@@ -85,7 +85,7 @@ VERSIONS = {
     "torch_memory_saver": ">=0.0.9",
     "flash-attn": ">=2.7,<3",
 }
-# What is lost on a GPU without a package that may be missing.
+# Consequences on a GPU of a missing optional package.
 _LOST = {
     "transformer-engine": "layers are PyTorch's, and there is no FP8",
     "flash-attn": "attention is cuDNN's or PyTorch's",

@@ -1,6 +1,6 @@
 """Reports of nodes, and the checks that need several nodes: a shared file system, equal software.
 
-The processes of doctor exchange values through a store. A collective would wait for a broken node; here each node reads
+Doctor's processes exchange values through a store. A collective would wait for a broken node; here each node reads
 what the others have set, and names those that are missing.
 """
 
@@ -150,12 +150,12 @@ class Meeting:
         return None
 
     def get_all(self, key: str, deadline: float) -> list[Any]:
-        """What each node has set under `key`/<its number>, in their order; `deadline` is for all of them together."""
+        """The values that all nodes have set under `key`/<number>, in order; `deadline` is for all of them together."""
         end = time.monotonic() + deadline
         return [self.get(f"{key}/{node}", max(0.0, end - time.monotonic())) for node in range(len(self.nodes))]
 
     def _gather(self, world: int, deadline: float) -> dict[str, Any]:
-        """On rank 0: the first rank of each node, and the ranks that did not come."""
+        """On rank 0: the first rank of each node, and the ranks that did not arrive."""
         end = time.monotonic() + deadline
         names = {rank: self.get(f"place/{rank}", max(0.0, end - time.monotonic())) for rank in range(world)}
         first = {name: rank for rank, name in reversed(names.items()) if name is not None}

@@ -1,1 +1,1 @@
-"""What a run needs and takes, before any GPU is held: memory by phase, time by phase, layouts that fit."""
+"""Plans a run before any GPU is allocated: memory by phase, time by phase, layouts that fit."""

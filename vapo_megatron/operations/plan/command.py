@@ -22,7 +22,7 @@ _WORTH_TELLING = 0.1
 
 
 def plan_run(config: PlanConfig, gpus: int | None, nodes: int | None, simulated: bool = False) -> None:
-    """Print what a run needs and takes on `gpus` GPUs, or on `nodes` nodes; neither: what the config says.
+    """Print memory and time of a run on `gpus` GPUs, or on `nodes` nodes; neither: as the config says.
 
     simulated: also what each mode of collecting is like, if the plan fits.
 
@@ -52,7 +52,7 @@ def plan_run(config: PlanConfig, gpus: int | None, nodes: int | None, simulated:
 
 
 def assumptions(plan: Plan) -> list[str]:
-    """What the plan assumes, one line each; docs/configuration.md explains the keys."""
+    """The plan's assumptions, one line each; docs/configuration.md explains the keys."""
     hardware, lengths, config = plan.hardware, plan.lengths, plan.config
     uneven = imbalance(plan.engines, config.batch.prompts_per_step, config.samples, lengths)
     reached = ", ".join(f"{name} {value:g}" for name, value in hardware.efficiency.model_dump().items())

@@ -1,4 +1,4 @@
-"""What a plan takes as given: rates of accelerators, sizes of models, lengths of samples. Light to import."""
+"""The inputs of a plan: rates of accelerators, sizes of models, lengths of samples. Light to import."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,7 +50,7 @@ SHIPPED = Path(__file__).parent / "sizes"
 
 
 def model_directory(path: str) -> Path:
-    """Where the config.json of a model is: its own directory, or where that has none what is shipped under its name.
+    """The directory with a model's config.json: its own, or if that has none, the one shipped under its name.
 
     Raises:
         BadInput: there is no such directory, and none of that name is shipped.

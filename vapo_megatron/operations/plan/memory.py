@@ -52,7 +52,7 @@ def is_probe(config: TrainConfig) -> bool:
 _BATCH_BYTES = 4 * 10
 # What a rank is sent of the samples that it scores, and what it finds: token, rollout log-prob; log-prob, entropy.
 _SCORED_BYTES = 4 * 4
-# What rank 0 collects and sends: token, rollout log-prob; beside it the text, about four characters a token.
+# Collected and sent by rank 0: token, rollout log-prob; in addition the text, about four characters per token.
 _ROLLOUT_BYTES, _SAMPLE_BYTES = 4 * 2, 4 * 3
 # A packed micro-batch: ids, labels, positions and response_index, int64.
 _MICROBATCH_BYTES = 8 * 4
@@ -62,7 +62,7 @@ _BUCKETS = 2 + 1 / 8
 
 @dataclass(frozen=True)
 class Holding:
-    """What a GPU, or a node, holds at one time, by name; bytes. The total is the sum of the parts."""
+    """Memory of a GPU, or a node, at one time: bytes by name. The total is the sum of the parts."""
 
     phase: str
     parts: dict[str, float]
@@ -96,7 +96,7 @@ class Memory:
 
 
 def plan_memory(run: PlannedRun) -> Memory:
-    """What every phase takes, and what of it does not fit."""
+    """Memory of every phase, and what does not fit."""
     phases, engine = [], _engine(run)
     for phase in phases_of(run.config):
         holdings = [_device(run, phase, stages, engine) for stages in _ranks(run.models)]
@@ -182,7 +182,7 @@ def minibatch_samples(config: TrainConfig) -> int:
 
 
 def _bucket(config: TrainConfig, actor: PlannedModel) -> float:
-    """Bytes of the largest bucket: a parameter above its size is a bucket of its own, a small model is one bucket."""
+    """Bytes of the largest bucket: a parameter above its size is a bucket alone, a small model is one bucket."""
     largest = actor.spec.vocab_size * actor.spec.hidden_size * actor.width
     return float(min(max(config.rollout.sync.bucket_mib << 20, largest), actor.spec.parameter_count() * actor.width))
 
@@ -198,7 +198,7 @@ def _host(run: PlannedRun) -> Holding:
     ranks = min(hardware.gpus_per_node, world)
     tokens = config.samples * lengths.sample
     minibatch = minibatch_samples(config) * lengths.sample
-    # Of the experts that the engines chose, in each layer.
+    # Indices of the experts that the engines chose, in each layer.
     spec, width = models["actor"].spec, models["actor"].width
     replay_bytes = spec.num_layers * spec.experts_per_token * (1 if spec.num_experts <= 256 else 2)
     replay_bytes *= config.rollout.router_replay

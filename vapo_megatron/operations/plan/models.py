@@ -1,8 +1,8 @@
 """The models of a run as a plan sees them: shapes, layouts, bytes of weights, states and activations.
 
-Activations are what forward keeps for backward, and what is needed for a moment only. PyTorch's layers
-(model.attention=sdpa) are measured in tests/operations/test_plan_memory.py; what Transformer Engine's keep follows from
-which tensors its fused modules save.
+Activations are those that forward keeps for backward, and temporary ones. PyTorch's layers (model.attention=sdpa) are
+measured in tests/operations/test_plan_memory.py; those of Transformer Engine follow from the tensors that its fused
+modules save.
 """
 
 import math
@@ -45,7 +45,7 @@ class Shard:
 
 @cache
 def shard(spec: ModelSpec, head: Head, layout: LayoutConfig, stage: int) -> Shard:
-    """What a rank of pipeline stage `stage` holds under a layout that divides the model."""
+    """The shard on a rank of pipeline stage `stage`, for a layout that divides the model."""
     layers = _layers(spec, layout, stage)
     outside: list[Rule] = []
     if stage == layout.pp - 1:
@@ -59,7 +59,7 @@ def shard(spec: ModelSpec, head: Head, layout: LayoutConfig, stage: int) -> Shar
 
 
 def adapter_shard(spec: ModelSpec, head: Head, layout: LayoutConfig, stage: int, config: AdapterConfig) -> Shard:
-    """What such a rank trains of a model with adapters: these, and a critic's head."""
+    """The trained part of such a shard in a model with adapters: these, and a critic's head."""
     layers = _layers(spec, layout, stage)
     rules = [entry.rule for entry in adapter_entries(spec, config) if entry.layer in layers]
     if head == "value" and stage == layout.pp - 1:
@@ -107,7 +107,7 @@ class PlannedModel:
 
     @property
     def layout(self) -> LayoutConfig:
-        """How it is cut."""
+        """Its layout."""
         return self.config.layout
 
     @property
@@ -214,8 +214,8 @@ class PlannedModel:
         if not spec.num_experts:
             return columns * spec.ffn_size / self.layout.tp * self.width
         routed = spec.experts_per_token * EXPERT_IMBALANCE / self._cut
-        # What is sent to experts and what they make of it, weighted before their second product so that what comes
-        # back is not kept (Megatron-Core's experts.py); the router is float32.
+        # Inputs of the experts and their activations, weighted before the second product so that outputs are not
+        # kept (Megatron-Core's experts.py); the router is float32.
         expert = routed * (columns * spec.expert_ffn_size + spec.hidden_size) * self.width
         return expert + 3 * 4 * spec.num_experts / self._cut
 

@@ -1,6 +1,6 @@
-"""A config with all that follows from it: models, memory, seconds of a step by phase.
+"""A config with everything derived from it: models, memory, seconds of a step by phase.
 
-Seconds come of operations, bytes, stated rates and the shares of them that are reached.
+Seconds are computed from operations, bytes, nominal rates and the shares of these that are achieved.
 """
 
 import itertools
@@ -194,7 +194,7 @@ def plan_time(run: PlannedRun, engine: PlannedEngine) -> StepTime:
 
 @dataclass(frozen=True)
 class Plan(PlannedRun):
-    """What a run on `world` GPUs needs and takes."""
+    """Memory and time of a run on `world` GPUs."""
 
     world: int
     memory: Memory
@@ -202,7 +202,7 @@ class Plan(PlannedRun):
 
     @property
     def fits(self) -> bool:
-        """Whether everything has room."""
+        """Whether everything fits."""
         return not self.memory.problems
 
     @property
@@ -234,7 +234,7 @@ def make_plan(config: PlanConfig, world: int) -> Plan:
     if not config.rollout.external_urls:
         check_engine_size(config.rollout.tp, min(world, node))
     if world > node and world % node:
-        raise BadInput(f"{world} GPUs are no whole number of nodes of hardware.gpus_per_node={node}: choose a multiple")
+        raise BadInput(f"{world} GPUs are not whole nodes of hardware.gpus_per_node={node}: choose a multiple")
     run = PlannedRun(config, models, hardware, lengths)
     memory = plan_memory(run)
     return Plan(config, models, hardware, lengths, world, memory, plan_time(run, memory.engine))

@@ -1,4 +1,4 @@
-"""The engines of a run: what they hold of a GPU, how many responses they generate at once, how long they take."""
+"""The engines of a run: their GPU memory, the responses that they generate concurrently, and their time."""
 
 import math
 from collections.abc import Iterable
@@ -152,7 +152,7 @@ def mlp_share(spec: ModelSpec) -> float:
 _SUM_SECONDS = 1e-5
 # Points at which the batch of a decoding engine is looked at while its last responses run out.
 _TAIL_POINTS = 128
-# Of the variance of response lengths, what prompts account for: responses of one group are long together.
+# Share of the variance of response lengths due to prompts: responses of one group are long together.
 BETWEEN_PROMPTS = 0.5
 
 

@@ -1,4 +1,4 @@
-"""Layouts that fit, ranked by the seconds of the run."""
+"""Layouts that fit, ranked by the run's duration."""
 
 import json
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ from vapo_megatron.operations.plan.plan import Plan, make_plan, pass_seconds
 _BUDGET_STEP = 1024
 _RECOMPUTE = [RecomputeConfig(granularity=kind) for kind in ("none", "selective", "full")]
 _FRACTIONS = (0.85, 0.8, 0.75, 0.7, 0.65, 0.6, 0.5, 0.4, 0.3)
-# What a proposal leaves free on every GPU: the model of memory errs by about so much where pipelines are deep.
+# Memory that a proposal leaves free on every GPU: the memory model errs by about this much for deep pipelines.
 _HEADROOM = 5 * GIB
 # The fastest layouts of each model that are planned together, and sizes of engines with each pair; proposals at most.
 _EACH, _ENGINES, _BEST = 12, 3, 3

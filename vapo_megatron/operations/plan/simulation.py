@@ -1,6 +1,6 @@
 """`plan --simulate`: the steps of a run in small ticks of time, to see which way of collecting would suit a cluster.
 
-What is drawn, kept and dropped is decided by the run's own ledger (engines/ledger.py). Engines, tools, graders and the
+The run's own ledger (engines/ledger.py) decides what is drawn, kept and dropped. Engines, tools, graders and the
 trainer only take time; nothing is written.
 """
 

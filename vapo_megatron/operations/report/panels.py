@@ -156,8 +156,8 @@ def _accuracy(present: Iterable[str], rows: Rows) -> Panel:
             Curve(name, name.removeprefix(names.EVALUATION).replace("_avg@", " avg@"), points=True, low=low, high=high)
         )
     hint = (
-        "Training rises first, evaluation follows. Evaluations sample in their own way (top_p), so that their height "
-        "is not training's: compare each with its own beginning. One that falls while training rises: read samples/."
+        "Training rises first, evaluation follows. Evaluations use their own top_p, so compare each curve with its own "
+        "start, not with training. If one falls while training rises, read samples/."
     )
     return Panel("Accuracy and reward", tuple(curves), hint)
 
@@ -166,7 +166,7 @@ def _phases(rows: Rows) -> Panel:
     counter = names.own_counter(names.PRETRAINING)
     timed = [row for row in rows if row.get(names.STEP_TIME) is not None and counter not in row]
     phase_names = dict.fromkeys(name for row in timed for name in row if name.startswith(names.TIME))
-    # What runs now and then (an evaluation, a checkpoint) would only be spikes that flatten all else.
+    # Occasional phases (an evaluation, a checkpoint) would only be spikes that flatten everything else.
     often = [
         name for name in phase_names if name != names.STEP_TIME and 2 * sum(name in row for row in timed) >= len(timed)
     ]

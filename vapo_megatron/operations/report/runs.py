@@ -24,7 +24,7 @@ from vapo_megatron.operations.report.panels import Rows
 STEPS_OF_SAMPLES = 12
 BYTES_OF_SAMPLES = 3 << 20
 _SAMPLES_OF_STEP = re.compile(r"step_(\d+)\.jsonl")
-# Of the result of a set.
+# Fields of the result of a set.
 _FIGURES = ("problems", "samples", "avg_at_k", "low", "high", "pass_at_k", "maj_at_k", "response_length", "truncated")
 
 
@@ -125,7 +125,7 @@ def read_run(directory: Path) -> Run:
     rows, evaluation = read_metrics(directory), read_evaluation(directory)
     if not rows and not evaluation:
         raise BadInput(
-            f"{directory / METRICS_FILE}: no step in it, and no evaluation.json beside it; report on a run that has "
+            f"{directory / METRICS_FILE}: no step in it, and no evaluation.json next to it; report on a run that has "
             "finished a step"
         )
     config, environment = directory / "config.yaml", _read_json(directory / "environment.json")
@@ -139,7 +139,7 @@ def read_evaluation(directory: Path) -> dict[str, Any]:
     evaluation = _read_json(path)
     sets, step = evaluation.get("sets", []), evaluation.get("step", 0)
     if evaluation and not (isinstance(sets, list) and all(map(_is_result, sets)) and isinstance(step, int)):
-        raise BadInput(f"{path}: not what an evaluation of this version writes; evaluate again, or remove it")
+        raise BadInput(f"{path}: not written by an evaluation of this version; evaluate again, or remove it")
     return evaluation
 
 
@@ -158,7 +158,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
-        raise BadInput(f"{path}: cannot be read as JSON ({error}); mend or remove it") from error
+        raise BadInput(f"{path}: cannot be read as JSON ({error}); fix or remove it") from error
     if not isinstance(content, dict):
-        raise BadInput(f"{path}: expected a JSON object; mend or remove it")
+        raise BadInput(f"{path}: expected a JSON object; fix or remove it")
     return content
