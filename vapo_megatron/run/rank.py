@@ -18,7 +18,7 @@ from vapo_megatron.data.records import Records
 from vapo_megatron.data.tokenizer import TextTokenizer
 from vapo_megatron.engines.engine_limits import engine_fp8
 from vapo_megatron.engines.engines import Engines
-from vapo_megatron.errors import DiskRefused
+from vapo_megatron.errors import TryAgain
 from vapo_megatron.megatron.offload import MemoryPlan
 from vapo_megatron.megatron.platform import current_platform
 from vapo_megatron.monitoring.console import RunConsole
@@ -91,7 +91,7 @@ def train_rank(config: TrainConfig, run_dir: Path, start: Start) -> None:
                 state.safe_point(rollouts)  # it goes on from a copy that no disk has
             train(config, models, rollouts, state, recorder)
         except CannotWrite as error:
-            raise DiskRefused(f"{error}, then start again with run.resume=auto", shared=error.shared) from error
+            raise TryAgain(f"{error}, then start again with run.resume=auto", shared=error.shared) from error
 
 
 def pretrain_critic_rank(config: CriticPretrainingConfig, run_dir: Path, start: Start) -> None:
