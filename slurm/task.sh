@@ -140,8 +140,17 @@ set -m
     exec "$@"
 ) </dev/null &
 rank=$!
+looks=0 # in a row at which something other than a debugger (t) had the rank stopped
 {
-    while kill -0 "$rank"; do wait "$rank"; done
+    while kill -0 "$rank"; do
+        wait "$rank" # comes back for a trap too, and again and again while the rank is stopped
+        if [[ $(sed 's/.*) //' "/proc/$rank/stat") == T* ]]; then
+            ((++looks < 8)) || kill -KILL "$rank"
+            sleep 2
+        elif [[ $looks -lt 8 ]]; then
+            looks=0
+        fi
+    done
     wait "$rank"
     code=$?
     # Orphans of the rank hold its output open; Slurm would not notice that this task has ended.
@@ -151,6 +160,7 @@ rank=$!
 # A task that was killed because another one failed says nothing about its node.
 if [[ -z $ending || $code -lt 128 ]]; then
     why=$([[ $code != 137 ]] || killed_for_memory)
+    [[ $looks -lt 8 ]] || why=": a signal (SIGSTOP) had it stopped for good"
     [[ $code -lt 128 ]] || echo "task.sh: task $SLURM_PROCID on $SLURMD_NODENAME was ended by signal $((code - 128))$why" >&2
     record "$code"
 fi

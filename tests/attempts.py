@@ -1,5 +1,6 @@
 """Whole tiny runs that are stopped, killed and started again, in processes forked from the test."""
 
+import errno
 import json
 import multiprocessing
 import os
@@ -275,6 +276,20 @@ def refuse_checkpoints(number: int, times: int) -> None:
         return commit(*args)
 
     state_saver.commit_checkpoint = refused  # type: ignore[assignment]
+
+
+def refuse_sync(module: Any, part: str, times: int = 1000) -> None:
+    """Have the file system refuse, so often, to sync paths with this part that a module writes."""
+    sync, left = module.sync, times
+
+    def refused(path: Path) -> None:
+        nonlocal left
+        if part in str(path) and left:
+            left -= 1
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        sync(path)
+
+    module.sync = refused
 
 
 _NOT_REPRODUCIBLE = re.compile(r"(^|/)(time|memory|device_memory|throughput)/|_seconds(/turn_\d+)?$")

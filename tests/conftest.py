@@ -14,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import pytest
 
+from vapo_megatron import signals
 from vapo_megatron.signals import STOP_SIGNALS
 
 # Ranks that a test forks never collect what it left: a process group's end waits for threads that they do not have.
@@ -48,6 +49,7 @@ def stop_signals_as_before() -> Iterator[None]:
     """A command that ends in the test's own process ignores stop signals from then on, as do all it starts."""
     before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     yield
+    signals._received.clear()
     for number, handler in before.items():
         signal.signal(number, handler)
 

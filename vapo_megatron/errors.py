@@ -33,13 +33,12 @@ class RunFailed(VapoError):
 
 
 class TryAgain(VapoError):
-    """The run was interrupted by something passing (a lost node, a dead engine). Exit code 75 (EX_TEMPFAIL)."""
+    """The run was interrupted by something passing (a lost node, a dead engine, a full disk). Exit code 75 (EX_TEMPFAIL).
+
+    What host memory holds of its state is kept for the next start.
+    """
 
     exit_code = 75
-
-
-class DiskRefused(TryAgain):
-    """The disk takes nothing that the run needs. What host memory holds of its state is kept for the next start."""
 
 
 class Interrupted(VapoError):

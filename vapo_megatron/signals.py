@@ -29,7 +29,13 @@ def listen() -> None:
     """Take note of stop signals from now on instead of dying of them. Main thread only."""
     _terminals[:] = [file for file in (1, 2) if os.isatty(file)]
     for number in heeded_signals():
-        signal.signal(number, _take_note)
+        signal.signal(number, take_note)
+
+
+def take_note(number: int, _: Any) -> None:
+    """Handler of a stop signal: from now on stop_requested() names it."""
+    leave_terminal(number)
+    _received.append(signal.Signals(number).name)
 
 
 def heeded_signals() -> list[signal.Signals]:
@@ -109,8 +115,3 @@ def job_end_time(environment: Mapping[str, str] = os.environ) -> float | None:
     """When Slurm will end this job (Unix time); None outside Slurm and in jobs without a limit."""
     end = environment.get("SLURM_JOB_END_TIME", "")
     return float(end) if end.isdigit() and int(end) > 0 else None
-
-
-def _take_note(number: int, _: Any) -> None:
-    leave_terminal(number)
-    _received.append(signal.Signals(number).name)

@@ -3,14 +3,23 @@
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import time
 from pathlib import Path
 
 import pytest
+from ranks import run_ranks
 
 from vapo_megatron.checkpoint import host_memory as module
+from vapo_megatron.checkpoint.checkpointer import Checkpointer
+from vapo_megatron.checkpoint.checkpoints import list_checkpoints
 from vapo_megatron.checkpoint.host_memory import copies_left, host_memory, host_memory_of, job_memory
+from vapo_megatron.checkpoint.manifest import Progress
+from vapo_megatron.checkpoint.state_saver import SavedRun, Snapshot
+from vapo_megatron.config.run import MonitoringConfig
+from vapo_megatron.config.train import TrainConfig
+from vapo_megatron.monitoring.recorder import Recorder
 
 
 @pytest.fixture(autouse=True)
@@ -58,6 +67,34 @@ def test_copies_of_a_killed_starter_are_taken_over(root: Path, tmp_path: Path) -
     assert copies_left(tmp_path) is None
     place.symlink_to(tmp_path)
     assert copies_left(tmp_path) is None, "its name can be guessed, and what it holds is trusted"
+
+
+def goes_on_without_its_folder(run_dir: Path, memory: Path) -> tuple[list[str], list[int]]:
+    """A run of three steps without models, whose folder in host memory is removed after the first: what it says in red,
+    and the steps of its checkpoints."""
+    tree = {"model": {"path": "model"}, "data": {"train": "unread.jsonl"}, "sampling": {"max_new_tokens": 8}}
+    config, alarms = TrainConfig.model_validate(tree), list[str]()
+    with Recorder(run_dir, MonitoringConfig(tensorboard=False), is_main_rank=True) as recorder:
+        recorder.console.alarm = alarms.append  # type: ignore[method-assign]
+        saver = Checkpointer(config.checkpoint, SavedRun(config, "train", run_dir, {}, "run"), recorder, None, memory)
+        for step in (1, 2, 3):
+            saver.safe_point(Snapshot(Progress(step=step), {}), due=step == 3, last=False)
+            saver.wait()
+            if step == 1:
+                assert [name.step for name in list_checkpoints(memory)] == [1]
+                shutil.rmtree(memory)
+    return alarms, [name.step for name in list_checkpoints(run_dir)]
+
+
+def test_a_folder_that_is_removed_while_the_run_goes_on_is_named_once(tmp_path: Path) -> None:
+    run_dir, memory = tmp_path / "run", tmp_path / "memory"
+    run_dir.mkdir()
+    memory.mkdir()
+    alarms, saved = run_ranks(1, goes_on_without_its_folder, run_dir, memory)[0]
+    assert alarms == [
+        f"no more copies in host memory ({memory} was removed): a lost rank costs what follows the last checkpoint"
+    ]
+    assert saved == [3] and not memory.exists()
 
 
 def test_a_jobs_folder_waits_for_the_next_attempt(root: Path, tmp_path: Path) -> None:

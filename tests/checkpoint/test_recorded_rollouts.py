@@ -1,8 +1,12 @@
 """Recorded rollouts are files: what is selected from them is what memory would give, and memory holds none of it."""
 
+import errno
+import os
 import random
 import shutil
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +15,7 @@ import torch
 from batches import with_observation, with_segment
 from damage import flip
 
+from vapo_megatron.checkpoint import recorded_rollouts
 from vapo_megatron.checkpoint.manifest import (
     FileFacts,
     Manifest,
@@ -20,6 +25,7 @@ from vapo_megatron.checkpoint.manifest import (
     write_json,
 )
 from vapo_megatron.checkpoint.recorded_rollouts import BYTES_PER_TOKEN, RecordedRollouts, remove_unneeded, write_rollout
+from vapo_megatron.config.atomic import CannotWrite
 from vapo_megatron.config.algorithm import AlgorithmConfig
 from vapo_megatron.data.batch import ExperienceBatch, from_samples
 from vapo_megatron.data.sample import Prompt, Sample
@@ -209,6 +215,33 @@ def test_what_cannot_be_removed_stays(tmp_path: Path) -> None:
     (tmp_path / "recorded_rollouts" / "a folder").mkdir(parents=True)
     remove_unneeded(tmp_path)
     assert (tmp_path / "recorded_rollouts" / "a folder").is_dir()
+
+
+@pytest.mark.parametrize("refusals", [1, 2])
+def test_a_file_system_that_refuses_is_asked_twice(
+    tmp_path: Path, rollouts: list[list[Sample]], monkeypatch: pytest.MonkeyPatch, refusals: int
+) -> None:
+    """To map a file as well as to write it; what it refuses then interrupts a run, as it may pass."""
+    left = 0
+
+    def refused(do: Callable[..., object], *args: object, **named: object) -> object:
+        nonlocal left
+        left -= 1
+        if left >= 0:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return do(*args, **named)
+
+    refuses = pytest.raises(CannotWrite, match=r"rollouts_00000\.safetensors: cannot be \w+ \(Stale file handle\)")
+    outcome: AbstractContextManager[object] = refuses if refusals == 2 else nullcontext()
+    monkeypatch.setattr(recorded_rollouts, "sync", partial(refused, recorded_rollouts.sync))
+    left = refusals
+    with outcome:
+        recorded(tmp_path, rollouts[:1])
+    record = recorded(tmp_path, rollouts[:1])
+    monkeypatch.setattr(recorded_rollouts, "safe_open", partial(refused, recorded_rollouts.safe_open))
+    left = refusals
+    with outcome:
+        assert RecordedRollouts(tmp_path, record.files).files == record.files
 
 
 def test_what_is_no_record_is_refused_by_name(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import json
 import os
 import resource
 import shutil
+import signal
 import subprocess
 import sys
 from collections import namedtuple
@@ -32,6 +33,7 @@ from vapo_megatron.config.run_directory import MARKER, make_run_dir
 from vapo_megatron.errors import BadInput
 from vapo_megatron.operations.report import report
 from vapo_megatron.run import restarts
+from vapo_megatron.signals import STOP_SIGNALS, stop_requested
 from vapo_megatron.weights.tiny import CHATML_TEMPLATE, word_tokenizer
 
 USAGE = namedtuple("USAGE", "total used free")
@@ -51,6 +53,22 @@ def test_the_configs_that_the_cases_spoil_are_good(
         shutil.rmtree(command.run_dir)
     assert reported == [[command.run_dir]], "train, and train alone, draws a report after the run"
     assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize("number", STOP_SIGNALS)
+def test_a_request_to_stop_that_comes_once_all_is_saved_is_passed_over(
+    command: Command, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], number: signal.Signals
+) -> None:
+    """Python gives signals back to the system while it ends: one that is noted in the report may end it then."""
+
+    def slow_report(_: list[Path]) -> str:
+        os.kill(os.getpid(), number)
+        return f"noted {stop_requested()}, then {signal.getsignal(number).name}"
+
+    monkeypatch.setattr(restarts, "start_ranks", lambda *_: None)
+    monkeypatch.setattr(report, "write_report", slow_report)
+    assert command.exit_code("train") == 0
+    assert "report  noted None, then SIG_IGN" in capfd.readouterr().out
 
 
 def test_a_check_says_what_a_run_would_meet_and_writes_nothing(

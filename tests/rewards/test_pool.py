@@ -121,6 +121,21 @@ def test_not_even_daemons_outlive_the_timeout_of_their_function(tmp_path: Path) 
         assert daemons and not [pid for pid in daemons if stands_still(int(pid)) is None]
 
 
+@pytest.mark.full
+@pytest.mark.usefixtures("functions_importable")
+def test_many_timeouts_leave_nothing(tmp_path: Path) -> None:
+    """A hundred, not a thousand: each costs the start of a worker, some 0.3 s on two cores."""
+    pids, this = tmp_path / "pids", psutil.Process()
+    before = this.num_fds(), len(this.children(recursive=True)), this.num_threads()
+    with VerifierPool(_function_config("obey", workers=4, response_timeout_s=0.1)) as pool:
+        case = Case("ab", "leave daemons, hang", problem="a", extra={"pid_file": str(pids), "daemons": 3})
+        for _ in range(4):
+            assert [grade.reason for grade in pool.grade_batch([case] * 25)] == ["timeout"] * 25
+        daemons = pids.read_text().split()
+        assert len(daemons) > 100 and not [pid for pid in daemons if stands_still(int(pid)) is None]
+    assert (this.num_fds(), len(this.children(recursive=True)), this.num_threads()) == before
+
+
 @pytest.mark.usefixtures("functions_importable")
 def test_orphans_that_end_do_not_fill_the_process_table() -> None:
     with VerifierPool(_function_config("orphans", workers=1, response_timeout_s=60.0)) as pool:

@@ -1,5 +1,6 @@
 """Ranks start where they are told to, and the first that fails ends all of them with its own words."""
 
+import ctypes
 import gc
 import multiprocessing
 import os
@@ -31,6 +32,7 @@ from vapo_megatron.run.rank import train_rank
 from vapo_megatron.run.ranks import (
     DEVICE_FAULT,
     LOST_A_PEER,
+    RankKilled,
     RankPlace,
     run_as_external_rank,
     run_as_rank,
@@ -39,6 +41,8 @@ from vapo_megatron.run.ranks import (
 from vapo_megatron.signals import stop_requested
 
 pytestmark = pytest.mark.full
+
+_PTRACE_ATTACH, _PTRACE_DETACH, _WAIT_FOR_ANY = 16, 17, 0x40000000
 
 
 def write_rank(folder: Path) -> None:
@@ -108,6 +112,64 @@ def test_the_first_failure_ends_all_ranks(tmp_path: Path, body: object, error: t
     assert time.monotonic() - started < 45, "the others were waited for"
     for path in tmp_path.iterdir():
         assert not psutil.pid_exists(int(path.read_text().split()[0]))
+
+
+def stopped_on_one(folder: Path, seconds: float) -> None:
+    """Rank 1 is stopped twice, and rank 0 has it go on after `seconds`."""
+    write_rank(folder)
+    dist.barrier()
+    for _ in range(2):
+        if dist.get_rank() == 0:
+            other = psutil.Process(int((folder / "1").read_text().split()[0]))
+            while other.status() != psutil.STATUS_STOPPED:
+                time.sleep(0.01)
+            time.sleep(seconds)
+            other.send_signal(signal.SIGCONT)
+            time.sleep(0.2)
+        else:
+            time.sleep(0.6)  # the barrier is over for the other rank too, or it goes on for a while
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def traced_on_one(folder: Path) -> None:
+    """Rank 0 holds rank 1 as a debugger does, longer than a rank may be stopped."""
+    write_rank(folder)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        ptrace, other = ctypes.CDLL(None).ptrace, int((folder / "1").read_text().split()[0])
+        if ptrace(_PTRACE_ATTACH, other, None, None) == 0:
+            (folder / "attached").touch()
+            os.waitpid(other, _WAIT_FOR_ANY)
+            time.sleep(2)
+            assert psutil.Process(other).status() == psutil.STATUS_TRACING_STOP
+            ptrace(_PTRACE_DETACH, other, None, None)
+
+
+@pytest.fixture
+def looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster_ranks, "_LOOK_SECONDS", 0.2)
+
+
+@pytest.mark.usefixtures("looks_often")
+def test_a_rank_that_is_stopped_for_good_counts_as_killed(tmp_path: Path) -> None:
+    began = time.monotonic()
+    with pytest.raises(RankKilled, match=r"^rank1 \(process \d+\) was stopped by a signal \(SIGSTOP\) .*start the same"):
+        start_ranks(2, partial(stopped_on_one, tmp_path, 60.0), 60)
+    assert time.monotonic() - began < 30
+    for path in tmp_path.iterdir():
+        assert not psutil.pid_exists(int(path.read_text().split()[0]))
+
+
+@pytest.mark.usefixtures("looks_often")
+def test_a_rank_that_is_stopped_for_moments_goes_on(tmp_path: Path) -> None:
+    start_ranks(2, partial(stopped_on_one, tmp_path, 1.0), 60)
+
+
+@pytest.mark.usefixtures("looks_often")
+def test_a_rank_under_a_debugger_is_left_alone(tmp_path: Path) -> None:
+    start_ranks(2, partial(traced_on_one, tmp_path), 60)
+    if not (tmp_path / "attached").exists():
+        pytest.skip("this system lets no process trace another")
 
 
 MEETING = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}

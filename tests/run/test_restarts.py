@@ -21,7 +21,7 @@ from vapo_megatron.config.load import dump_config
 from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.engines.server import EngineAddress
 from vapo_megatron.errors import TryAgain
-from vapo_megatron.run import launch, restarts
+from vapo_megatron.run import launch, ranks, restarts
 from vapo_megatron.run.ranks import RankKilled
 
 
@@ -142,3 +142,35 @@ def test_a_new_start_goes_on_from_the_copy_that_a_killed_starter_left(
     assert sorted(path.name for path in begun.iterdir()) == ["0_True", "1_False"]
     saved(host_memory.host_memory_of(run_dir) / "checkpoints" / "step_000002", "older")
     assert restarts.find_left_copy(config, SimpleNamespace(take=lambda: None)) is None  # type: ignore[arg-type]
+
+
+def test_a_request_to_stop_ends_ranks_of_which_one_is_stopped_and_keeps_their_copy(
+    config: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They cannot save; started again they would not know of the request."""
+    (tmp_path / "shm").mkdir()
+    monkeypatch.setattr(host_memory, "ROOT", tmp_path / "shm")
+    monkeypatch.setattr(ranks, "_LOOK_SECONDS", 0.1)
+    run = config.run.model_copy(update={"root": str(tmp_path), "name": "stopped", "resume": "auto"})
+    config = config.model_copy(update={"run": run})
+    run_dir = Path(config.run.directory)
+    dump_config(config, saved(run_dir / "checkpoints" / "step_000004", "saved") / "config.yaml")
+    monkeypatch.setattr(launch, "prepare_start", lambda *_: Start(run_dir / "checkpoints" / "step_000004"))
+
+    def body(_: Path, start: Start) -> None:
+        assert start.memory is not None
+        if dist.get_rank() == 0:
+            with (tmp_path / "starts").open("a") as file:
+                file.write("x")
+            dump_config(config, saved(start.memory / "checkpoints" / "step_000006", "copied") / "config.yaml")
+            os.kill(os.getppid(), signal.SIGTERM)
+        dist.barrier()
+        if dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        dist.barrier()
+
+    with pytest.raises(TryAgain, match="rank1 .* was stopped .*; the state is saved in host memory, .*step_000006: a st"):
+        launch.launch(config, body, lambda *_: None)
+    assert (tmp_path / "starts").read_text() == "x"
+    copy = restarts.find_left_copy(config, SimpleNamespace(take=lambda: None))  # type: ignore[arg-type]
+    assert copy is not None and copy.name == "step_000006"

@@ -196,6 +196,26 @@ def test_a_task_that_was_killed_for_memory_says_so(
     assert capfd.readouterr().err.strip() == f"task.sh: task 1 on a was ended by signal 9{why}"
 
 
+def test_a_rank_that_is_stopped_for_good_is_killed_and_recorded(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    task = Task(tmp_path, sys.executable, "-c", "import os, time; print(os.getpid(), flush=True); time.sleep(300)")
+    rank = int(task.line())
+    os.kill(rank, signal.SIGSTOP)
+    time.sleep(3)
+    used = psutil.Process(task.process.pid).cpu_times()
+    assert used.user + used.system < 1, "the shell that waits for it keeps a core busy"
+    os.kill(rank, signal.SIGCONT)  # forgotten
+    time.sleep(3)
+    os.kill(rank, signal.SIGSTOP)
+    began = time.monotonic()
+    assert task.process.wait(60) == 137 and time.monotonic() - began > 12
+    assert task.recorded == ["137", "a"]
+    assert capfd.readouterr().err.strip() == (
+        "task.sh: task 1 on a was ended by signal 9: a signal (SIGSTOP) had it stopped for good"
+    )
+
+
 def test_a_node_without_a_usable_disk_is_recorded_as_unfit(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     task = Task(tmp_path, "touch", str(tmp_path / "ran"), LOCAL_TMP=str(tmp_path / "file"))

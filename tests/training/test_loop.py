@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -14,11 +14,17 @@ from batches import spread
 from ranks import run_ranks
 from switch_rollout import config_of, read_rollout, write_models
 
-from vapo_megatron.config.run import MonitoringConfig
+from vapo_megatron.algorithms.selection import minibatch_seed, split_minibatches
+from vapo_megatron.checkpoint.checkpointer import Checkpointer
+from vapo_megatron.config.run import CheckpointConfig, MonitoringConfig, RunConfig
 from vapo_megatron.monitoring.recorder import Recorder
 from vapo_megatron.training import loop
+from vapo_megatron.training.advantages import estimate_advantages
 from vapo_megatron.training.models import load_models
 from vapo_megatron.training.score import score
+from vapo_megatron.training.skipped_updates import SkippedUpdates
+from vapo_megatron.training.state import RunState
+from vapo_megatron.training.updates import update_critic
 
 STEP = [
     *("collect", "spread", "offload", "score", "estimate_advantages", "update_critic", "update_policy"),
@@ -93,6 +99,40 @@ def test_phases_come_in_the_order_of_the_method(
         assert run.given["estimate_advantages"] == (
             *("spread", config.algorithm, "recorder", "is new", "returns of past steps"),
         )
+
+
+def is_new_before_and_after(folder: Path) -> list[bool]:
+    """Whether the critic is new: before its first update, after it, and where there is none."""
+    config, batch = config_of(folder, {}), spread(read_rollout(folder))
+    models, seen = load_models(config, None), []
+    with Recorder(Path("unused"), MonitoringConfig(), is_main_rank=False) as recorder:
+        score(models, batch, config.algorithm, recorder)
+        seen.append(models.critic_is_new)
+        estimate_advantages(batch, config.algorithm, recorder, True)
+        seen.append(models.critic_is_new)
+        update_critic(models, batch, config.algorithm, "1/1", recorder)
+        seen.append(models.critic_is_new)
+    models.critic = None
+    return [*seen, models.critic_is_new]
+
+
+def test_a_critic_is_new_until_its_first_update(tmp_path: Path) -> None:
+    assert run_ranks(1, is_new_before_and_after, write_models(tmp_path), deadline=120)[0] == [True, True, False, False]
+
+
+def test_every_step_has_a_seed_of_its_own_in_every_attempt(tmp_path: Path) -> None:
+    """It orders the step's mini-batches: the same order in each step would repeat the same neighbours."""
+
+    def seeds(run_seed: int, first: int = 1) -> list[str]:
+        run = RunConfig(name="run", seed=run_seed, steps=4)
+        state = RunState(run, CheckpointConfig(), tmp_path, cast(Checkpointer, None), SkippedUpdates())
+        state.step = first - 1
+        return [state.seed for _ in state.steps()]
+
+    assert len({*seeds(1), *seeds(2)}) == 8
+    assert seeds(1, first=3) == seeds(1)[2:], "a run that goes on from step 2"
+    orders = [split_minibatches(torch.arange(32), 8, "sample", minibatch_seed(seed, 1, 0)) for seed in seeds(1)]
+    assert len({str(order) for order in orders}) == 4
 
 
 def logprobs_at(folder: Path, temperature: float) -> Any:

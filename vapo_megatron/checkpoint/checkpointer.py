@@ -19,7 +19,7 @@ from vapo_megatron.checkpoint.state_saver import SavedRun, Snapshot, StateSaver
 from vapo_megatron.collectives import on_rank_zero
 from vapo_megatron.config.base import nearest
 from vapo_megatron.config.run import CheckpointConfig, RetentionConfig
-from vapo_megatron.errors import DiskRefused, RunFailed, TryAgain
+from vapo_megatron.errors import RunFailed, TryAgain
 from vapo_megatron.monitoring.names import EVALUATION
 from vapo_megatron.monitoring.recorder import Recorder
 from vapo_megatron.signals import job_end_time, stop_requested
@@ -220,9 +220,9 @@ class Checkpointer:
             self._recorder.console.alarm(f"saving failed ({outcome.problem})")
         return outcome.problem
 
-    def _refused(self, name: CheckpointName, problem: str) -> DiskRefused:
+    def _refused(self, name: CheckpointName, problem: str) -> TryAgain:
         checkpoint = self._run_dir / CHECKPOINT_FOLDER / str(name)
-        return DiskRefused(
+        return TryAgain(
             f"{checkpoint}: cannot be saved ({problem}), tried twice: make room or mend the disk, then start again "
             "with run.resume=auto; checkpoints saved before are untouched",
             shared=True,

@@ -20,7 +20,7 @@ from pathlib import Path
 from vapo_megatron.checkpoint.checkpoints import CHECKPOINT_FOLDER, RECORD_FOLDER, list_checkpoints
 from vapo_megatron.checkpoint.lease import Holder
 from vapo_megatron.config.atomic import atomic_write
-from vapo_megatron.errors import BadInput, DiskRefused
+from vapo_megatron.errors import BadInput, TryAgain
 
 _logger = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ _JOB_VARIABLE, _JOB_PREFIX = "VAPO_HOST_MEMORY", "vapo-job-"
 # So long after it was written to last, a job's folder without a living owner is waiting for the job's next step.
 _GRACE_SECONDS = 900.0
 _OWNER_FILE = "owner.json"
-# The only place of a state that the disk did not take: it outlives its run until that goes on, or is removed.
+# The only place of a state that no checkpoint holds: it outlives its run until that goes on, or is removed.
 _KEPT_FILE = "kept"
 
 
@@ -84,12 +84,12 @@ def copies_left(run_dir: Path) -> Path | None:
 def host_memory(run_dir: Path, keep_copies: bool = False) -> Iterator[Path | None]:
     """A folder for copies of a run that this process holds the lease of; None where the system refuses.
 
-    It is removed at the end, and so are those of processes of this machine that were killed; where the disk takes no
-    checkpoint, a newer copy is kept, and named. keep_copies: take over the copies that an earlier starter of this run
-    has left.
+    It is removed at the end, and so are those of processes of this machine that were killed. Where the run was
+    interrupted, a copy that is newer than the last checkpoint is kept, and named. keep_copies: take over the copies
+    that an earlier starter of this run has left.
 
     Raises:
-        DiskRefused: as in the body, with the place of the copy that is kept.
+        TryAgain: as in the body, with the place of the copy that is kept.
     """
     place, here = host_memory_of(run_dir), Holder.here(os.environ)
     _remove_abandoned(here, place)
@@ -103,12 +103,12 @@ def host_memory(run_dir: Path, keep_copies: bool = False) -> Iterator[Path | Non
         return
     try:
         yield place
-    except DiskRefused as error:
+    except TryAgain as error:
         copies, saved = list_checkpoints(place), list_checkpoints(run_dir)
         if not copies or (saved and max(saved) >= max(copies)):
             raise
         (place / _KEPT_FILE).touch()
-        raise DiskRefused(
+        raise TryAgain(
             f"{error}; the state is saved in host memory, {copies[max(copies)]}: a start on this machine finds it there"
         ) from error
     finally:

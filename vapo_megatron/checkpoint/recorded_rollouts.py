@@ -20,7 +20,7 @@ from torch import Tensor
 from vapo_megatron.checkpoint.checkpoints import RECORD_FOLDER, list_checkpoints
 from vapo_megatron.checkpoint.host_memory import host_memory_of
 from vapo_megatron.checkpoint.manifest import FileFacts, read_manifest
-from vapo_megatron.config.atomic import atomic_write, sync
+from vapo_megatron.config.atomic import CannotWrite, atomic_write, cannot_write, sync
 from vapo_megatron.data.batch import ExperienceBatch, SampleTable
 from vapo_megatron.errors import BadInput
 
@@ -39,7 +39,7 @@ class RecordedRollouts:
     """
 
     def __init__(self, run_dir: Path, files: Mapping[str, FileFacts] | None = None) -> None:
-        """files: those of an earlier attempt, found whole. Raises BadInput where one cannot be mapped."""
+        """files: those of an earlier attempt, found whole. Raises as add() does."""
         self._run_dir = run_dir
         self.files: dict[str, FileFacts] = {}
         self._rollouts: list[ExperienceBatch] = []
@@ -56,7 +56,8 @@ class RecordedRollouts:
         return f"{RECORD_FOLDER}/rollouts_{len(self.files):05d}.safetensors"
 
     def add(self, name: str, facts: FileFacts) -> None:
-        """Append a rollout that write_rollout() wrote. Raises BadInput where it cannot be mapped."""
+        """Append a rollout that write_rollout() wrote. Raises BadInput where it is missing or damaged, CannotWrite where the
+        file system refuses to map it."""
         rollout = _mapped(self._run_dir / name)
         table = rollout.table()
         if self.files:
@@ -103,15 +104,22 @@ def _prompt_ids(rollout: ExperienceBatch) -> Tensor:
 
 def write_rollout(batch: ExperienceBatch, path: Path) -> FileFacts:
     """On rank 0: write a rollout to a file, which is on the disk when this returns; its size and digest. Fields that
-    phases fill in, and routed_experts, are left out. Raises BadInput if it cannot be written."""
+    phases fill in, and routed_experts, are left out. Raises CannotWrite if it cannot be written, tried twice."""
     content = save(batch.rollout_tensors())
+    try:
+        _write(path, content)
+    except CannotWrite:
+        _write(path, content)
+    return FileFacts(bytes=len(content), sha256=hashlib.sha256(content).hexdigest())
+
+
+def _write(path: Path, content: bytes) -> None:
     with atomic_write(path, "wb") as file:
         file.write(content)
     try:
         sync(path.parent)
     except OSError as error:
-        raise BadInput(f"{path.parent}: cannot be synced ({error.strerror}): check that disk") from None
-    return FileFacts(bytes=len(content), sha256=hashlib.sha256(content).hexdigest())
+        raise cannot_write(path, error) from None
 
 
 def remove_unneeded(run_dir: Path) -> None:
@@ -137,16 +145,21 @@ def remove_unneeded(run_dir: Path) -> None:
             folder.rmdir()
 
 
-def _mapped(path: Path) -> ExperienceBatch:
+def _mapped(path: Path, tries: int = 2) -> ExperienceBatch:
     """A file as a batch: fields over tokens are mapped, the others read."""
     tensors: dict[str, Tensor] = {}
     try:
+        path.open("rb").close()  # what the file system says: safe_open calls any refusal a missing file
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118 (it is no mapping)
                 tensors[name] = file.get_tensor(name)
-    except (OSError, SafetensorError) as error:
+    except (FileNotFoundError, PermissionError, SafetensorError) as error:
         raise BadInput(
             f"{path}: cannot be read ({' '.join(str(error).split())}): every rank has to see the same run.root"
         ) from None
+    except OSError as error:
+        if tries > 1:
+            return _mapped(path, tries - 1)
+        raise CannotWrite(f"{path}: cannot be read ({error.strerror}), tried twice: mend that disk") from None
     fields: dict[str, Any] = {name: t if name in _OVER_TOKENS else t.clone() for name, t in tensors.items()}
     return ExperienceBatch(**fields)

@@ -17,7 +17,7 @@ class CannotWrite(BadInput):
 def cannot_write(path: Path, error: Exception) -> CannotWrite:
     """The error that says why nothing can be written at a path."""
     reason = (error.strerror if isinstance(error, OSError) else None) or str(error).partition("\n")[0]
-    return CannotWrite(f"{path}: cannot be written ({reason}): make room there or name another place")
+    return CannotWrite(f"{path}: cannot be written ({reason}): make room there")
 
 
 @contextmanager

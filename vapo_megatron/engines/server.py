@@ -40,8 +40,6 @@ _LONGEST_SOCKET = 107  # bytes in a path that is the name of a socket
 _POLL_SECONDS = 0.1
 # Bytes read from the end of a log: it grows for days, and is read for each request that an engine fails to answer.
 _LOG_END = 1 << 17
-# Lines of a log that do not say why a server ended: requests, and SGLang's reports, which begin with the time.
-_ROUTINE = re.compile(r'\[20\d\d-| *$|.* HTTP/1\.1" ')
 # Processes of a server that was killed hold its port until the kernel has ended them.
 _PORT_SECONDS = 2.0
 DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -72,17 +70,15 @@ class EngineAddress:
 
 
 def cause_in_log(log_file: Path) -> str:
-    """The last exception in a log, else its last line that is not routine, quoted in a clause."""
+    """The last exception in a log, quoted in a clause; without one, a clause that names the log."""
     try:
         with log_file.open("rb") as log:
             log.seek(max(0, log.seek(0, os.SEEK_END) - _LOG_END))
             lines = log.read().decode(errors="replace").splitlines()[-400:]
     except OSError as error:
         return f"its log cannot be read: {error.strerror}"
-    lines = [line.strip() for line in lines if not _ROUTINE.match(line)]
-    exceptions = [line for line in lines if re.match(r"[\w.]*(Error|Exception|Killed)\b", line)]
-    last = exceptions or lines
-    return f'its log says "{last[-1][:400]}"' if last else "its log does not say why"
+    exceptions = [line.strip() for line in lines if re.match(r"\s*[\w.]*(Error|Exception|Killed)\b", line)]
+    return f'its log says "{exceptions[-1][:400]}"' if exceptions else f"no exception is in its log, {log_file}"
 
 
 class EngineServer:

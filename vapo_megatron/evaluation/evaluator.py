@@ -60,11 +60,16 @@ def generate_with(
 
 @dataclass(frozen=True)
 class Evaluator:
-    """Answers and grades sets. reward: the config section of the verifier; phase: shows progress."""
+    """Answers and grades sets.
+
+    reward: the config section of the verifier; phase: shows progress; optional: entered, with the name of a file, while
+    it is written.
+    """
 
     verifier: VerifierPool
     reward: RewardConfig
     phase: Phase = lambda name, total: nullcontext(lambda _: None)
+    optional: Callable[[str], AbstractContextManager[None]] = nullcontext
 
     def answer(
         self, name: str, prompts: Sequence[Prompt], k: int, generate: Generate | None, log: ResponseLog | None = None
@@ -108,6 +113,7 @@ class Evaluator:
             else:
                 response.correct, response.grade_reason = grade.correct, grade.reason
                 response.extracted = grade.extracted
-        write_rows(outputs, (response.row(by_id[response.id]) for response in responses))
+        with self.optional(outputs.name):
+            write_rows(outputs, (response.row(by_id[response.id]) for response in responses))
         problems = problem_results(prompts, responses)
         return summarise(name, problems, k), problems

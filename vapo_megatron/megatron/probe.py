@@ -171,7 +171,6 @@ class Probe:
 
     def export(self, folder: Path) -> None:
         """Write the head alone, for read_probe; one rank does."""
-        folder.mkdir(parents=True, exist_ok=True)
         with atomic_write(folder / PROBE_FILE, "wb") as file:
             file.write(save({name: p.detach().cpu() for name, p in self.head.named_parameters()}))
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from vapo_megatron.config.atomic import atomic_write, cannot_write
 from vapo_megatron.data.jsonl import read_rows
-from vapo_megatron.errors import BadInput, DiskRefused, RunFailed
+from vapo_megatron.errors import BadInput, RunFailed, TryAgain
 
 _logger = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ class MetricsWriter:
     def write(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
         """Append the row of `step` and return its finite metrics. What the disk refuses is written with the next row.
 
-        Raises DiskRefused where it refuses many in a row; RunFailed where the file is gone, as with its run directory.
+        Raises TryAgain where it refuses many in a row; RunFailed where the file is gone, as with its run directory.
         """
         finite = {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
         row: dict[str, Any] = {"step": step} | {name: finite.get(name) for name in metrics}
@@ -45,7 +45,7 @@ class MetricsWriter:
         return finite
 
     def close(self) -> None:
-        """Write what is pending. Raises DiskRefused where the disk still refuses it."""
+        """Write what is pending. Raises TryAgain where the disk still refuses it."""
         if self._pending:
             self._flush(most_pending=0)
 
@@ -61,7 +61,7 @@ class MetricsWriter:
             self.refused += 1
             _logger.warning("%s: %s; the row is written with the next one", self.path, error.strerror)
             if self._pending.count(b"\n") > most_pending:
-                raise DiskRefused(f"{cannot_write(self.path, error)}, then start again with run.resume=auto") from error
+                raise TryAgain(f"{cannot_write(self.path, error)}, then start again with run.resume=auto") from error
         else:
             self._size, self._pending = self._size + len(self._pending), b""
 

@@ -8,6 +8,7 @@ from typing import Self
 from torch import Tensor
 
 from vapo_megatron import logs
+from vapo_megatron.config.atomic import CannotWrite
 from vapo_megatron.config.run import MonitoringConfig
 from vapo_megatron.data.sample import Sample
 from vapo_megatron.monitoring import names
@@ -44,6 +45,7 @@ class Recorder:
         self.console = RunConsole(enabled=is_main_rank)
         self.timer = timer or PhaseTimer()
         self._row: dict[str, float] = {}
+        self._left_out = 0
         self._metrics = MetricsWriter(run_dir, start_step) if is_main_rank else None
         kept = self._metrics.kept if self._metrics is not None else []
         self._samples = SampleWriter(run_dir, _SAMPLE_GROUPS, TOKEN_ESTIMATES, decode)
@@ -67,6 +69,15 @@ class Recorder:
     def add(self, metrics: Mapping[str, float]) -> None:
         """Add metrics to the row that the next write ends."""
         self._row.update(metrics)
+
+    @contextmanager
+    def optional(self, output: str) -> Iterator[None]:
+        """What the disk refuses in here the run goes on without: one line names it, tracking/failures counts it."""
+        try:
+            yield
+        except CannotWrite as error:
+            self._left_out += 1
+            self.console.alarm(f"{output} is not kept: {error}")
 
     def discard_pending(self) -> None:
         """Drop the metrics and times that are not written yet."""
@@ -119,7 +130,7 @@ class Recorder:
         """Write a row to the files and trackers, and return the alarms that it raises."""
         if self._metrics is None:
             return []
-        if failures := self._trackers.failures + self._samples.failures + self._metrics.refused:
+        if failures := self._trackers.failures + self._samples.failures + self._metrics.refused + self._left_out:
             row[names.TRACKER_FAILURES] = float(failures)
         lines = [f"{name}: {text}" for name, text in self._alarms.check(row).items()]
         row |= self._alarms.metrics()

@@ -10,11 +10,13 @@ import sys
 import tempfile
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
 
+import psutil
 import torch.distributed as dist
 
 from vapo_megatron import logs
@@ -28,10 +30,10 @@ from vapo_megatron.signals import (
     STOP_SIGNALS,
     end_with_parent,
     heeded_signals,
-    leave_terminal,
     listen,
     stop_requested,
     stop_signals_blocked,
+    take_note,
 )
 
 # Ranks of one job start together; one that is not there by then does not come.
@@ -39,6 +41,8 @@ _MEETING_TIMEOUT = timedelta(minutes=15)
 # How long the end of a rank may take that others have noticed already.
 _PATIENCE_SECONDS = 60
 _LOOK_SECONDS = 2.0
+# A rank that is stopped in so many looks in a row does not go on; seconds would count those of a suspended machine.
+_STOPPED_LOOKS = 8
 _PR_SET_NAME = 15
 _GRACE_SECONDS = 15
 # How the starter ends its processes; the stop signals ask for a save first.
@@ -50,7 +54,7 @@ LOST_A_PEER = 77
 
 
 class RankKilled(TryAgain):
-    """A signal ended a rank; the others were ended for it."""
+    """A signal ended or stopped a rank; all were ended for it."""
 
 
 def run_as_rank(place: RankPlace, body: Callable[[], None], collective_timeout_s: float) -> None:
@@ -156,7 +160,7 @@ def start_ranks(count: int, body: Callable[[], None], collective_timeout_s: floa
     them at once. They meet in a file in `folder`, which whoever made it removes; None: in one of temporary files.
 
     Raises:
-        RankKilled: a signal ended one.
+        RankKilled: a signal ended one, or stopped it for good.
         VapoError: what the first failing rank raised, or what its error means (cluster.failures); RunFailed with its
             stack trace for anything unforeseen.
     """
@@ -182,8 +186,8 @@ def start_ranks(count: int, body: Callable[[], None], collective_timeout_s: floa
             for rank in ranks:
                 rank.start()
 
-        def pass_on(number: int, *_: Any) -> None:
-            leave_terminal(number)
+        def pass_on(number: int, frame: Any = None) -> None:
+            take_note(number, frame)  # ranks that are killed meanwhile are not started again
             for rank in ranks:
                 if rank.is_alive():
                     os.kill(rank.pid, number)
@@ -204,8 +208,11 @@ def _wait(ranks: list[Any], failures: Any) -> None:
     errors: dict[str, VapoError] = {}
     lost: VapoError | None = None
     lost_at = 0.0
+    stopped: Counter[str] = Counter()
     while running:
         ended = multiprocessing.connection.wait(list(running), _LOOK_SECONDS)
+        if not ended:
+            _end_stopped(running.values(), stopped)
         if not ended and lost is not None and time.monotonic() > lost_at + _PATIENCE_SECONDS:
             raise lost
         for sentinel in ended:
@@ -224,6 +231,23 @@ def _wait(ranks: list[Any], failures: Any) -> None:
                 raise RunFailed(f"{rank.name} ended with exit code {rank.exitcode} and said nothing")
     if lost is not None:
         raise lost
+
+
+def _end_stopped(ranks: Iterable[Any], looks: Counter[str]) -> None:
+    """Kill a rank that is stopped in too many looks, which are counted by name. A debugger's stop does not count.
+
+    Raises RankKilled for it.
+    """
+    for rank in ranks:
+        is_stopped = psutil.Process(rank.pid).status() == psutil.STATUS_STOPPED
+        looks[rank.name] = looks[rank.name] + 1 if is_stopped else 0
+        if looks[rank.name] >= _STOPPED_LOOKS:
+            rank.kill()
+            rank.join()
+            raise RankKilled(
+                f"{rank.name} (process {rank.pid}) was stopped by a signal (SIGSTOP) for "
+                f"{_STOPPED_LOOKS * _LOOK_SECONDS:.0f} s and killed: start the same command again with run.resume=auto"
+            )
 
 
 def _killed(rank: Any) -> RankKilled:

@@ -5,8 +5,8 @@ A directory hf/<name> holds actor and critic; adapters are also written alone, a
 
 import json
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -46,7 +46,8 @@ def export(models: Models, engines: Engines, config: ExportConfig, state: RunSta
         if state.step == state.last_step:
             _save_final(models, engines, config, state)
         else:
-            save_models(models, engines, chosen_models(models, config), state, f"step_{state.step:06d}")
+            name = f"step_{state.step:06d}"
+            save_models(models, engines, chosen_models(models, config), state, name, recorder.optional)
 
 
 def export_critic(models: Models, engines: Engines, config: ExportConfig, state: RunState) -> None:
@@ -68,19 +69,27 @@ def chosen_models(models: Models, config: ExportConfig) -> list[Trainable | Prob
     return [models.actor, models.critic] if config.critic and models.critic is not None else [models.actor]
 
 
-def save_models(models: Models, engines: Engines, chosen: list[Trainable | Probe], state: RunState, name: str) -> None:
-    """Collective: write some models to hf/<name>."""
+def save_models(
+    models: Models,
+    engines: Engines,
+    chosen: list[Trainable | Probe],
+    state: RunState,
+    name: str,
+    optional: Callable[[str], AbstractContextManager[None]] = nullcontext,
+) -> None:
+    """Collective: write some models to hf/<name>. optional: entered, with its name, while a model is written."""
     with engines.kv_cache_offloaded():
         for model in chosen:
             models.memory.enter("export_policy" if model.name == "actor" else "export_critic")
             folder = state.run_dir / HF_FOLDER / name / model.name
-            if isinstance(model, Probe):
-                on_rank_zero(partial(model.export, folder))
-                continue
-            source = models.sources[model.name]
-            save_hf(model.chunks, model.spec, model.mesh, model.head, source, folder)
-            if model.adapter is not None and model.head == "lm":
-                save_adapters(model.chunks, model.spec, model.mesh, model.adapter, source, adapter_folder(folder))
+            with optional(f"{HF_FOLDER}/{name}/{model.name}"):
+                if isinstance(model, Probe):
+                    on_rank_zero(partial(model.export, folder))
+                    continue
+                source = models.sources[model.name]
+                save_hf(model.chunks, model.spec, model.mesh, model.head, source, folder)
+                if model.adapter is not None and model.head == "lm":
+                    save_adapters(model.chunks, model.spec, model.mesh, model.adapter, source, adapter_folder(folder))
         models.memory.enter("rollout")
 
 
@@ -100,7 +109,7 @@ def evaluate(
     with suppress(EnginesFailed), rollouts.engines.attended():  # the next safe point saves, and ends the run for it
         if dist.get_rank() == 0:
             with recorder.phase("evaluation"):
-                for result in evaluate_sets(rollouts, sets, config, state.run_dir, state.step):
+                for result in evaluate_sets(rollouts, sets, config, state.run_dir, state.step, recorder.optional):
                     recorder.add(result.metrics())
                     recorder.console.note(result.line(f"step {state.step}"))
     if state.step == 0:
@@ -108,14 +117,20 @@ def evaluate(
 
 
 def evaluate_sets(
-    rollouts: Rollouts, sets: Sequence[EvalSet], config: EvaluationConfig, run_dir: Path, step: int
+    rollouts: Rollouts,
+    sets: Sequence[EvalSet],
+    config: EvaluationConfig,
+    run_dir: Path,
+    step: int,
+    optional: Callable[[str], AbstractContextManager[None]] = nullcontext,
 ) -> list[SetResult]:
-    """On rank 0: the result of every set; raw outputs and evaluation.json go into the run directory."""
+    """On rank 0: the result of every set; raw outputs and evaluation.json go into the run directory. optional: entered,
+    with the name of a file, while it is written."""
     verifier = rollouts.verifier
     assert verifier is not None, "responses are graded on rank 0"
     sampling = config.sampling_beside(rollouts.sampling)
     generator = rollouts.generator(sampling, rollouts.seed + EVALUATION_SEED)
-    evaluator, results = Evaluator(verifier, rollouts.reward), []
+    evaluator, results = Evaluator(verifier, rollouts.reward, optional=optional), []
     for entry, prompts in zip(sets, rollouts.evaluation_prompts, strict=True):
         problems = numbered(entry.name, prompts)
         responses = evaluator.answer(entry.name, problems, entry.samples, generator)
@@ -124,7 +139,7 @@ def evaluate_sets(
                 response.response_ids = None
         outputs = run_dir / "evaluation" / f"step_{step:06d}_{entry.name}.jsonl"
         results.append(evaluator.conclude(entry.name, problems, responses, entry.samples, outputs)[0])
-    with atomic_write(run_dir / "evaluation.json") as file:
+    with optional("evaluation.json"), atomic_write(run_dir / "evaluation.json") as file:
         content = {"step": step, "sampling": sampling.model_dump(mode="json")}
         json.dump(content | {"sets": [asdict(result) for result in results]}, file, indent=2)
     return results
