@@ -40,11 +40,12 @@ def train(config: TrainConfig, models: Models, rollouts: Rollouts, state: RunSta
 
     rule = step_rule(config.batch, algorithm.dynamic_sampling, config.run.steps, config.rollout)
     rollouts.begin(rule, config.batch.samples_per_prompt, state.step)
-    for step in state.steps():
-        with state.saved_without_engines(rollouts):
+    for step in state.steps(rollouts):
+        with state.saved_if_stopped(rollouts) as heed_signals:
             batch = spread(collect(rollouts, algorithm, step, recorder), recorder)
-        engines.offload()
-        score(models, batch, algorithm, recorder)
+            heed_signals()
+            engines.offload()
+            score(models, batch, algorithm, recorder, heed_signals)
         if models.updates.is_sound(batch):
             estimate_advantages(batch, algorithm, recorder, models.critic_is_new, state.returns)
             update_critic(models, batch, algorithm, state.seed, recorder)
