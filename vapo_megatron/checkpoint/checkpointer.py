@@ -214,7 +214,8 @@ class Checkpointer:
 
     def _finish(self) -> str | None:
         """Collective: wait for the save that is under way, if there is one; why it failed, if it did."""
-        outcome = self._disk.finish()
+        with self._recorder.timer("wait_for_save"):
+            outcome = self._disk.finish()
         if outcome is None:
             return None
         if outcome.problem is None:

@@ -10,7 +10,6 @@ from typing import IO
 
 from vapo_megatron.errors import BadInput
 
-
 # Of Linux: AT_FDCWD, and the flag RENAME_EXCHANGE.
 _HERE, _EXCHANGE = -100, 2
 

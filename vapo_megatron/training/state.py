@@ -23,9 +23,9 @@ from vapo_megatron.engines.engines import EnginesFailed
 from vapo_megatron.engines.stream import StopAsked
 from vapo_megatron.megatron.platform import current_platform
 from vapo_megatron.megatron.probe import PROBE_FILE, Probe
+from vapo_megatron.signals import stop_requested
 from vapo_megatron.training.advantages import TRACKER_FILE, ReturnHistory
 from vapo_megatron.training.rollouts import Rollouts
-from vapo_megatron.signals import stop_requested
 from vapo_megatron.training.skipped_updates import SkippedUpdates
 
 _logger = logging.getLogger(__name__)
