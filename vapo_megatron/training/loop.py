@@ -2,10 +2,11 @@
 
 from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.data.records import Records
+from vapo_megatron.engines.ledger import step_rule
 from vapo_megatron.megatron.probe import Probe
 from vapo_megatron.monitoring.recorder import Recorder
 from vapo_megatron.training.advantages import estimate_advantages
-from vapo_megatron.training.collect import collect, spread, step_rule
+from vapo_megatron.training.collect import collect, spread
 from vapo_megatron.training.models import Models, replace_reference
 from vapo_megatron.training.outputs import evaluate, export, export_critic, export_final, record_step, show_end
 from vapo_megatron.training.rollouts import Rollouts
