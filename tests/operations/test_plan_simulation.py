@@ -144,7 +144,7 @@ def test_lengths_have_the_mean_that_was_asked_for_and_follow_from_the_seed() -> 
     assert (drawn[:4] == drawn_lengths(lengths, 4, 0, 0)).all() and (drawn[:4] != drawn_lengths(lengths, 4, 1, 0)).any()
 
 
-@pytest.mark.parametrize("more", [(), ("algorithm.dynamic_sampling.enabled=true", "plan.informative_share=0.25")])
+@pytest.mark.parametrize("more", [(), ("algorithm.dynamic_sampling.max_rounds=10", "plan.informative_share=0.25")])
 def test_what_is_simulated_is_announced_before(
     more: tuple[str, ...], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -184,7 +184,7 @@ def test_it_starts_where_nothing_but_python_is_there(tmp_path: Path) -> None:
 
 def test_a_step_or_folder_that_cannot_be_is_refused_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     assert main(["nonsense"]) == 2
-    assert capsys.readouterr().err.startswith("gpu-check: no step nonsense: there are environment, layers")
+    assert capsys.readouterr().err.startswith("gpu-check: no step nonsense: there are environment, memory, layers")
     (tmp_path / "file").touch()
     assert main(["environment", "--out", str(tmp_path / "file")]) == 2
     assert capsys.readouterr().err.count("\n") == 1

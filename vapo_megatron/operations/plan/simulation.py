@@ -21,7 +21,7 @@ from vapo_megatron.engines.ledger import Ledger, StepRule, step_rule
 from vapo_megatron.errors import BadInput
 from vapo_megatron.operations.plan.inputs import Lengths
 from vapo_megatron.operations.plan.plan import Plan, make_plan
-from vapo_megatron.operations.plan.rollout import BETWEEN_PROMPTS, decode_seconds, prefill_seconds
+from vapo_megatron.operations.plan.rollout import BETWEEN_PROMPTS, decode_seconds, drawn_prompts, prefill_seconds
 
 _WAITING, _RUNNING, _AT_TOOL, _DONE = range(4)
 _NUMBERS = ("number", "draw", "engine", "state", "turns")
@@ -368,9 +368,9 @@ def modes(plan: Plan) -> list[dict[str, Any]]:
         splits = [(own_gpus, scenario_of(plan, staleness=staleness))] if own_gpus else list(_splits(plan, staleness))
         if splits:
             runs[f"asynchronous, max_staleness {staleness}"] = min(splits, key=lambda split: _bound(split[1], plan))
-    share = plan.config.plan.informative_share if plan.config.algorithm.dynamic_sampling.enabled else 1.0
-    groups = sum(_steps(scenario)[1] * scenario.rule.groups for _, scenario in runs.values()) / share
-    responses = round(groups * plan.config.batch.samples_per_prompt)
+    size, sampling = plan.config.batch, plan.config.algorithm.dynamic_sampling
+    drawn = drawn_prompts(size.prompts_per_step, sampling, plan.config.plan.informative_share)
+    responses = round(sum(_steps(scenario)[1] for _, scenario in runs.values()) * drawn * size.samples_per_prompt)
     seconds = responses / _RESPONSES_PER_SECOND
     time = f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} minutes"
     print(f"simulating {responses:,} responses in {len(runs)} modes: about {time}", file=sys.stderr, flush=True)
