@@ -38,12 +38,11 @@ from vapo_megatron.data.sample import Prompt, Sample
 from vapo_megatron.engines.client import EngineClient, PauseMode
 from vapo_megatron.engines.dispatcher import Dispatcher
 from vapo_megatron.engines.inside import columns
-from vapo_megatron.engines.ledger import StepRule
+from vapo_megatron.engines.ledger import StepRule, step_rule
 from vapo_megatron.engines.request import response_seed
 from vapo_megatron.engines.server import EngineAddress
 from vapo_megatron.operations.plan.rollout import BETWEEN_PROMPTS
 from vapo_megatron.operations.plan.simulation import Outcome, Scenario, simulate
-from vapo_megatron.training.collect import step_rule
 from vapo_megatron.training.rollouts import Rollouts, age_metrics
 
 PROMPT, LONGEST, STEPS, RESPONSES, AT_ONCE, GRADERS = 20, 300, 4, 4, 24, 4

@@ -27,6 +27,7 @@ import vapo_megatron.checkpoint.state_saver as state_saver
 import vapo_megatron.engines.ledger as ledger
 import vapo_megatron.engines.placement as placement
 import vapo_megatron.engines.stream as stream
+import vapo_megatron.training.score as score
 import vapo_megatron.training.updates as updates
 import vapo_megatron.training.value_pretraining as value_pretraining
 from vapo_megatron import logs
@@ -243,6 +244,7 @@ PLACES: dict[str, tuple[Any, str]] = {
     "rollout": (stream.GroupStream, "take"),
     "grading": (ledger.Ledger, "grade"),
     "value pretraining": (value_pretraining, "critic_step"),
+    "scoring": (score, "of_all"),
     "policy update": (updates, "policy_loss"),
     "save": (state_saver, "commit_checkpoint"),
 }

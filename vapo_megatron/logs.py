@@ -13,6 +13,7 @@ from enum import StrEnum
 _FORMAT = "%(asctime)s %(levelname)s rank %(rank)s %(phase)s: %(message)s"
 _LOGGER = logging.getLogger("vapo_megatron")
 NO_PHASE = "-"
+ATTENDING = "wait_for_rank_0"  # while it has engines generate
 _place = {"rank": "-", "phase": NO_PHASE}
 
 

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from vapo_megatron.checkpoint import checkpoints
 from vapo_megatron.checkpoint.checkpoints import (
     CheckpointName,
     best_checkpoint,
@@ -57,10 +58,24 @@ def test_what_is_not_committed_is_never_found_and_is_cleaned_up(tmp_path: Path) 
 def test_a_unit_that_cannot_be_committed_leaves_the_others(tmp_path: Path) -> None:
     first = save(tmp_path, CheckpointName(2))
     again = open_checkpoint(tmp_path, CheckpointName(2))
+    again.rmdir()  # as a file system that refuses to rename it
     with pytest.raises(OSError):
         commit_checkpoint(again, CheckpointName(2))
     assert list_checkpoints(tmp_path) == {CheckpointName(2): first}
     assert (first / "file").read_text() == "step_000002"
+
+
+@pytest.mark.parametrize("can_exchange", [True, False])
+def test_a_newer_unit_replaces_one_of_its_name(
+    can_exchange: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not can_exchange:  # NFS, Lustre
+        monkeypatch.setattr(checkpoints, "exchanged", lambda *_: False)
+    first = save(tmp_path, CheckpointName(2))
+    again = open_checkpoint(tmp_path, CheckpointName(2))
+    (again / "file").write_text("newer")
+    assert commit_checkpoint(again, CheckpointName(2)) == first
+    assert (first / "file").read_text() == "newer" and list(first.parent.iterdir()) == [first]
 
 
 def test_removing_takes_the_name_away_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,11 +28,13 @@ from attempts import (
 )
 from damage import flip
 from ranks import run_ranks
+from safetensors.numpy import load
 from tiny_runs import make_model, sft_config
 
 from vapo_megatron.checkpoint import recorded_rollouts
 from vapo_megatron.checkpoint.checkpoints import final_step, list_checkpoints
 from vapo_megatron.checkpoint.host_memory import host_memory, host_memory_of
+from vapo_megatron.checkpoint.manifest import GROUPS_FILE
 from vapo_megatron.checkpoint.resume import open_resumed
 from vapo_megatron.config.run_directory import MARKER
 from vapo_megatron.config.sft import SftConfig
@@ -130,6 +132,35 @@ def test_asked_to_stop_and_killed(shared: World, straight: Callable[[int], Path]
     assert live(shared, config, 1, partial(kill_at, "policy update", 1)).code == 75
     assert live(shared, config, 1) == End(0, "")
     assert_equal(Path(config.run.directory), straight(1))
+
+
+def saved_groups(config: TrainConfig) -> int:
+    """Graded groups in the newest checkpoint."""
+    newest = Path(config.run.directory) / "checkpoints" / checkpoint_names(config)[-1]
+    content = load((newest / GROUPS_FILE).read_bytes())
+    return len(json.loads(content["facts"].tobytes()))
+
+
+@pytest.mark.parametrize("count", [1, pytest.param(2, marks=pytest.mark.full)])
+def test_a_signal_costs_no_group_that_was_collected(count: int, shared: World, straight: Callable[[int], Path]) -> None:
+    """Also where the state that they belong to is on the disk already, without them."""
+    config = config_of(shared, f"collected{count}", LAYOUTS[count], RESUME, "checkpoint.every_minutes=null")
+    groups, parts = config.batch.prompts_per_step, 3  # of scoring: by reference, policy and critic
+    stops: list[tuple[str, int, int, str, set[int]]] = [
+        # Place, call and rank of the signal; the newest checkpoint after it, and how many groups it may have.
+        ("scoring", parts + 1, count - 1, "step_000001", {groups}),
+        # The groups of step 2 are not graded again.
+        ("grading", 2, 0, "step_000002", set(range(1, groups + 1))),
+        ("grading", 1, 0, "step_000002", set(range(2, groups + 1))),  # in the first rollout of an attempt
+    ]
+    for place, call, rank, newest, saved in stops:
+        end = live(shared, config, count, partial(kill_at, place, call, rank, number=signal.SIGUSR1))
+        assert end.code == 75 and "saved at" in end.said and "\n" not in end.said, end
+        assert checkpoint_names(config)[-1] == newest, (place, call)
+        assert saved_groups(config) in saved, (place, call)
+    assert live(shared, config, count) == End(0, "")
+    assert_equal(Path(config.run.directory), straight(count))
+    assert not leftovers(config)
 
 
 @pytest.mark.full

@@ -86,14 +86,18 @@ def begin(
 
 
 def train(
-    kills: Sequence[int], longest: int = LONGEST[0], stops: Sequence[int] = ()
+    kills: Sequence[int], longest: int = LONGEST[0], stops: Sequence[int] = (), late: Sequence[int] = ()
 ) -> tuple[list[list[Sample]], dict[str, Any]]:
     """The samples of each step, and the ledger's counts. kills: steps in which the run dies once, with its groups;
-    stops: steps in which a signal stops it once, while a response that is to go on is being written."""
+    stops: steps in which a signal stops it once, while a response that is to go on is being written; late: steps in
+    which one does when the groups are taken, which are not generated again."""
     steps: list[list[Sample]] = []
-    saved, left, stops = None, list(kills), list(stops)
+    saved, left, stops, late = None, list(kills), list(stops), list(late)
+    is_late = False
     while len(steps) < STEPS:
         stream, dispatcher, client, pool = begin(saved, len(steps), longest)
+        if is_late:
+            client.held, is_late = set(range(len(PROMPTS))), False
         while len(steps) < STEPS:
             if stops and stops[0] == len(steps) + 1:
                 del stops[0]
@@ -102,6 +106,13 @@ def train(
                 break
             groups = stream.take(lambda _: None)
             assert len(groups) == GROUPS
+            client.held = set()
+            if late and late[0] == len(steps) + 1:
+                del late[0]
+                state, waiting = stream.state()
+                saved = 0 if saved is None else saved[0], json.loads(json.dumps(state)), pack_groups(waiting)
+                is_late = True
+                break
             if left and left[0] == len(steps) + 1:
                 del left[0]
                 break
@@ -180,6 +191,13 @@ def test_a_killed_run_goes_on_to_the_same_samples(kills: list[int]) -> None:
 def test_a_run_that_is_stopped_amid_a_window_goes_on_to_the_same_samples(stops: list[int]) -> None:
     straight, counts = train([])
     stopped, after = train([], stops=stops)
+    assert facts(stopped) == facts(straight) and after == counts
+
+
+@pytest.mark.parametrize("late", [[1], [2, 3], [5, 8]])
+def test_a_run_that_is_stopped_after_a_rollout_takes_the_same_groups_again(late: list[int]) -> None:
+    straight, counts = train([])
+    stopped, after = train([], late=late)
     assert facts(stopped) == facts(straight) and after == counts
 
 

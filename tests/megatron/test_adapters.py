@@ -21,8 +21,8 @@ from trainables import loss_of, make_trainable
 
 from vapo_megatron.config.model import ActorConfig, AdapterConfig
 from vapo_megatron.errors import BadInput
-from vapo_megatron.megatron.adapters import check_adapter, without_adapters
-from vapo_megatron.weights.adapters import adapted_layers, adapter_parameter_count
+from vapo_megatron.megatron.adapters import without_adapters
+from vapo_megatron.weights.adapters import adapted_layers, adapter_parameter_count, check_adapter
 from vapo_megatron.weights.export import save_adapters, save_hf, stream_hf
 from vapo_megatron.weights.spec import read_spec
 

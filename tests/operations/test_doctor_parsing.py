@@ -2,14 +2,18 @@
 
 import json
 import subprocess
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from plans import planned_config
+from tiny_runs import make_model
 
 from vapo_megatron.config.plan import HardwareConfig
-from vapo_megatron.operations.doctor import allreduce, node
+from vapo_megatron.operations.doctor import allreduce, checks, node
 from vapo_megatron.operations.doctor.allreduce import Reduced
 from vapo_megatron.operations.doctor.node import (
     VERSIONS,
@@ -226,3 +230,22 @@ def test_reports_survive_the_way_and_name_broken_nodes() -> None:
     assert broken_nodes([good, warned]) == []
     assert broken_nodes([good, warned, bad]) == ["n3"]
     assert [from_json(json.loads(json.dumps(asdict(report)))) for report in (good, warned, bad)] == [good, warned, bad]
+
+
+@pytest.mark.parametrize("cache", ["/scratch/kernels/3f2a/triton", None])
+def test_an_engine_that_started_shows_where_its_kernels_stay(
+    cache: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One folder above Triton's, where slurm/task.sh keeps all caches of a node and environment."""
+
+    async def answers(address: Any) -> None: ...
+
+    monkeypatch.setattr(checks, "EngineServer", lambda *_, **__: nullcontext(SimpleNamespace(address="")))
+    monkeypatch.setattr(checks, "_ask", answers)
+    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
+    if cache is not None:
+        monkeypatch.setenv("TRITON_CACHE_DIR", cache)
+    (line,) = checks.check_engine(planned_config(make_model(tmp_path)), gpus=0)
+    assert line.status == "ok" and "started and wrote" in line.found
+    assert line.found.endswith("; kernels are cached in /scratch/kernels/3f2a") == (cache is not None)
+    assert ("cached" in line.found) == (cache is not None)

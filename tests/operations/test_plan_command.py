@@ -1,6 +1,8 @@
 """Plans as a whole: they add up, more tokens never need less, proposals fit, and the command says so."""
 
 import itertools
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ from tiny_runs import make_model
 from vapo_megatron import cli
 from vapo_megatron.config.load import load_config
 from vapo_megatron.config.plan import PlanConfig
+from vapo_megatron.operations.plan.command import warnings
 from vapo_megatron.operations.plan.plan import Plan, make_plan
 from vapo_megatron.operations.plan.search import propose
 
@@ -168,12 +171,38 @@ def test_a_rollout_that_would_be_given_up_is_warned_of(small: Path, capsys: pyte
     assert "attn_dp_size is not counted" in output
 
 
+def test_more_running_responses_than_the_cache_holds_are_warned_of(small: Path) -> None:
+    def said(*overrides: str) -> list[str]:
+        plan = make_plan(planned_config(small, *overrides), 8)
+        return [line for line in warnings(plan) if "max_running_requests" in line]
+
+    assert not said()
+    tight = ("rollout.max_total_tokens=20000", "batch.samples_per_prompt=64")
+    (line,) = said(*tight)
+    room = make_plan(planned_config(small, *tight), 8)
+    assert f"room for {20000 / room.lengths.running:.0f} responses" in line and "mem_fraction_static" in line
+    assert not said(*tight, f"rollout.max_running_requests={int(20000 / room.lengths.running)}")
+    assert not said("rollout.max_total_tokens=20000", "batch.prompts_per_step=1"), (
+        "an engine gets no more than it holds"
+    )
+
+
 def test_efficiencies_are_the_configs(small: Path) -> None:
     given = make_plan(planned_config(small), 8)
     slower = make_plan(planned_config(small, "hardware.efficiency={linear: 0.225, attention: 0.175}"), 8)
     assert slower.time.phases["update_policy"] > 1.7 * given.time.phases["update_policy"]
     less_memory = make_plan(planned_config(small, "hardware.device_memory_gib=20"), 8)
     assert not less_memory.fits
+
+
+def test_a_plan_imports_no_megatron() -> None:
+    """That takes five seconds, and a plan two."""
+    program = (
+        "import sys\nimport vapo_megatron.operations.plan.command, vapo_megatron.operations.plan.simulation\n"
+        "print([name for name in ('megatron', 'transformers', 'sglang') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout == "[]\n"
 
 
 @pytest.mark.parametrize("name", ["quickstart/vapo", "gsm8k/vapo", "ablation/train"])

@@ -1,5 +1,6 @@
 """The simulation drives the run's own ledger: its seconds are those of a computation by hand."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 from plans import planned_config
 
 from vapo_megatron.engines.ledger import DROPPED, StepRule
+from vapo_megatron.operations.plan import simulation
 from vapo_megatron.operations.plan.inputs import Lengths
 from vapo_megatron.operations.plan.plan import make_plan
 from vapo_megatron.operations.plan.rollout import rollout_seconds
@@ -142,6 +144,25 @@ def test_lengths_have_the_mean_that_was_asked_for_and_follow_from_the_seed() -> 
     assert (drawn[:4] == drawn_lengths(lengths, 4, 0, 0)).all() and (drawn[:4] != drawn_lengths(lengths, 4, 1, 0)).any()
 
 
+@pytest.mark.parametrize("more", [(), ("algorithm.dynamic_sampling.max_rounds=10", "plan.informative_share=0.25")])
+def test_what_is_simulated_is_announced_before(
+    more: tuple[str, ...], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn, announced = [], []
+
+    def counted(scenario: Scenario) -> Outcome:
+        announced.append(capsys.readouterr().err)
+        outcome = simulate(scenario)
+        drawn.append(outcome.counts["drawn"])
+        return outcome
+
+    monkeypatch.setattr(simulation, "simulate", counted)
+    config = planned_config(Path("Qwen2.5-1.5B"), "batch.prompts_per_step=16", "plan.mean_response_tokens=200", *more)
+    modes(make_plan(config, 8))
+    responses = int(announced[0].split()[1].replace(",", ""))
+    assert responses == pytest.approx(sum(drawn) * config.batch.samples_per_prompt, rel=0.4), announced
+
+
 def test_the_command_says_which_mode_would_suit(capsys: pytest.CaptureFixture[str]) -> None:
     from vapo_megatron.operations.plan.command import plan_run
 
@@ -150,6 +171,8 @@ def test_the_command_says_which_mode_would_suit(capsys: pytest.CaptureFixture[st
     assert [mode["mode"] for mode in (shared, partial)] == ["synchronous", "partial responses"]
     assert shared["engine_gpus"] is None and len(apart) == 2
     assert all(0 < mode["engine_gpus"] < 8 and mode["step"] > 0 for mode in apart)
+    capsys.readouterr()
     plan_run(config, 8, None, simulated=True)
-    out = capsys.readouterr().out
+    out, said = capsys.readouterr()
+    assert re.fullmatch(r"simulating [\d,]+ responses in 4 modes: about \d+ s\n", said)
     assert "engines unused" in out and f"+ {apart[0]['engine_gpus']} engines'" in out

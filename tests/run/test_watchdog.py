@@ -7,8 +7,10 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ import torch.distributed as dist
 
 from vapo_megatron import logs
 from vapo_megatron.config.run import HangsConfig
+from vapo_megatron.engines.engines import Engines
 from vapo_megatron.errors import TryAgain, VapoError
 from vapo_megatron.megatron.mesh import group_timeout
 from vapo_megatron.monitoring.timers import PhaseTimer
@@ -75,8 +78,9 @@ def test_a_rank_in_another_phase_than_the_others_is_named() -> None:
 
 
 def test_a_rank_that_says_nothing_hangs_in_whatever_phase(tmp_path: Path) -> None:
-    """The others may wait between phases, or in one without history, for hours. One that is done need say no more."""
+    """The others may be in a rollout for hours. One that is done need say no more."""
     limits, told = HangsConfig(floor_s=1.5), list[VapoError]()
+    logs.set_phase("rollout")
     watchers = [Watchdog(limits, tmp_path, rank, 2, 60, told.append) for rank in range(2)]
     time.sleep(2.5)
     assert not told, "both say something"
@@ -88,6 +92,7 @@ def test_a_rank_that_says_nothing_hangs_in_whatever_phase(tmp_path: Path) -> Non
     while not told and time.monotonic() < begin + 30:
         time.sleep(0.02)
     watchers[0].close()
+    logs.set_phase(None)
     assert 1.0 < time.monotonic() - begin < 30
     assert re.search(r"rank 1 \(silent since its phase sync\).* rank 1 has said nothing for \d s", str(told[0]))
 
@@ -109,13 +114,14 @@ def test_a_slow_disk_does_not_slow_the_watch(tmp_path: Path, monkeypatch: pytest
 
 
 def test_only_what_waits_for_engines_may_take_the_longest_time_at_first(tmp_path: Path) -> None:
-    """An update that gets no further is told of within minutes; one that does, and a rollout, are waited for."""
+    """An update that gets no further is told of within minutes, as is the time between phases; an update that does, and
+    responses that engines write, are waited for."""
 
-    def told_of(phase: str, seconds: float, gets_further: bool = False) -> list[VapoError]:
+    def told_of(phase: str | None, seconds: float, gets_further: bool = False) -> list[VapoError]:
         told, timer = list[VapoError](), PhaseTimer()
-        watchdog = Watchdog(HangsConfig(floor_s=0.5), tmp_path, 0, 1, 60, told.append)
+        watchdog = Watchdog(HangsConfig(floor_s=1.0), tmp_path, 0, 1, 60, told.append)
         end = time.monotonic() + seconds
-        with timer(phase):
+        with timer(phase) if phase is not None else nullcontext():
             while time.monotonic() < end and not told:
                 time.sleep(0.1)
                 if gets_further:
@@ -123,10 +129,30 @@ def test_only_what_waits_for_engines_may_take_the_longest_time_at_first(tmp_path
         watchdog.close()
         return told
 
-    assert not told_of("rollout", 2.5)
+    logs.set_phase(None)
+    assert not told_of("rollout", 2.5) and not told_of("evaluation", 2.5)
+    assert not told_of("weight_sync", 1.6), "engines may be starting"
+    assert "limit 2 s" in str(told_of("weight_sync", 10.0)[0])
+    assert "limit 1 s" in str(told_of(None, 10.0)[0])
     assert not told_of("update_policy", 2.5, gets_further=True)
     (error, *_) = told_of("update_policy", 10.0)
     assert "got no further in the phase update_policy" in str(error) and "limit 1 s" in str(error)
+
+
+def test_ranks_wait_for_engines_as_long_as_rank_0_does(tmp_path: Path) -> None:
+    """It alone is in a phase of its step while they generate."""
+    engines: Any = SimpleNamespace(dispatcher=SimpleNamespace(), _sync_again=None)
+
+    def body() -> None:
+        Watchdog(HangsConfig(floor_s=3.0), tmp_path, dist.get_rank(), 2, 60, end_from_thread)
+        timer = PhaseTimer()
+        with Engines.attended(engines):
+            if dist.get_rank() == 0:
+                with timer("rollout"):
+                    time.sleep(5.0)
+        assert logs.phase_now().phase == logs.NO_PHASE
+
+    start_ranks(2, body, 300)
 
 
 def test_groups_of_nccl_wait_no_longer_than_an_update_may_hang() -> None:

@@ -103,6 +103,9 @@ def test_every_check_runs_what_is_there(tmp_path: Path) -> None:
             assert (ROOT / command[0]).is_file(), command
         for argument in command:
             assert not argument.startswith("tests/") or (ROOT / argument).is_dir(), argument
+        if "-k" in command:
+            folder, name = ROOT / command[-3], command[-1]
+            assert any(f"\ndef {name}(" in file.read_text() for file in folder.glob("test_*.py")), name
     folders = {argument for check in checks for argument in check.command if argument.startswith("tests/")}
     marked = {
         file.parent.relative_to(ROOT).as_posix()
@@ -112,6 +115,14 @@ def test_every_check_runs_what_is_there(tmp_path: Path) -> None:
     assert folders == marked - {"tests/tools"}, (
         "of tests/tools: the export for Blackwell, which nothing else here needs"
     )
+
+
+def test_what_others_failed_at_comes_right_after_the_environment(tmp_path: Path) -> None:
+    names = [check.name for check in table(tmp_path, "auto") if check.step != "environment"]
+    assert names[:2] == ["ipc_into_saved_memory", "indices_over_a_pause"]
+    page = (ROOT / "docs" / "gpu.md").read_text()
+    steps = re.findall(r"^\| \d\. .* \| `make gpu-check STEPS=\"?(.*?)\"?` \|", page, re.M)
+    assert steps[:2] == ["environment", "memory"], "the page has the same order"
 
 
 @pytest.mark.parametrize("name", ["quickstart", "quickstart_fp32"])
@@ -173,7 +184,7 @@ def test_it_starts_where_nothing_but_python_is_there(tmp_path: Path) -> None:
 
 def test_a_step_or_folder_that_cannot_be_is_refused_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     assert main(["nonsense"]) == 2
-    assert capsys.readouterr().err.startswith("gpu-check: no step nonsense: there are environment, layers")
+    assert capsys.readouterr().err.startswith("gpu-check: no step nonsense: there are environment, memory, layers")
     (tmp_path / "file").touch()
     assert main(["environment", "--out", str(tmp_path / "file")]) == 2
     assert capsys.readouterr().err.count("\n") == 1

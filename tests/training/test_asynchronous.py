@@ -1,6 +1,7 @@
 """Whole tiny runs whose engine works ahead: what is trained when, how old it is, and what a kill costs (nothing)."""
 
 import json
+import signal
 from collections.abc import Iterator
 from functools import partial
 from itertools import pairwise
@@ -55,6 +56,8 @@ def test_killed_wherever_it_goes_on_to_the_bit(shared: World) -> None:
     config, killed = ahead(shared, "killed", *SAVED)
     for phase, call in (("rollout", 3), ("policy update", 3), ("save", 2)):
         assert live(shared, config, 1, partial(kill_at, phase, call)).code == 75, phase
+    # Groups that were taken, and those that the engines write ahead meanwhile.
+    assert live(shared, config, 1, partial(kill_at, "scoring", 4, number=signal.SIGUSR1)).code == 75
     assert live(shared, config, 1) == End(0, "")
     assert metrics(killed) == metrics(straight)
     assert left_behind(killed) == left_behind(straight)

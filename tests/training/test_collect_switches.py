@@ -16,9 +16,9 @@ from vapo_megatron.config.rollout import AsynchronousConfig, PartialResponsesCon
 from vapo_megatron.config.run import BatchConfig, MonitoringConfig
 from vapo_megatron.data.batch import from_samples
 from vapo_megatron.data.sample import Prompt, Sample
-from vapo_megatron.engines.ledger import StepRule
+from vapo_megatron.engines.ledger import StepRule, step_rule
 from vapo_megatron.monitoring.recorder import Recorder
-from vapo_megatron.training.collect import collect, spread, step_rule
+from vapo_megatron.training.collect import collect, spread
 from vapo_megatron.training.metrics import rollout_metrics
 from vapo_megatron.training.shards import seat
 

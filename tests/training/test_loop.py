@@ -1,6 +1,6 @@
 """The order of a step, and what a step hands from phase to phase: what no single phase's test can see."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,7 +27,7 @@ from vapo_megatron.training.state import RunState
 from vapo_megatron.training.updates import update_critic
 
 STEP = [
-    *("collect", "spread", "offload", "score", "estimate_advantages", "update_critic", "update_policy"),
+    *("collect", "spread", "heed_signals", "offload", "score", "estimate_advantages", "update_critic", "update_policy"),
     *("replace_reference", "sync_weights", "advance", "evaluate", "export", "record_step"),
     "safe_point",
 ]
@@ -56,14 +56,15 @@ class Run:
         self.given[name] = (*given, *named.values())
         return name
 
-    def steps(self) -> Iterator[int]:
+    def steps(self, rollouts: Any) -> Iterator[int]:
         yield from (1, 2)
 
     @contextmanager
-    def saved_without_engines(self, rollouts: Any) -> Iterator[None]:
+    def saved_if_stopped(self, rollouts: Any) -> Iterator[Callable[[], None]]:
         before = len(self.calls)
-        yield
-        assert self.calls[before:] == ["collect", "spread"], "models and generators are as they were"
+        yield lambda: self.note("heed_signals")
+        heeded = ["collect", "spread", "heed_signals", "offload", "score"]
+        assert self.calls[before:] == heeded, "models and generators are as they were"
 
     def begin(self, *given: Any) -> None:
         self.given["begin"] = given

@@ -43,12 +43,17 @@ def table(out: Path, attention: str) -> tuple[Check, ...]:
     return (
         Check("driver", "environment", ("-c", _SMI), 30, "the driver answers", "GPU|NVIDIA"),
         _program("environment", "facts", "environment", "versions, what is missing, memory, bus", "", gpu=False),
+        # Others met both; either makes every later step of a run wrong or impossible.
+        _tests("ipc_into_saved_memory", "memory", 300, "CUDA IPC under torch_memory_saver", _SYNC, "-k", _IPC),
+        _tests(
+            "indices_over_a_pause", "memory", 300, "log-probs after a pause are those before it", _SYNC, "-k", _PAUSE
+        ),
         _program("te_layers", "layers", "layers", "Transformer Engine: FP8 recipes, packed attention", "^ok$"),
         _tests("tests_mcore", "tests", 420, "layers against PyTorch, FP8 against BF16, offload", "tests/megatron"),
         _bench(out, "logprob_head", "bench", "logprob_head", (), "chunked.*yes"),
         _trained(out, "mfu_1.5b", "bench", "1.5b", sequences=4),
         _program("engine_kernels", "engine_kernels", "engine", "the kernels that engines call", "^ok$"),
-        _tests("tests_engine", "engine", 540, "engine, weight sync, its memory", "tests/engines/weight_sync"),
+        _tests("tests_engine", "engine", 540, "engine, weight sync, its memory", _SYNC),
         _synced(out, "sync_1.5b", "1.5b"),
         _synced(out, "sync_7b", "7b"),
         _quickstart(out, "quickstart", attention),
@@ -75,6 +80,9 @@ _SMI = (
     "import subprocess; print(subprocess.run(['nvidia-smi', '--query-gpu=name,driver_version,memory.total,pstate', "
     "'--format=csv,noheader'], check=True, capture_output=True, text=True).stdout)"
 )
+_SYNC = "tests/engines/weight_sync"
+_IPC = "test_an_engine_in_bfloat16_gives_its_memory_and_takes_weights_into_it_again"
+_PAUSE = "test_log_probs_after_a_pause_are_those_before_it"
 # Tests that were all skipped have shown nothing, though pytest calls that a success.
 _PASSED = r"\b[1-9]\d* passed"
 
@@ -83,10 +91,10 @@ def _program(name: str, module: str, step: str, shows: str, expects: str, gpu: b
     return Check(name, step, ("-m", f"tools.gpu_check.{module}"), 240, shows, expects, gpu)
 
 
-def _tests(name: str, step: str, limit: float, shows: str, *folders: str) -> Check:
+def _tests(name: str, step: str, limit: float, shows: str, *chosen: str) -> Check:
     pytest = ("-m", "pytest", "-q", "-rfEs", "--maxfail=20", "-p", "no:cacheprovider", "-m", "gpu")
     # The first engine of a machine compiles for longer than a test may take elsewhere.
-    return Check(name, step, (*pytest, "--timeout", f"{limit:g}", *folders), limit, shows, _PASSED)
+    return Check(name, step, (*pytest, "--timeout", f"{limit:g}", *chosen), limit, shows, _PASSED)
 
 
 def _bench(out: Path, name: str, step: str, module: str, arguments: tuple[str, ...], expects: str) -> Check:

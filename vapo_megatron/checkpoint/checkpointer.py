@@ -39,6 +39,7 @@ class _Decision:
     failed: bool
     alarmed: bool
     too_soon: bool
+    replace: bool
 
 
 class Checkpointer:
@@ -77,6 +78,7 @@ class Checkpointer:
         due: bool,
         last: bool,
         making_room: Callable[[], AbstractContextManager[None]] = nullcontext,
+        replaces: bool = False,
     ) -> None:
         """Collective, where the state of the run is whole: save if it is time to, stop if that is asked for.
 
@@ -85,6 +87,7 @@ class Checkpointer:
             due: this is a point to save at.
             last: the run is done and need not stop any more; what is being saved is waited for.
             making_room: entered while tensors are gathered, which takes memory of the device.
+            replaces: on rank 0, whether it holds more than the checkpoint of its name that may be on the disk.
 
         Raises:
             RunFailed: an alarm is set to stop the run, and holds.
@@ -92,11 +95,11 @@ class Checkpointer:
                 failed. The checkpoints before it are untouched.
         """
         self._limit.reached_point()
-        decision = self._agree(snapshot, due)
+        decision = self._agree(snapshot, due, replaces)
         if decision.alarmed:
             self.wait()  # for the state before the trouble; that of now is not saved
             on_rank_zero(self._stop_for_alarm)
-        is_due = (decision.save or decision.stop) and snapshot.name != self._last
+        is_due = (decision.save or decision.stop) and (decision.replace or snapshot.name != self._last)
         failed = (is_due or decision.failed) and self._finish() is not None
         if self._memory is not None and not (decision.too_soon or decision.stop or last):
             self._copy(snapshot, making_room)
@@ -131,7 +134,7 @@ class Checkpointer:
         if self._memory is not None:
             self._memory.finish()
 
-    def _agree(self, snapshot: Snapshot, due: bool) -> _Decision:
+    def _agree(self, snapshot: Snapshot, due: bool, replaces: bool) -> _Decision:
         """Collective: what any rank was asked to do, and what rank 0's clock and metrics say."""
         short = by_time = better = False
         if dist.get_rank() == 0:
@@ -147,6 +150,7 @@ class Checkpointer:
             self._disk.has_failed,
             self._recorder.stopping is not None,
             self._is_too_soon(),
+            replaces,
         ]
         flags = torch.tensor(flags_here, dtype=torch.int32)
         dist.all_reduce(flags, op=dist.ReduceOp.MAX)
@@ -210,7 +214,8 @@ class Checkpointer:
 
     def _finish(self) -> str | None:
         """Collective: wait for the save that is under way, if there is one; why it failed, if it did."""
-        outcome = self._disk.finish()
+        with self._recorder.timer("wait_for_save"):
+            outcome = self._disk.finish()
         if outcome is None:
             return None
         if outcome.problem is None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from vapo_megatron.config.atomic import atomic_write, sync
+from vapo_megatron.config.atomic import atomic_write, exchanged, sync
 from vapo_megatron.config.run import RetentionConfig
 from vapo_megatron.config.run_directory import HF_FOLDER
 
@@ -67,12 +67,23 @@ def open_checkpoint(run_dir: Path, name: CheckpointName) -> Path:
 
 
 def commit_checkpoint(folder: Path, name: CheckpointName) -> Path:
-    """Give a written folder its name, once all of it is on the disk. Raises OSError; the folder is then as it was."""
+    """Give a written folder its name, once all of it is on the disk. A checkpoint that has the name is replaced by it.
+    Raises OSError; the folder is then as it was."""
     for parent, _, _ in os.walk(folder):
         sync(Path(parent))
     target = folder.with_name(str(name))
-    folder.rename(target)
+    old = folder
+    if not target.exists():
+        folder.rename(target)
+    elif not exchanged(folder, target):
+        old = target.rename(folder.with_name(f"{folder.name}.old"))
+        try:
+            folder.rename(target)  # a kill just before leaves the checkpoint before this one
+        except OSError:
+            old.rename(target)
+            raise
     sync(target.parent)
+    shutil.rmtree(old, ignore_errors=True)
     return target
 
 

@@ -33,7 +33,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.filesystem import SerializationFormat, _write_item
 
 from vapo_megatron.checkpoint.checkpoints import CHECKPOINT_HELP
-from vapo_megatron.checkpoint.manifest import DigestedFile, FileFacts
+from vapo_megatron.checkpoint.manifest import OPTIMIZER_BYTES, DigestedFile, FileFacts
 from vapo_megatron.config.atomic import sync
 from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.errors import BadInput
@@ -225,10 +225,6 @@ class _Strategy(torch_strategies.TorchDistLoadShardedStrategy):
             return super().load(sharded_state_dict, checkpoint_dir)
         finally:
             torch_strategies._get_filesystem_reader = theirs
-
-
-# Of a parameter, saved: the main weight and both moments in fp32; float32 models save their weights twice so.
-OPTIMIZER_BYTES = 12
 
 
 def bytes_per_weight(dtype: str) -> int:

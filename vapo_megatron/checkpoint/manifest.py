@@ -17,6 +17,8 @@ from vapo_megatron.errors import BadInput
 
 MANIFEST_FILE = "manifest.json"
 FORMAT = 3
+# Of a parameter, saved: the main weight and both moments in fp32; float32 models save their weights twice so.
+OPTIMIZER_BYTES = 12
 
 
 class Damaged(BadInput):

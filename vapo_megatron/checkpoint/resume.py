@@ -2,7 +2,7 @@
 to its state when the checkpoint was saved."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -28,7 +28,7 @@ from vapo_megatron.checkpoint.nodes import NodeCopy
 from vapo_megatron.checkpoint.recorded_rollouts import remove_unneeded
 from vapo_megatron.collectives import gather_values
 from vapo_megatron.config.atomic import atomic_write
-from vapo_megatron.config.base import Section
+from vapo_megatron.config.base import Section, differences
 from vapo_megatron.config.load import dump_config
 from vapo_megatron.errors import BadInput, TryAgain
 from vapo_megatron.megatron.dist_optimizer import set_rng_state
@@ -178,15 +178,6 @@ def check_config_change(now: SectionT, checkpoint: Path, allowed: Sequence[str])
             f"{reason} ({checkpoint}); set {it} back, start another run, or allow {it} by "
             f"run.allow_config_change=[{keys}]"
         )
-
-
-def differences(old: Any, new: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """(dotted key, old value, new value) of every value in which two nested mappings differ."""
-    if isinstance(old, dict) and isinstance(new, dict):
-        for name in [*old, *(name for name in new if name not in old)]:
-            yield from differences(old.get(name), new.get(name), f"{key}.{name}" if key else name)
-    elif old != new:
-        yield key, old, new
 
 
 def _within(key: str, sections: Sequence[str]) -> bool:

@@ -1,5 +1,6 @@
 """Files that are written completely or not at all."""
 
+import ctypes
 import os
 import secrets
 from collections.abc import Iterator
@@ -8,6 +9,9 @@ from pathlib import Path
 from typing import IO
 
 from vapo_megatron.errors import BadInput
+
+# Of Linux: AT_FDCWD, and the flag RENAME_EXCHANGE.
+_HERE, _EXCHANGE = -100, 2
 
 
 class CannotWrite(BadInput):
@@ -47,6 +51,12 @@ def follow_umask(path: Path) -> None:
     mask = os.umask(0o077)
     os.umask(mask)
     path.chmod(0o666 & ~mask)
+
+
+def exchanged(first: Path, second: Path) -> bool:
+    """Have two paths swap their names at once; whether the system and its file system can."""
+    swap = getattr(ctypes.CDLL(None), "renameat2", None)
+    return swap is not None and swap(_HERE, os.fsencode(first), _HERE, os.fsencode(second), _EXCHANGE) == 0
 
 
 def sync(path: Path) -> None:

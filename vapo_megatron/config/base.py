@@ -151,3 +151,12 @@ def _abbreviates(short: str, name: str) -> bool:
     initials = "".join(word[0] for word in name.split("_") if word)
     rest = iter(initials)
     return 1 < len(short) < len(name) and short[0] == initials[:1] and all(letter in rest for letter in short)
+
+
+def differences(old: Any, new: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """(dotted key, old value, new value) of every value in which two nested mappings differ."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        for name in [*old, *(name for name in new if name not in old)]:
+            yield from differences(old.get(name), new.get(name), f"{key}.{name}" if key else name)
+    elif old != new:
+        yield key, old, new

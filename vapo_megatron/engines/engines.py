@@ -11,6 +11,7 @@ from typing import Literal
 
 import torch.distributed as dist
 
+from vapo_megatron import logs
 from vapo_megatron.collectives import broadcast_value, gather_values
 from vapo_megatron.config.rollout import Dtype, RolloutConfig
 from vapo_megatron.engines.client import EngineClient, MemoryTag, PauseMode
@@ -20,6 +21,7 @@ from vapo_megatron.engines.placement import Placement
 from vapo_megatron.engines.weight_sync.logprob_difference import (
     Limits,
     LogprobDifference,
+    Warned,
     limits_of,
     probe_batch,
     split_logprobs,
@@ -77,6 +79,7 @@ class Engines:
         self._slots: DeviceSlots | SharedSlots | None = None
         self._dispatcher: Dispatcher | None = None
         self._offloaded: set[MemoryTag] = set()
+        self._warned = Warned()  # of the log-probs of all engines
         self._fed: dict[str, int] = {}  # URLs of those with the weights, and their failures so far
         self._failures: list[str] = []
         self._count = 0
@@ -193,6 +196,8 @@ class Engines:
             self._refuse_or_warn(actor, next(iter(excess.values())), LogprobDifference.worst(list(gaps.values())))
             before_asking()
             excess = {}
+        else:
+            self._warned.growth(0.0)
         if lost is not None:
             self._placement.fail(str(lost))
         for url in mine.keys() & excess.keys():
@@ -214,7 +219,7 @@ class Engines:
         It is a warning if every tensor is equal and the limit is an estimate: kernels may round differently by more.
 
         Raises:
-            RunFailed: tensors differ, or the limit is not an estimate.
+            RunFailed: tensors differ, the limit is not an estimate, or the difference grows.
         """
         assert self._sync is not None
         lines = gather_values(self._sync.differing_tensors(self._buckets(actor, PartTimes())))
@@ -223,6 +228,11 @@ class Engines:
             raise RunFailed(
                 f"log-probs of engine and trainer differ after the weight sync of version {self.version} {excess}: "
                 f"{some_of(named) or 'every tensor is equal, so the two compute differently'}"
+            )
+        if growth := self._warned.growth(difference.mean):
+            raise RunFailed(
+                f"log-probs of engine and trainer differ more and more, though every tensor is equal: {growth}: no "
+                "rounding does that, look for what the two compute differently, or allow it by rollout.sync.tolerance"
             )
         if dist.get_rank() == 0:
             _logger.warning(
@@ -252,8 +262,11 @@ class Engines:
             self.dispatcher.when_stranded = None
             broadcast_value(False)
         else:
+            logs.set_phase(logs.ATTENDING)
             while broadcast_value(True):
                 self._bring_back()
+                logs.set_phase(logs.ATTENDING)
+            logs.set_phase(None)
             yield
 
     def when_stranded(self, sync_again: Callable[[], None]) -> None:

@@ -8,8 +8,12 @@ back.
 
 from collections import Counter
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
+
+from vapo_megatron.config.algorithm import DynamicSamplingConfig
+from vapo_megatron.config.rollout import RolloutConfig
+from vapo_megatron.config.run import BatchConfig
 
 FILLED = "filled"  # without signal, trained on because there were no others
 # Why a group is not trained on.
@@ -49,6 +53,17 @@ class StepRule:
     def oldest(self) -> int:
         """Largest number of steps trained between drawing a group and training it."""
         return self.max_age if self.any_order else max(self.staleness, self.windows - 1)
+
+
+def step_rule(size: BatchConfig, sampling: DynamicSamplingConfig, steps: int, rollout: RolloutConfig) -> StepRule:
+    """The groups that a step of training needs: with dynamic sampling, those with correct and incorrect responses."""
+    rule = StepRule(size.prompts_per_step, steps, staleness=rollout.asynchronous.max_staleness, windows=rollout.windows)
+    if (in_flight := rollout.partial_responses.oversampling) is not None:
+        rule = replace(rule, any_order=True, oversampling=in_flight)
+    if sampling.max_rounds is not None:
+        most = round(sampling.max_rounds * sampling.oversampling * size.prompts_per_step)
+        rule = replace(rule, oversampling=sampling.oversampling, most_draws=most)
+    return rule
 
 
 @dataclass

@@ -29,7 +29,7 @@ Group = list[Sample]
 
 
 class StopAsked(TryAgain):
-    """The run was asked to stop while a step was generated; nothing was taken."""
+    """The run was asked to stop before the trainer changed anything in this step: its groups can be saved."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,7 @@ class GroupStream:
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._graded: dict[int, Group] = {}
         self._begun: dict[int, Group] = {}  # not finished, and stopped
+        self._before: tuple[dict[str, Any], dict[int, Group]] | None = None  # state() before a take, until advance()
         self._changed = asyncio.Event()
         self._failure: BaseException | None = None
         self._stopping = self._closed = False
@@ -114,7 +115,9 @@ class GroupStream:
         self._dispatcher.loop.run(self._advance())
 
     def state(self) -> tuple[dict[str, Any], dict[int, Group]]:
-        """For a checkpoint: the ledger's state, and by number the groups that wait for the trainer, graded or begun."""
+        """For a checkpoint: the ledger's state, and by number the groups that wait for the trainer, graded or begun.
+
+        Groups that were taken wait for it until advance(): a run that goes on from the state takes them again."""
         return self._dispatcher.loop.run(self._state())
 
     def restore(self, state: dict[str, Any], groups: dict[int, Group]) -> None:
@@ -139,6 +142,7 @@ class GroupStream:
             self._start(number)
         self._fill()
         await self._wait_for(self.ledger.is_ready, interruption)
+        self._before = self.ledger.state(), self._graded.copy()
         unfinished = [number for number, group in self._graded.items() if _goes_on(group)]
         taken = {number: self._graded.pop(number) for number in self.ledger.take(unfinished)}
         self._begun |= {number: _next_window(taken[number]) for number in unfinished if number in taken}
@@ -167,6 +171,7 @@ class GroupStream:
             raise self._dispatcher.overdue(came, self._work.responses) from None
 
     async def _advance(self) -> None:
+        self._before = None
         self.ledger.advance()
         if self.ledger.rule.staleness:  # else engines wait until they are asked
             self._fill()
@@ -205,7 +210,9 @@ class GroupStream:
         self._changed.set()
 
     async def _state(self) -> tuple[dict[str, Any], dict[int, Group]]:
-        return self.ledger.state(), self._begun | self._graded
+        state, graded = self._before or (self.ledger.state(), {})
+        groups = self._begun | self._graded | graded
+        return state, {number: group for number, group in groups.items() if str(number) in state["drawn_at"]}
 
     async def _restore(self, state: dict[str, Any], groups: dict[int, Group]) -> None:
         groups = {n: group for n, group in groups.items() if self._has_windows_alike(group)}

@@ -16,8 +16,7 @@ from megatron.core import tensor_parallel
 from torch import Tensor
 from torch.nn import Parameter
 
-from vapo_megatron.config.model import AdapterConfig, TrainableConfig
-from vapo_megatron.errors import BadInput
+from vapo_megatron.config.model import AdapterConfig
 from vapo_megatron.megatron.mesh import Mesh
 from vapo_megatron.weights.adapters import adapted_entries, adapted_layers, adapter_rules, is_row_parallel, linear_layer
 from vapo_megatron.weights.mapping import ADAPTER
@@ -80,24 +79,6 @@ class LowRank(torch.nn.Module):
     def _parts_of_b(self, b: Tensor) -> Sequence[Tensor]:
         """[groups, rows, rank] of each projection."""
         return b.unflatten(0, (self._groups, -1)).split(self._rows, 1)
-
-
-def check_adapter(spec: ModelSpec, config: AdapterConfig, section: TrainableConfig, name: str) -> None:
-    """Raises BadInput where a model cannot have the adapters of the config; name is the config section."""
-    if section.kind == "model":
-        return
-    if spec.num_experts and any(layer.startswith("linear_fc") for layer in config.layers):
-        raise BadInput(
-            f"model.adapter.layers={list(config.layers)} with {name}.kind=adapter: experts of a {spec.family} model "
-            "have no adapters here, set [linear_qkv,linear_proj]"
-        )
-    for entry in adapted_entries(spec, config):
-        narrowest = min(min(part) for part in entry.rule.hf_shapes(spec))
-        if config.rank > narrowest:
-            raise BadInput(
-                f"model.adapter.rank={config.rank} is above {narrowest}, the least dimension of {entry.hf[0]} and its "
-                "like: lower it, or leave that layer out of model.adapter.layers"
-            )
 
 
 def add_adapters(

@@ -7,9 +7,9 @@ import torch
 
 from vapo_megatron.config.model import ModelConfig, PrecisionConfig, TrainableConfig
 from vapo_megatron.errors import BadInput
-from vapo_megatron.megatron.adapters import check_adapter
 from vapo_megatron.megatron.layer_spec import uses_transformer_engine
 from vapo_megatron.megatron.platform import Platform
+from vapo_megatron.weights.adapters import check_adapter
 from vapo_megatron.weights.spec import ModelSpec
 
 # Least compute capability of a GPU whose matrix units take a recipe's operands.

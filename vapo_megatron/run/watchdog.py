@@ -47,10 +47,14 @@ def _name_of(entry: dict[str, Any]) -> str:
 _KNOWN = 3  # times that a phase was ended before its own history counts
 _PATIENCE_SECONDS = 5.0
 _OVER = "over"  # the phase of a rank that is done
-# Here ranks wait for engines, or for what rank 0 does alone: nothing can be learnt of it, and it may take hours.
-_WAITS = {logs.NO_PHASE, "rollout", "rollout_greedy", "evaluation"}
-# Of any other phase a part is done within so many times floor_s, also the first time, when kernels are compiled.
-_FIRST = 2.0
+# Engines write responses, those of an evaluation too, and may take hours; only `longest` bounds that at first.
+_GENERATION = {"rollout", "rollout_greedy", "evaluation", "wait_for_engines", logs.ATTENDING}
+# Without a history, a part of any other phase, or the way to the next one, is done within so many times floor_s
+# (kernels are compiled meanwhile); more where disks, or the start of an engine, are waited for.
+_FIRST = 1.0
+_FIRST_OF = dict.fromkeys(
+    ("load_models", "start_engines", "weight_sync", "sync_check", "export", "save_checkpoint", "wait_for_save"), 2.0
+)
 
 
 class Hang(TryAgain):
@@ -119,11 +123,11 @@ class Watchdog:
             # Clocks may be set while a phase goes on. What a rank was in before it was forked is not its own.
             now, seconds = time.time(), time.monotonic() - max(place.since, self._began)
             idle = time.monotonic() - max(logs.last_progress(), self._began)
-            limit, standstill = self.limit(place.phase), _FIRST * self._config.floor_s
+            limit, standstill = self.limit(place.phase), self.standstill(place.phase)
             self._beat(Heartbeat(self._rank, place.phase, place.begun, now - seconds, now))
             if seconds > limit:
                 self._tell(f"rank {self._rank} has been in the phase {place.phase} for {seconds:.0f} s", limit)
-            elif idle > standstill and not self._knows(place.phase) and place.phase not in _WAITS:
+            elif idle > standstill and not self._knows(place.phase):
                 self._tell(
                     f"rank {self._rank} has got no further in the phase {place.phase} for {idle:.0f} s", standstill
                 )
@@ -138,9 +142,13 @@ class Watchdog:
             return self._longest
         return max(self._config.floor_s, _SLOWER * self._slowest[phase])
 
+    def standstill(self, phase: str) -> float:
+        """Seconds without progress after which a phase without a history hangs."""
+        return self._longest if phase in _GENERATION else self._config.floor_s * _FIRST_OF.get(phase, _FIRST)
+
     def _knows(self, phase: str) -> bool:
         """Whether the phase has a history to be measured by."""
-        return phase != logs.NO_PHASE and self._ended.get(phase, 0) >= _KNOWN
+        return phase not in (logs.NO_PHASE, logs.ATTENDING) and self._ended.get(phase, 0) >= _KNOWN
 
     def _silence(self) -> float:
         """Seconds for which the rank after this one has said nothing: it is stopped, or its node is gone."""

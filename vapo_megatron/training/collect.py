@@ -1,36 +1,21 @@
 """Collecting a rollout: prompts out, graded groups back, as a batch on rank 0."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from vapo_megatron.collectives import broadcast_value
-from vapo_megatron.config.algorithm import AlgorithmConfig, DynamicSamplingConfig, ShapingConfig
-from vapo_megatron.config.rollout import RolloutConfig
-from vapo_megatron.config.run import BatchConfig
+from vapo_megatron.config.algorithm import AlgorithmConfig, ShapingConfig
 from vapo_megatron.data.batch import ExperienceBatch, from_samples
 from vapo_megatron.data.sample import Sample
-from vapo_megatron.engines.ledger import StepRule
 from vapo_megatron.engines.stream import StopAsked
 from vapo_megatron.monitoring.recorder import Recorder
 from vapo_megatron.training.advantages import shaped_rewards
 from vapo_megatron.training.metrics import rollout_metrics
 from vapo_megatron.training.rollouts import Rollouts
 from vapo_megatron.training.shards import ShardedBatch, scatter
-
-
-def step_rule(size: BatchConfig, sampling: DynamicSamplingConfig, steps: int, rollout: RolloutConfig) -> StepRule:
-    """The groups that a step of training needs: with dynamic sampling, those with correct and incorrect responses."""
-    rule = StepRule(size.prompts_per_step, steps, staleness=rollout.asynchronous.max_staleness, windows=rollout.windows)
-    if (in_flight := rollout.partial_responses.oversampling) is not None:
-        rule = replace(rule, any_order=True, oversampling=in_flight)
-    if sampling.max_rounds is not None:
-        most = round(sampling.max_rounds * sampling.oversampling * size.prompts_per_step)
-        rule = replace(rule, oversampling=sampling.oversampling, most_draws=most)
-    return rule
 
 
 def collect(rollouts: Rollouts, config: AlgorithmConfig, step: int, recorder: Recorder) -> ExperienceBatch | None:

@@ -2,10 +2,11 @@
 
 from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.data.records import Records
+from vapo_megatron.engines.ledger import step_rule
 from vapo_megatron.megatron.probe import Probe
 from vapo_megatron.monitoring.recorder import Recorder
 from vapo_megatron.training.advantages import estimate_advantages
-from vapo_megatron.training.collect import collect, spread, step_rule
+from vapo_megatron.training.collect import collect, spread
 from vapo_megatron.training.models import Models, replace_reference
 from vapo_megatron.training.outputs import evaluate, export, export_critic, export_final, record_step, show_end
 from vapo_megatron.training.rollouts import Rollouts
@@ -40,11 +41,12 @@ def train(config: TrainConfig, models: Models, rollouts: Rollouts, state: RunSta
 
     rule = step_rule(config.batch, algorithm.dynamic_sampling, config.run.steps, config.rollout)
     rollouts.begin(rule, config.batch.samples_per_prompt, state.step)
-    for step in state.steps():
-        with state.saved_without_engines(rollouts):
+    for step in state.steps(rollouts):
+        with state.saved_if_stopped(rollouts) as heed_signals:
             batch = spread(collect(rollouts, algorithm, step, recorder), recorder)
-        engines.offload()
-        score(models, batch, algorithm, recorder)
+            heed_signals()
+            engines.offload()
+            score(models, batch, algorithm, recorder, heed_signals)
         if models.updates.is_sound(batch):
             estimate_advantages(batch, algorithm, recorder, models.critic_is_new, state.returns)
             update_critic(models, batch, algorithm, state.seed, recorder)

@@ -24,9 +24,16 @@ from vapo_megatron.training.shards import ShardedBatch, seat
 _ONE_OF = 16
 
 
-def score(models: Models, batch: ShardedBatch, config: AlgorithmConfig, recorder: Recorder) -> None:
+def score(
+    models: Models,
+    batch: ShardedBatch,
+    config: AlgorithmConfig,
+    recorder: Recorder,
+    after_each: Callable[[], None] = lambda: None,
+) -> None:
     """Collective: fill old_logprobs, entropies and, where there is such a model, ref_logprobs and values.
 
+    after_each: called after each model's part; may raise.
     Where the policy's only update gives them (update_gives_logprobs), the first two wait for it, but for a probe.
     """
     if models.reference is not None:
@@ -35,14 +42,17 @@ def score(models: Models, batch: ShardedBatch, config: AlgorithmConfig, recorder
         with models.actor.as_base():
             outputs = of_all(models, models.actor, batch, "score_reference", recorder)
         batch.own.ref_logprobs = outputs[:, 0].contiguous()
+    after_each()
     states: list[Tensor] | None = [] if isinstance(models.critic, Probe) else None
     spared = states is None and update_gives_logprobs(config, batch)
     if not spared and not engines_agree(models, batch, config, recorder):
         record_policy(batch, of_all(models, models.actor, batch, "score_policy", recorder, states=states), recorder)
         batch.own.hidden_states = states.pop() if states else None
+    after_each()
     if models.critic is not None:
         read = partial(values_of, config=config.value_loss)
         batch.own.values = of_all(models, models.critic, batch, "score_values", recorder, read)[:, 0].contiguous()
+    after_each()
 
 
 def engines_agree(models: Models, batch: ShardedBatch, config: AlgorithmConfig, recorder: Recorder) -> bool:

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -16,13 +16,14 @@ from vapo_megatron.checkpoint.manifest import GROUPS_FILE, PretrainingProgress, 
 from vapo_megatron.checkpoint.recorded_rollouts import RecordedRollouts
 from vapo_megatron.checkpoint.resume import Resumed
 from vapo_megatron.checkpoint.state_saver import Snapshot
-from vapo_megatron.collectives import on_rank_zero
+from vapo_megatron.collectives import gather_values, on_rank_zero
 from vapo_megatron.config.run import CheckpointConfig, ProfileConfig, RunConfig
 from vapo_megatron.config.run_directory import PROFILE
 from vapo_megatron.engines.engines import EnginesFailed
 from vapo_megatron.engines.stream import StopAsked
 from vapo_megatron.megatron.platform import current_platform
 from vapo_megatron.megatron.probe import PROBE_FILE, Probe
+from vapo_megatron.signals import stop_requested
 from vapo_megatron.training.advantages import TRACKER_FILE, ReturnHistory
 from vapo_megatron.training.rollouts import Rollouts
 from vapo_megatron.training.skipped_updates import SkippedUpdates
@@ -63,7 +64,7 @@ class RunState:
         self.returns = ReturnHistory()
         if resumed is not None:
             self.returns = ReturnHistory(resumed.progress.returns, on_rank_zero(partial(resumed.read, TRACKER_FILE)))
-        self.metrics: Mapping[str, float] = {}
+        self.metrics: Mapping[str, float] = resumed.manifest.metrics if resumed is not None else {}
         self._whole: Snapshot | None = None
         self.started = time.perf_counter()
 
@@ -82,8 +83,9 @@ class RunState:
         """Whether value pretraining is still to begin or to go on."""
         return self.step == 0 and not self.pretraining.finished
 
-    def steps(self) -> Iterator[int]:
+    def steps(self, rollouts: Rollouts) -> Iterator[int]:
         """The numbers of the iterations, from 1, or from where the run goes on."""
+        self._whole = self._snapshot(rollouts)  # a stop in the first of them saves it
         for step in range(self.step + 1, self.last_step + 1):
             self.step, self.started = step, time.perf_counter()
             with profiled(step, self._run.profile, self.run_dir):
@@ -114,24 +116,11 @@ class RunState:
             self.updates.end(self.run_dir, self.step)
         last, every = self.step == self.last_step, self._config.every
         periodic = every is not None and (milestone or (self.step > 0 and self._is_multiple_of(every)))
-        progress = Progress(
-            step=self.step, pretraining=self.pretraining, updates=self.updates.state(), returns=self.returns.state()
-        )
         if rollouts is None:
-            whole, last = Snapshot(progress, self.metrics, self.recorded.files), self.pretraining.finished
+            whole, last = self._snapshot(rollouts), self.pretraining.finished
             self._checkpointer.safe_point(whole, due=periodic or (last and self._config.saves), last=last)
             return
-        groups, graded = rollouts.state()
-        drawn = {
-            "prompts": rollouts.prompts.state() if rollouts.prompts is not None else {},
-            "groups": groups,
-            "weight_version": rollouts.engines.version,
-            "probe": rollouts.probe,
-        }
-        progress = progress.model_copy(update=drawn)
-        contents = {GROUPS_FILE: graded, PROBE_FILE: self._probe.state() if self._probe is not None else b""}
-        contents[TRACKER_FILE] = self.returns.tracked_state()
-        self._whole, failure = Snapshot(progress, self.metrics, self.recorded.files, contents), rollouts.engines.failure
+        self._whole, failure = self._snapshot(rollouts), rollouts.engines.failure
         self._checkpointer.safe_point(
             self._whole,
             due=periodic or (last and self._config.saves) or failure is not None,
@@ -142,15 +131,16 @@ class RunState:
             raise failure
 
     @contextmanager
-    def saved_without_engines(self, rollouts: Rollouts) -> Iterator[None]:
+    def saved_if_stopped(self, rollouts: Rollouts) -> Iterator[Callable[[], None]]:
         """Collective: where engines fail for good or a signal to stop comes in here, the state of the last safe point
-        is saved; in the latter case with the groups that have been graded since.
+        is saved; in the latter case with the groups that have been graded since, taken ones included.
 
-        Models and generators must still be as they were then.
+        Models and generators must still be as they were then. Yields a collective to call between phases, which heeds
+        a signal that has come to any rank.
         """
         rollouts.is_interruptible = self._whole is not None
         try:
-            yield
+            yield self._heed_signals
         except EnginesFailed:
             if self._whole is not None:
                 self._checkpointer.safe_point(self._whole, due=True, last=True)
@@ -165,8 +155,31 @@ class RunState:
                 due=True,
                 last=False,
                 making_room=rollouts.engines.kv_cache_offloaded,
+                replaces=len(graded) > len(self._whole.contents[GROUPS_FILE]),
             )
             raise
+
+    def _heed_signals(self) -> None:
+        signals = [name for name in gather_values(stop_requested()) if name is not None]
+        if signals and self._whole is not None:
+            raise StopAsked(signals[0], shared=True)
+
+    def _snapshot(self, rollouts: Rollouts | None) -> Snapshot:
+        progress = Progress(
+            step=self.step, pretraining=self.pretraining, updates=self.updates.state(), returns=self.returns.state()
+        )
+        if rollouts is None:
+            return Snapshot(progress, self.metrics, self.recorded.files)
+        groups, graded = rollouts.state()
+        drawn = {
+            "prompts": rollouts.prompts.state() if rollouts.prompts is not None else {},
+            "groups": groups,
+            "weight_version": rollouts.engines.version,
+            "probe": rollouts.probe,
+        }
+        contents = {GROUPS_FILE: graded, PROBE_FILE: self._probe.state() if self._probe is not None else b""}
+        contents[TRACKER_FILE] = self.returns.tracked_state()
+        return Snapshot(progress.model_copy(update=drawn), self.metrics, self.recorded.files, contents)
 
     def _is_multiple_of(self, every: int | None) -> bool:
         return every is not None and self.step % every == 0

@@ -133,7 +133,7 @@ def record_rollouts(
     rule = StepRule(size.prompts_per_step, iterations)
     rollouts.begin(rule, size.samples_per_prompt, state.pretraining.iterations, fixed_policy=True)
     for done in range(state.pretraining.iterations + 1, iterations + 1):
-        with state.saved_without_engines(rollouts):
+        with state.saved_if_stopped(rollouts):
             batch = collect(rollouts, algorithm, state.step, recorder)
         name = state.recorded.next_name
         state.recorded.add(name, on_rank_zero(partial(_write, batch, state.run_dir / name)))

@@ -12,15 +12,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
-from megatron.core.utils import make_sharded_tensor_for_checkpoint, make_tp_sharded_tensor_for_checkpoint
 from pydantic import ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from vapo_megatron.config.model import AdapterConfig
+from vapo_megatron.config.model import AdapterConfig, TrainableConfig
 from vapo_megatron.errors import BadInput
 from vapo_megatron.weights.hf_files import HFTensors
 from vapo_megatron.weights.hf_writer import save_tensors, write_json
@@ -106,6 +104,9 @@ def local_adapters(chunks: Sequence[Module], rank: int) -> dict[Entry, Parameter
 
 def sharded_adapters(chunk: Any) -> dict[str, Any]:
     """A chunk's adapters by parameter, for megatron.core.dist_checkpointing; the keys do not depend on the layout."""
+    from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
+    from megatron.core.utils import make_sharded_tensor_for_checkpoint, make_tp_sharded_tensor_for_checkpoint
+
     groups = chunk.pg_collection
     state: dict[str, Any] = {}
     for name, layer, module in adapted_layers(chunk):
@@ -206,3 +207,21 @@ def base_identity(hf_dir: Path) -> str:
         digest.update(f"{name} {list(tensor.shape)}".encode())
         digest.update(tensor[:1].float().contiguous().numpy().tobytes() if tensor.shape else b"")
     return digest.hexdigest()[:32]
+
+
+def check_adapter(spec: ModelSpec, config: AdapterConfig, section: TrainableConfig, name: str) -> None:
+    """Raises BadInput where a model cannot have the adapters of the config; name is the config section."""
+    if section.kind == "model":
+        return
+    if spec.num_experts and any(layer.startswith("linear_fc") for layer in config.layers):
+        raise BadInput(
+            f"model.adapter.layers={list(config.layers)} with {name}.kind=adapter: experts of a {spec.family} model "
+            "have no adapters here, set [linear_qkv,linear_proj]"
+        )
+    for entry in adapted_entries(spec, config):
+        narrowest = min(min(part) for part in entry.rule.hf_shapes(spec))
+        if config.rank > narrowest:
+            raise BadInput(
+                f"model.adapter.rank={config.rank} is above {narrowest}, the least dimension of {entry.hf[0]} and its "
+                "like: lower it, or leave that layer out of model.adapter.layers"
+            )

@@ -1,10 +1,22 @@
 """What is judged after a weight sync, and how far it may be off."""
 
+from functools import partial
+from types import SimpleNamespace
+
 import pytest
 import torch
+from ranks import run_ranks
 
 from vapo_megatron.config.rollout import SyncConfig
-from vapo_megatron.engines.weight_sync.logprob_difference import LogprobDifference, compare_logprobs, limits_of
+from vapo_megatron.engines.engines import Engines
+from vapo_megatron.engines.weight_sync.logprob_difference import (
+    Limits,
+    LogprobDifference,
+    Warned,
+    compare_logprobs,
+    limits_of,
+)
+from vapo_megatron.errors import RunFailed
 
 
 def rows(values: list[float]) -> list[list[float]]:
@@ -73,3 +85,32 @@ def test_of_several_engines_the_worst_counts_figure_by_figure() -> None:
     worst = LogprobDifference.worst([LogprobDifference(1.0, 0.2, 0.05), LogprobDifference(0.5, 0.4, 0.01)])
     assert worst == LogprobDifference(1.0, 0.4, 0.05)
     assert LogprobDifference.worst([]).largest == 0.0
+
+
+def checks(means: list[float]) -> list[str]:
+    """What becomes of weight syncs after which every tensor is equal and log-probs differ by so much on average."""
+    limits = Limits(0.95, 0.5, 0.1, are_estimates=True)
+    sync = SimpleNamespace(differing_tensors=lambda buckets: [])
+    quiet = {name: lambda *_, **__: None for name in ("offload_kv_cache", "_agree", "_buckets")}
+    engines = SimpleNamespace(_sync=sync, limits=limits, _warned=Warned(), version=1, **quiet)
+    engines._refuse_or_warn = partial(Engines._refuse_or_warn, engines)
+    actor = SimpleNamespace(score=lambda batch, temperature: torch.zeros(batch.response_tokens, 2))
+    said = []
+    for mean in means:
+        differences = {"http://engine": LogprobDifference(1.0, 0.3, mean)}
+        sync.logprob_differences = lambda *_, differences=differences: differences
+        try:
+            Engines.check(engines, actor, [[1, 2, 3]])  # type: ignore[arg-type]
+            said.append("")
+        except RunFailed as error:
+            said.append(str(error))
+    return said
+
+
+def test_a_difference_that_keeps_growing_is_refused() -> None:
+    up_and_down = [0.11, 0.3, 0.2, 0.32, 0.05, 0.5, 0.4, 0.2, 0.5, 0.5]
+    assert run_ranks(1, checks, up_and_down)[0] == [""] * 10
+    *warned, refused = run_ranks(1, checks, [0.01, 0.11, 0.2, 0.34, 0.34, 0.4])[0]
+    assert warned == [""] * 5
+    assert "by 0.4 on average, by 0.11 at the first warning, and above 3 times that for 3 weight syncs" in refused
+    assert "every tensor is equal" in refused and "rollout.sync.tolerance" in refused and "\n" not in refused

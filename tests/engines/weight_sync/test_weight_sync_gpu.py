@@ -2,7 +2,9 @@
 
 import asyncio
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -101,12 +103,15 @@ def change_memory(server: EngineServer, method: str, *tags: MemoryTag) -> None:
     asyncio.run(call())
 
 
-def test_an_engine_in_bfloat16_gives_its_memory_and_takes_weights_into_it_again(tmp_path: Path) -> None:
+def wide_model(seed: int) -> Any:
+    """Its weights are those of bfloat16."""
     wide = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "initializer_range": 0.05}
-    models = {seed: make_model(seed, **wide).bfloat16().float() for seed in (3, 4)}
-    models[3].save_pretrained(tmp_path)
-    expected = {seed: [token_logprobs(model, tokens) for tokens in SEQUENCES] for seed, model in models.items()}
-    limits = limits_of(SyncConfig(), "bfloat16")
+    return make_model(seed, **wide).bfloat16().float()
+
+
+@contextmanager
+def bfloat16_engine(folder: Path) -> Iterator[tuple[EngineServer, WeightSync]]:
+    """Serves the model in the folder, and gives its memory away when it is asked to."""
     # 1 KiB per token: 1 GiB of cache.
     config = RolloutConfig(
         max_running_requests=8,
@@ -114,23 +119,47 @@ def test_an_engine_in_bfloat16_gives_its_memory_and_takes_weights_into_it_again(
         mem_fraction_static=0.3,
         server_args={"attention_backend": "triton"},  # of memory and weights, not of FlashAttention's build
     )
-    log_file = tmp_path / "engine.log"
-    with EngineServer(tmp_path, config, "bfloat16", log_file, devices=range(1), offloads=True) as server:
+    log_file = folder / "engine.log"
+    with EngineServer(folder, config, "bfloat16", log_file, devices=range(1), offloads=True) as server:
         client = EngineClient(server.address, DEADLINE)
         with WeightSync(IpcTransport(client, torch.device("cuda", 0), None)) as sync:
-            for seed, other in ((3, 4), (4, 3), (3, 4)):
-                awake = free_memory()
-                change_memory(server, "release_memory", "kv_cache", "weights")
-                assert free_memory() - awake > 0.9 * GIB
-                change_memory(server, "resume_memory", "weights")
-                tensors = [(name, tensor.bfloat16()) for name, tensor in models[seed].state_dict().items()]
-                sync.load(in_slots(tensors), version=seed)
-                change_memory(server, "resume_memory", "kv_cache")
-                (right,) = sync.logprob_differences(SEQUENCES, expected[seed], limits.share).values()
-                assert limits.excess(right) is None
-                (wrong,) = sync.logprob_differences(SEQUENCES, expected[other], limits.share).values()
-                assert wrong.mean > 3 * right.mean and wrong.quantile > 3 * right.quantile
-                assert sync.differing_tensors(in_slots(tensors)) == []
+            yield server, sync
+
+
+def test_an_engine_in_bfloat16_gives_its_memory_and_takes_weights_into_it_again(tmp_path: Path) -> None:
+    models = {seed: wide_model(seed) for seed in (3, 4)}
+    models[3].save_pretrained(tmp_path)
+    expected = {seed: [token_logprobs(model, tokens) for tokens in SEQUENCES] for seed, model in models.items()}
+    limits = limits_of(SyncConfig(), "bfloat16")
+    with bfloat16_engine(tmp_path) as (server, sync):
+        for seed, other in ((3, 4), (4, 3), (3, 4)):
+            awake = free_memory()
+            change_memory(server, "release_memory", "kv_cache", "weights")
+            assert free_memory() - awake > 0.9 * GIB
+            change_memory(server, "resume_memory", "weights")
+            tensors = [(name, tensor.bfloat16()) for name, tensor in models[seed].state_dict().items()]
+            sync.load(in_slots(tensors), version=seed)
+            change_memory(server, "resume_memory", "kv_cache")
+            (right,) = sync.logprob_differences(SEQUENCES, expected[seed], limits.share).values()
+            assert limits.excess(right) is None
+            (wrong,) = sync.logprob_differences(SEQUENCES, expected[other], limits.share).values()
+            assert wrong.mean > 3 * right.mean and wrong.quantile > 3 * right.quantile
+            assert sync.differing_tensors(in_slots(tensors)) == []
+
+
+def test_log_probs_after_a_pause_are_those_before_it(tmp_path: Path) -> None:
+    """Indices that the engine keeps on the GPU may be stale then: sglang 28676, off by 3.8."""
+    model = wide_model(3)
+    model.save_pretrained(tmp_path)
+    expected, limits = [token_logprobs(model, tokens) for tokens in SEQUENCES], limits_of(SyncConfig(), "bfloat16")
+    with bfloat16_engine(tmp_path) as (server, sync):
+        (before,) = sync.logprob_differences(SEQUENCES, expected, limits.share).values()
+        assert limits.excess(before) is None
+        for _ in range(3):
+            change_memory(server, "release_memory", "kv_cache")
+            change_memory(server, "resume_memory", "kv_cache")
+            (after,) = sync.logprob_differences(SEQUENCES, expected, limits.share).values()
+            assert limits.excess(after) is None and after.mean < 3 * before.mean
 
 
 def test_a_tensor_dropped_on_its_way_is_named(sync: WeightSync) -> None:

@@ -26,6 +26,9 @@ _TOLERANCES = {"float32": 1e-4, "bfloat16": 0.5, "fp8": 1.0}
 # The limit of the mean, in units of the tolerance.
 _MEAN_SHARES = {"float32": 1.0, "bfloat16": 0.2, "fp8": 0.3}
 
+# A mean difference that grew so many times since the first warning, in so many weight syncs in a row, is no rounding.
+_GROWTH, _SYNCS = 3.0, 3
+
 # Size of a probe.
 _SEQUENCES, _LENGTH = 4, 32
 
@@ -65,6 +68,26 @@ class Limits:
         if not mean <= self.mean:
             return f"by {mean:.3g} on average, rollout.sync.tolerance allows {self.mean:g}"
         return None
+
+
+class Warned:
+    """Differences beyond an estimated limit while every tensor is equal, sync by sync."""
+
+    def __init__(self) -> None:
+        self._first: float | None = None
+        self._grown = 0
+
+    def growth(self, mean: float) -> str | None:
+        """Add a sync's mean difference, 0 where it is within the limit; how much they grew, in words, if that is no
+        rounding."""
+        self._first = self._first or mean or None
+        self._grown = self._grown + 1 if mean > _GROWTH * (self._first or 0.0) else 0
+        if self._grown < _SYNCS:
+            return None
+        return (
+            f"by {mean:.3g} on average, by {self._first:.3g} at the first warning, "
+            f"and above {_GROWTH:g} times that for {self._grown} weight syncs"
+        )
 
 
 def limits_of(config: SyncConfig, precision: Precision) -> Limits:

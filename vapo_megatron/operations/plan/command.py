@@ -98,6 +98,13 @@ def warnings(plan: Plan) -> list[str]:
             f"a rollout takes {plan.time.phases['rollout']:.0f} s, and is given up after rollout.collect_timeout_s="
             f"{rollout.collect_timeout_s:g}: raise it, or take more GPUs"
         )
+    engine, most = plan.memory.engine, min(rollout.max_running_requests, plan.config.samples // plan.engines)
+    if most > (room := engine.at_once(plan.lengths.running)):
+        lines.append(
+            f"rollout.max_running_requests={rollout.max_running_requests}, and an engine has room for {room:.0f} "
+            f"responses at their mean context of {plan.lengths.running:.0f} tokens: others begin and are read again "
+            "later, raise rollout.mem_fraction_static or rollout.tp, or lower it"
+        )
     return lines
 
 

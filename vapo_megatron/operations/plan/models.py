@@ -10,16 +10,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cache
 
-from vapo_megatron.checkpoint.dist_saver import OPTIMIZER_BYTES
+from vapo_megatron.checkpoint.manifest import OPTIMIZER_BYTES
 from vapo_megatron.config.model import AdapterConfig, LayoutConfig, TrainableConfig, logits_rows
 from vapo_megatron.config.plan import PlanConfig
 from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.errors import BadInput
-from vapo_megatron.megatron.adapters import check_adapter
 from vapo_megatron.megatron.mesh import check_layout, check_model_layout
 from vapo_megatron.megatron.offload import Part
 from vapo_megatron.operations.plan.inputs import Hardware, Lengths, model_directory
-from vapo_megatron.weights.adapters import adapter_entries
+from vapo_megatron.weights.adapters import adapter_entries, check_adapter
 from vapo_megatron.weights.families import EMBEDDING, FINAL_NORM
 from vapo_megatron.weights.rules import Rule
 from vapo_megatron.weights.spec import Head, ModelSpec, read_spec

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import islice, product
 
-from vapo_megatron.checkpoint.resume import differences
+from vapo_megatron.config.base import differences
 from vapo_megatron.config.model import LayoutConfig, RecomputeConfig, TrainableConfig
 from vapo_megatron.config.plan import PlanConfig
 from vapo_megatron.config.rollout import RolloutConfig

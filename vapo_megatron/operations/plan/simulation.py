@@ -17,12 +17,11 @@ from typing import Any, Literal
 import numpy as np
 
 from vapo_megatron.config.rollout import AsynchronousConfig, PartialResponsesConfig
-from vapo_megatron.engines.ledger import Ledger, StepRule
+from vapo_megatron.engines.ledger import Ledger, StepRule, step_rule
 from vapo_megatron.errors import BadInput
 from vapo_megatron.operations.plan.inputs import Lengths
 from vapo_megatron.operations.plan.plan import Plan, make_plan
-from vapo_megatron.operations.plan.rollout import BETWEEN_PROMPTS, decode_seconds, prefill_seconds
-from vapo_megatron.training.collect import step_rule
+from vapo_megatron.operations.plan.rollout import BETWEEN_PROMPTS, decode_seconds, drawn_prompts, prefill_seconds
 
 _WAITING, _RUNNING, _AT_TOOL, _DONE = range(4)
 _NUMBERS = ("number", "draw", "engine", "state", "turns")
@@ -247,11 +246,15 @@ class _Rollouts:
         return gone
 
 
+def _steps(scenario: Scenario) -> tuple[int, int]:
+    """Steps until a run has settled, and all of them."""
+    settled = 2 + scenario.rule.oldest
+    return settled, settled + scenario.steps
+
+
 def simulate(scenario: Scenario) -> Outcome:
     """Run its steps, as training/loop.py goes through them."""
-    rule = scenario.rule
-    settled = 2 + rule.oldest
-    last = settled + scenario.steps
+    rule, (settled, last) = scenario.rule, _steps(scenario)
     # Engines work ahead of the last step that counts as they do of any other.
     rollouts, outcome = _Rollouts(scenario, 2 * last), Outcome()
     taken, waited = 0.0, 0.0
@@ -278,6 +281,8 @@ def simulate(scenario: Scenario) -> Outcome:
 
 # Phases of a plan in which engines work, or that are no part of a step of a trainer which shares its GPUs with none.
 _OF_ENGINES = ("rollout", "verify", "weight_sync")
+# Simulated on one core of a server.
+_RESPONSES_PER_SECOND = 20_000
 _TICKS = 60  # in the time of a mean response
 
 
@@ -354,7 +359,6 @@ def modes(plan: Plan) -> list[dict[str, Any]]:
     second, less than those of engines that are full all the time; age: mean weight syncs between drawing and training.
     """
     rollout = plan.config.rollout
-    print("simulating: a second for some 20,000 responses", file=sys.stderr, flush=True)
     own_gpus = len(rollout.external_urls) * rollout.tp or None
     runs: dict[str, tuple[int | None, Scenario]] = {}
     if own_gpus is None:
@@ -364,6 +368,12 @@ def modes(plan: Plan) -> list[dict[str, Any]]:
         splits = [(own_gpus, scenario_of(plan, staleness=staleness))] if own_gpus else list(_splits(plan, staleness))
         if splits:
             runs[f"asynchronous, max_staleness {staleness}"] = min(splits, key=lambda split: _bound(split[1], plan))
+    size, sampling = plan.config.batch, plan.config.algorithm.dynamic_sampling
+    drawn = drawn_prompts(size.prompts_per_step, sampling, plan.config.plan.informative_share)
+    responses = round(sum(_steps(scenario)[1] for _, scenario in runs.values()) * drawn * size.samples_per_prompt)
+    seconds = responses / _RESPONSES_PER_SECOND
+    time = f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} minutes"
+    print(f"simulating {responses:,} responses in {len(runs)} modes: about {time}", file=sys.stderr, flush=True)
     rows = []
     for name, (gpus, scenario) in runs.items():
         outcome = simulate(scenario)
