@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from vapo_megatron.algorithms.baselines import positions
+from vapo_megatron.algorithms.gae import segmented_gae
 from vapo_megatron.algorithms.segments import to_tokens
 
 BINS = 20  # the last one begins at token 2^19
@@ -131,3 +132,34 @@ def calibrated_values(values: Tensor, group_means: Tensor, cu_seqlens: Tensor, b
     """V~ of each token: float32 [T], [S], int64 [S + 1] -> float32 [T]."""
     c = by_bin.bins[bins_of(cu_seqlens)]
     return (c[:, 0] + c[:, 1] * values.double() + c[:, 2] * to_tokens(group_means.double(), cu_seqlens)).float()
+
+
+def baseline_and_trust(
+    values: Tensor, group_means: Tensor, others: Tensor, cu_seqlens: Tensor, past: Coefficients | None
+) -> tuple[Tensor, float]:
+    """V~ of each token and g. Without a past (the first step) V~ is the mean of the other responses, and g is 0.
+
+    Args:
+        values: float32 [T], v.
+        group_means: [S], m.
+        others: [S], the mean return of the others of the group, or of the batch where the group has no others.
+        cu_seqlens: int64 [S + 1].
+        past: of the steps before.
+
+    Returns:
+        float32 [T], g in [0, 1].
+    """
+    if past is None:
+        return to_tokens(others.float(), cu_seqlens), 0.0
+    return calibrated_values(values, group_means, cu_seqlens, past), past.trust
+
+
+def trusted_advantages(
+    token_rewards: Tensor, baseline: Tensor, cu_seqlens: Tensor, lam: Tensor, trust: float, of: Tensor | None = None
+) -> Tensor:
+    """A = g GAE(V~) + (1 - g) (R - V~): float32 [T], V~ float32 [T], int64 [S + 1], lambda float32 [S] -> float32 [T].
+
+    of: as in segmented_gae().
+    """
+    bootstrapped = segmented_gae(token_rewards, baseline, cu_seqlens, lam, of=of)
+    return trust * bootstrapped + (1 - trust) * segmented_gae(token_rewards, baseline, cu_seqlens, 1.0, of=of)
