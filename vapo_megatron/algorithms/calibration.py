@@ -137,17 +137,9 @@ def calibrated_values(values: Tensor, group_means: Tensor, cu_seqlens: Tensor, b
 def baseline_and_trust(
     values: Tensor, group_means: Tensor, others: Tensor, cu_seqlens: Tensor, past: Coefficients | None
 ) -> tuple[Tensor, float]:
-    """V~ of each token and g. Without a past (the first step) V~ is the mean of the other responses, and g is 0.
+    """V~ of each token, float32 [T], and g. Without a past (the first step) V~ is the mean of the others, and g is 0.
 
-    Args:
-        values: float32 [T], v.
-        group_means: [S], m.
-        others: [S], the mean return of the others of the group, or of the batch where the group has no others.
-        cu_seqlens: int64 [S + 1].
-        past: of the steps before.
-
-    Returns:
-        float32 [T], g in [0, 1].
+    The rest is as in calibrated_values(); others: [S], baselines.leave_one_out() of the returns.
     """
     if past is None:
         return to_tokens(others.float(), cu_seqlens), 0.0
@@ -157,9 +149,6 @@ def baseline_and_trust(
 def trusted_advantages(
     token_rewards: Tensor, baseline: Tensor, cu_seqlens: Tensor, lam: Tensor, trust: float, of: Tensor | None = None
 ) -> Tensor:
-    """A = g GAE(V~) + (1 - g) (R - V~): float32 [T], V~ float32 [T], int64 [S + 1], lambda float32 [S] -> float32 [T].
-
-    of: as in segmented_gae().
-    """
+    """A = g GAE(V~) + (1 - g) (R - V~), with V~ as baseline: float32 [T]. Arguments are those of segmented_gae()."""
     bootstrapped = segmented_gae(token_rewards, baseline, cu_seqlens, lam, of=of)
     return trust * bootstrapped + (1 - trust) * segmented_gae(token_rewards, baseline, cu_seqlens, 1.0, of=of)
