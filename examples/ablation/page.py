@@ -14,9 +14,18 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from examples.ablation import transformer_tables as transformer
 from examples.ablation import tuned_tables
 from examples.ablation.figures import save_tabular_figure, save_transformer_figure
-from examples.ablation.intervals import Interval, shown
+from examples.ablation.intervals import shown
 from examples.ablation.results import Figures, read_figures
-from examples.ablation.tabular.settings import ABOUT, CHOSEN, FORKS_ABOUT, PRICE_ROWS
+from examples.ablation.tabular.settings import ABOUT, CHOSEN, FORKS_ABOUT
+from examples.ablation.tabular.tables import (
+    as_interval,
+    budget_table,
+    forks_finding,
+    forks_table,
+    price_findings,
+    price_table,
+    tabular_table,
+)
 from vapo_megatron.config.atomic import atomic_write
 from vapo_megatron.errors import told_in_one_line
 
@@ -74,10 +83,6 @@ def render(
     return environment.get_template("ablation.md.j2").render(facts)
 
 
-def _interval(found: Any) -> Interval | None:
-    return None if found is None else Interval(*(float("nan") if x is None else float(x) for x in found))
-
-
 def _techniques(tabular: Figures) -> list[dict[str, str]]:
     """Of each technique VAPO's lead over the row without it in each setting, and in how many it is shown."""
     lines = []
@@ -86,7 +91,7 @@ def _techniques(tabular: Figures) -> list[dict[str, str]]:
         better, worse = [], []
         for setting, figures in tabular["settings"].items():
             row = figures["rows"].get(name)
-            found = [_interval(row[key]) for key in ("final_less", "area_less")] if row else [None, None]
+            found = [as_interval(row[key]) for key in ("final_less", "area_less")] if row else [None, None]
             cells[setting] = "; ".join(shown(each) for each in found)
             if any(each and each.excludes_zero and each.mean > 0 for each in found):
                 better.append(setting)
@@ -104,90 +109,14 @@ def _behind_at_equal(figures: Figures, name: str) -> bool:
     """Whether a row that draws fewer responses than VAPO is ahead of it at the most responses that both have drawn."""
     if name not in figures["rows"] or figures["rows"][name]["responses"] == figures["rows"]["vapo"]["responses"]:
         return False
-    found = [_interval(at["rows"][name]["less"]) for at in figures["equal_responses"] if name in at["rows"]]
+    found = [as_interval(at["rows"][name]["less"]) for at in figures["equal_responses"] if name in at["rows"]]
     return bool(found) and found[-1] is not None and found[-1].excludes_zero and found[-1].mean < 0
 
 
 def _behind(figures: Figures) -> list[str]:
     """Titles of the rows that VAPO ends behind, by more than the interval."""
-    found = {row["title"]: _interval(row.get("final_less")) for row in figures["rows"].values()}
+    found = {row["title"]: as_interval(row.get("final_less")) for row in figures["rows"].values()}
     return [title for title, less in found.items() if less and less.excludes_zero and less.mean < 0]
-
-
-def tabular_table(figures: Figures) -> str:
-    """All rows of a setting of the tabular stage."""
-    titles = ["", "final", "area", "VAPO less this, final", "VAPO less this, area", "tokens"]
-    titles += ["insight", "explained variance", "clipped high"]
-    lines = [f"| {' | '.join(titles)} |", "|---|" + "---:|" * (len(titles) - 1)]
-    for row in figures["rows"].values():
-        compared = "final_less" in row
-        cells = [row["title"], f"{row['final'][0]:.3f}", f"{row['area'][0]:.3f}"]
-        cells += [shown(_interval(row[key])) if compared else "" for key in ("final_less", "area_less")]
-        cells += [f"{row['length']:.0f}", f"{row['insight']:.2f}" if row["insight"] else ""]
-        explains = f"{row['explains_first']:.2f} → {row['explains_last']:.2f}" if "explains_first" in row else ""
-        cells += [explains, f"{100 * row['clip_high']:.2f} %"]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-def price_table(price: Figures, kind: str) -> str:
-    """Area of every row in every setting, at the setting's learning rate (common) or its own (tuned), and its rank."""
-    settings = price["settings"]
-    lines = [f"| | {' | '.join(f'{name}: area | less reinforce_direct' for name in settings)} |"]
-    lines.append("|---|" + "---:|---:|" * len(settings))
-    for row, about in PRICE_ROWS.items():
-        cells = [about.title]
-        for figures in settings.values():
-            found = figures["tables"][kind][row]
-            rate = f" (x{figures['rates'][row]['best']:g})" if kind == "tuned" else ""
-            cells += [f"{found['area'][0]:.3f}{rate}", shown(_interval(found.get("less_reinforce_direct")))]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-def price_findings(price: Figures) -> list[str]:
-    """What the tuned rows say of a critic, of its price, and of a critic that knows nothing."""
-
-    def lead(row: str, other: str) -> str:
-        """In each setting, the row less the other."""
-        tables = {name: figures["tables"]["tuned"] for name, figures in price["settings"].items()}
-        return ", ".join(f"{shown(_interval(table[row][f'less_{other}']))} ({name})" for name, table in tables.items())
-
-    return [
-        f"vapo_direct less reinforce_direct, the batch's mean as baseline: {lead('direct', 'reinforce_direct')}",
-        f"vapo_direct less vapo_without_critic, VAPO's loss with the group's mean: {lead('direct', 'without_critic')}",
-        f"the prompt's history alone (SPO's tracker, no critic) less vapo_direct: {lead('tracker', 'direct')}",
-        f"vapo_direct with a critic of noise less reinforce_direct: {lead('direct_noise', 'reinforce_direct')}",
-        f"the same less vapo_direct, which is what the critic itself brings: {lead('direct_noise', 'direct')}",
-        f"VAPO with value pretraining less reinforce_direct: {lead('vapo', 'reinforce_direct')}",
-        f"vapo_direct with the prompt's history in place of no group (SPO's tracker) less vapo_direct without: "
-        f"{lead('direct_tracker', 'direct')}",
-    ]
-
-
-def forks_table(forks: Figures) -> str:
-    """Every row of the task that a critic should win: area, and by how much vapo_direct is ahead."""
-    lines = ["| | area | accuracy at the end | vapo_direct less this, area |", "|---|---:|---:|---:|"]
-    figures = forks["settings"]["forks"]
-    for row, found in figures["tables"]["tuned"].items():
-        less = _interval(found.get("less_direct"))
-        ahead = shown(None if less is None else Interval(-less.mean, less.half))
-        ends = f"{found['area'][0]:.3f} (x{figures['rates'][row]['best']:g}) | {found['final'][0]:.3f} | {ahead}"
-        lines.append(f"| {PRICE_ROWS[row].title} | {ends} |")
-    return "\n".join(lines)
-
-
-def forks_finding(forks: Figures) -> str:
-    """Whether anything without a critic comes near."""
-    rows = forks["settings"]["forks"]["tables"]["tuned"]
-    best = max((row for row in rows if row != "direct"), key=lambda row: rows[row]["area"][0])
-    less = _interval(rows[best]["less_direct"])
-    assert less is not None
-    title, end = PRICE_ROWS[best].title, f"{rows['direct']['final'][0]:.3f} against {rows[best]['final'][0]:.3f}"
-    if less.excludes_zero and less.mean < 0:
-        final, best_other = rows["direct"]["final"][0], max(rows[row]["final"][0] for row in rows if row != "direct")
-        return f"No other row comes near: vapo_direct ends at {final:.3f}, the best other at {best_other:.3f}."
-    return f"A critic does not win here: the best without one, {title}, ends level or ahead ({end})."
 
 
 def sweep_table(figures: Figures, question: str) -> str:
@@ -199,27 +128,10 @@ def sweep_table(figures: Figures, question: str) -> str:
         changed = ", ".join(f"`{change}`" for change in probe["changes"]) or "nothing"
         cells = [changed, f"{first['title']} {first['final'][0]:.3f}"]
         for other in others or [None]:
-            less = [shown(_interval(other[key])) for key in ("less", "less_area")] if other else ["", ""]
+            less = [shown(as_interval(other[key])) for key in ("less", "less_area")] if other else ["", ""]
             ends = ["" if other is None else other["title"], *less, f"{100 * first['clip_high']:.2f} %"]
             lines.append(f"| {' | '.join([*cells, *ends])} |")
             cells = ["", ""]
-    return "\n".join(lines)
-
-
-def budget_table(figures: Figures) -> str:
-    """Accuracy at equal numbers of responses: VAPO against what needs no value pretraining."""
-    rows = [name for name in ("no_value_pretraining", "grpo", "dapo") if name in figures["rows"]]
-    titles = ["responses", "VAPO"]
-    for name in rows:
-        title = figures["rows"][name]["title"]
-        titles += [title, f"VAPO less {title}"]
-    lines = [f"| {' | '.join(titles)} |", "|---:|" + "---:|" * (len(titles) - 1)]
-    for at in figures["equal_responses"]:
-        cells = [str(at["responses"]), f"{at['rows']['vapo']['accuracy'][0]:.3f}"]
-        for name in rows:
-            found = at["rows"].get(name)
-            cells += [f"{found['accuracy'][0]:.3f}", shown(_interval(found["less"]))] if found else ["–", "–"]
-        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

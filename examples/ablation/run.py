@@ -18,7 +18,15 @@ from examples.ablation.forked import import_program
 from examples.ablation.page import MEASURED, write_page
 from examples.ablation.plan import HERE, ROOT, Job, plan_jobs
 from examples.ablation.results import collect, write_figures
-from examples.ablation.transformer_tables import accuracy_table, cost_table, critic_table, finished, missing
+from examples.ablation.transformer_tables import (
+    accuracy_table,
+    cost_table,
+    critic_table,
+    equal_table,
+    finished,
+    missing,
+)
+from examples.ablation.tuned_tables import tuned_report
 from vapo_megatron.errors import RunFailed, VapoError
 
 
@@ -88,7 +96,7 @@ def main(
         ]
         command = " ".join(words)
         measured = MEASURED / f"{'tuned' if variant == Variant.TUNED else 'transformer'}.json" if docs else None
-        present(config, out.resolve(), outcome, command, measured, time.monotonic() - started)
+        present(config, out.resolve(), outcome, command, measured, time.monotonic() - started, variant == Variant.TUNED)
     except VapoError as error:
         typer.echo(f"ablation: {error}", err=True)
         raise typer.Exit(error.exit_code) from None
@@ -98,11 +106,18 @@ def main(
 
 
 def present(
-    config: AblationConfig, out: Path, outcome: Outcome, command: str, measured: Path | None, seconds: float
+    config: AblationConfig,
+    out: Path,
+    outcome: Outcome,
+    command: str,
+    measured: Path | None,
+    seconds: float,
+    tuned: bool,
 ) -> None:
     """Print tables and write figures of all that is finished; fail where a job did.
 
-    measured: file of the figures that the page is made of, which is then written too.
+    measured: file of the figures that the page is made of, which is then written too. tuned: each row has its own
+    learning rate, and the tables compare areas.
     """
     figures = collect(config, out, {*outcome.done, *outcome.skipped}, outcome.refused) | {"command": command}
     write_figures(figures, out / "measured.json")
@@ -111,6 +126,8 @@ def present(
             console.print(f"\n[bold]{name}[/bold]\n\n{critic_table(setting)}\n")
         if setting["rows"]["vapo"]["seeds"]:
             console.print(f"{accuracy_table(setting, config.steps)}\n\n{cost_table(setting)}\n")
+            equal = [equal_table(setting, by) for by in ("responses", "cpu_seconds")]
+            console.print(tuned_report(setting, config.steps) if tuned else "\n\n".join(equal), markup=False)
     console.print(
         f"[bold green]{len(outcome.done)} jobs run, {len(outcome.skipped)} were finished before, "
         f"{len(outcome.refused)} not run[/bold green] ({seconds / 60:.1f} minutes)\n  figures  {out / 'measured.json'}"

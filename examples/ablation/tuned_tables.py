@@ -131,6 +131,22 @@ def for_page(tuned: Figures | None) -> dict[str, Any]:
     }
 
 
+def tuned_report(setting: Figures, steps: int) -> str:
+    """The tables of docs/ablation.md for the rows that have finished seeds, and findings where no method is missing."""
+    rows = {name: row for name, row in setting["rows"].items() if row["seeds"]}
+    finished, parts = setting | {"rows": rows}, []
+    methods = [name for name in METHODS if name in rows]
+    if len(methods) == len(METHODS):
+        parts.append("\n".join(f"- {line}" for line in tuned_findings(finished)))
+    if methods:
+        compared_with = "reinforce_direct" if "reinforce_direct" in methods else methods[0]
+        of_methods = finished | {"rows": {name: rows[name] for name in methods}}
+        parts.append(tuned_table(of_methods, methods, compared_with, steps))
+    if "direct" in rows and len(rows) > len(methods):
+        parts.append(kinds_table(finished, ["direct", *(name for name in rows if name not in METHODS)], steps))
+    return "\n\n".join(parts)
+
+
 def kinds_table(setting: Figures, rows: list[str], steps: int) -> str:
     """Accuracy and explained variance of the first row, and of others less the first, after equally many steps."""
     titles = [

@@ -112,6 +112,17 @@ def what_the_critic_explains(rows: Sequence[Mapping[str, Any]]) -> str:
     )
 
 
+def responses_used(config: TrainConfig, rows: Sequence[Mapping[str, Any]]) -> str:
+    """Responses that were drawn to learn from, those that dynamic sampling dropped among them; not evaluations'."""
+    size, pretraining = config.batch, config.value_pretraining
+    trains_critic = config.has_critic_model and pretraining.enabled
+    before = pretraining.rollouts(config.samples) * config.samples if trains_critic else 0
+    steps = [row for row in rows if row["step"] > 0]
+    prompts = sum(row.get("dynamic_sampling/prompts", size.prompts_per_step) for row in steps)
+    drawn = round(prompts * size.samples_per_prompt)
+    return f"Responses used: {before + drawn:,} ({before:,} by value pretraining, {drawn:,} by {len(steps)} steps)"
+
+
 def _mean(values: Sequence[float]) -> str:
     """0.21, or 0.21 ± 0.05 where there is more than one value (Student's t)."""
     mean = fmean(values)
@@ -181,6 +192,7 @@ def main(
     console.print(
         f"\n[bold green]Accuracy on unseen problems: {accuracy[0]:.3f} after the cold start, {accuracy[-1]:.3f} after "
         f"VAPO[/bold green] (seed {seed}, {minutes:.1f} minutes)\n"
+        f"{responses_used(load_config(TrainConfig, out / 'vapo' / 'config.yaml', [], PRESETS), rows)}\n"
         f"{what_the_critic_explains(rows)}\n"
         f"  report    {out / 'vapo' / 'report.html'}\n"
         f"  samples   {out / 'vapo' / 'samples'}\n"

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from vapo_megatron.algorithms import calibration
 from vapo_megatron.algorithms.baselines import leave_one_out, siblings_mean
-from vapo_megatron.algorithms.gae import segmented_gae
 from vapo_megatron.algorithms.segments import place_terminal, to_tokens
 from vapo_megatron.data.batch import offsets
 
@@ -123,13 +122,21 @@ def test_without_a_past_the_others_are_the_baseline() -> None:
     siblings, others = siblings_mean(returns, groups), leave_one_out(returns, groups)
     assert siblings.tolist() == [0.5, 1.0, 0.5, 0.0], "in a group of one it would be a line in the return itself"
     assert others.tolist() == pytest.approx([0.5, 1.0, 0.5, 2 / 3])
+    bounds, values = offsets(torch.tensor([1, 2, 1, 1])), torch.tensor([5.0, -3.0, 2.0, 9.0, 4.0])
+    baseline, trust = calibration.baseline_and_trust(values, siblings, others, bounds, None)
+    assert trust == 0, "nothing is known of the critic yet"
+    assert baseline.tolist() == pytest.approx([0.5, 1.0, 1.0, 0.5, 2 / 3]), "whatever the critic says"
+    past = fit(values, bounds, groups, returns)
+    baseline, trust = calibration.baseline_and_trust(values, siblings, others, bounds, past)
+    assert trust == past.trust
+    assert torch.equal(baseline, calibration.calibrated_values(values, siblings, bounds, past))
 
 
-def gradient(group: int, trust: float, leak: bool = False) -> tuple[Tensor, Tensor]:
+def gradient(group: int, trust: float, lam: float = 0.5, leak: str = "") -> tuple[Tensor, Tensor]:
     """Exact expectation of A grad log pi over all groups of responses of a small MDP, and the gradient of E[R].
 
     Three binary tokens; a 1 as second token ends the response. States have logits of their own, and values that are
-    wrong.
+    wrong. leak: what is given the response's own return, "siblings" (m) or "values" (the critic).
     """
     logits = torch.tensor([0.3, -0.4, 0.8, 0.1, -0.7], dtype=torch.float64, requires_grad=True)
     states = {(): 0, (0,): 1, (1,): 2, (0, 0): 3, (1, 0): 4}
@@ -148,12 +155,12 @@ def gradient(group: int, trust: float, leak: bool = False) -> tuple[Tensor, Tens
         chance = torch.stack([log_prob(y).sum() for y in ys]).sum().exp()
         returns, bounds = torch.tensor([rewards[y] for y in ys]), offsets(torch.tensor([len(y) for y in ys]))
         siblings = siblings_mean(returns, torch.zeros(group, dtype=torch.int64))
-        siblings = returns.double() if leak else siblings
+        siblings = returns.double() if leak == "siblings" else siblings
         values = wrong[torch.tensor([states[y[:t]] for y in ys for t in range(len(y))])]
-        calibrated = calibration.calibrated_values(values, siblings, bounds, past)
+        values = values + to_tokens(returns, bounds) if leak == "values" else values
+        baseline, _ = calibration.baseline_and_trust(values, siblings, torch.zeros(group), bounds, past)
         tokens = place_terminal(returns, bounds, int(bounds[-1]))
-        lambdas = ((0.5, trust), (1.0, 1 - trust))
-        advantages = sum(share * segmented_gae(tokens, calibrated, bounds, lam) for lam, share in lambdas)
+        advantages = calibration.trusted_advantages(tokens, baseline, bounds, torch.full((group,), lam), trust)
         objective = objective + chance * returns.mean()
         log_probs = torch.cat([log_prob(y) for y in ys])
         surrogate = surrogate + chance.detach() * (advantages * log_probs).sum() / group
@@ -161,17 +168,20 @@ def gradient(group: int, trust: float, leak: bool = False) -> tuple[Tensor, Tens
     return ours, true
 
 
+@pytest.mark.parametrize(("trust", "lam"), [(0.0, 0.5), (0.6, 1.0), (1.0, 1.0)])
 @pytest.mark.parametrize("group", [1, 2])
-def test_without_trust_the_gradient_is_unbiased_whatever_the_critic_says(group: int) -> None:
+def test_without_trust_or_with_a_lambda_of_1_the_gradient_is_unbiased(group: int, trust: float, lam: float) -> None:
+    """Whatever the critic says, as long as it does not know the return that was sampled."""
     CHANCE.manual_seed(5)
-    ours, true = gradient(group, trust=0.0)
+    ours, true = gradient(group, trust, lam)
     torch.testing.assert_close(ours, true, rtol=1e-5, atol=1e-6)
 
 
-def test_what_makes_it_biased_is_noticed() -> None:
-    """Trust in a wrong critic; a baseline that knows the response's own return."""
+@pytest.mark.parametrize(
+    ("trust", "lam", "leak"), [(1.0, 0.5, ""), (0.6, 0.5, ""), (0.0, 0.5, "siblings"), (0.6, 1.0, "values")]
+)
+def test_what_makes_it_biased_is_noticed(trust: float, lam: float, leak: str) -> None:
+    """Trust in a wrong critic where lambda is below 1; a baseline or a critic that knows the response's own return."""
     CHANCE.manual_seed(5)
-    ours, true = gradient(2, trust=1.0)
-    assert (ours - true).norm() > 0.05
-    ours, true = gradient(2, trust=0.0, leak=True)
+    ours, true = gradient(2, trust, lam, leak)
     assert (ours - true).norm() > 0.05

@@ -3,7 +3,8 @@
 import json
 import shutil
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from tiny_runs import problems, train_config
 
 from vapo_megatron.checkpoint.manifest import PretrainingProgress
 from vapo_megatron.checkpoint.recorded_rollouts import RecordedRollouts
+from vapo_megatron.config.data import EvalSet
 from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.data.batch import ExperienceBatch
 from vapo_megatron.data.records import Records
@@ -19,6 +21,9 @@ from vapo_megatron.data.sample import Prompt, Sample
 from vapo_megatron.data.tokenizer import TextTokenizer
 from vapo_megatron.evaluation.responses import response_of
 from vapo_megatron.monitoring.samples import SampleWriter
+from vapo_megatron.rewards.math import Grade
+from vapo_megatron.training.outputs import evaluate_sets
+from vapo_megatron.training.rollouts import Rollouts
 from vapo_megatron.training.value_pretraining import import_records
 from vapo_megatron.weights.spec import read_spec
 
@@ -62,6 +67,13 @@ def recorded(folder: Path, tokenizer: TextTokenizer, kind: str) -> Path:
         SampleWriter(folder / "earlier", 8).write(1, samples)
         SampleWriter(folder / "earlier", 8).write(2, samples)  # of a policy that has moved: passed over
         return folder / "earlier"
+    if kind == "first_evaluation":  # the run's own code, before its first step and after its second
+        (folder / "earlier/evaluation").mkdir(parents=True)
+        (folder / "earlier/config.yaml").touch()
+        (folder / "earlier/metrics.jsonl").touch()
+        for step in (0, 2):
+            evaluate_in_the_run(folder / "earlier", samples, tokenizer, step)
+        return folder / "earlier"
     if kind == "evaluation":
         answers = [(response_of(sample, tokenizer.decode), sample) for sample in samples]
         for response, sample in answers:
@@ -104,12 +116,39 @@ def recorded(folder: Path, tokenizer: TextTokenizer, kind: str) -> Path:
     )
 
 
-@pytest.mark.parametrize("kind", ["run", "evaluation", "slime", "verl", "rows"])
+def evaluate_in_the_run(folder: Path, samples: list[Sample], tokenizer: TextTokenizer, step: int) -> None:
+    """The evaluation of a run of two problems, with these responses in place of an engine's, graded as they are."""
+
+    def generate(prompts: list[Prompt], k: int, keep: Any, on_done: Any) -> None:
+        for prompt in prompts:
+            drawn = [response_of(s, tokenizer.decode) for s in samples if s.prompt.id == prompt.id]
+            keep((2 * drawn)[:k])
+
+    def grades(cases: list[Any], *_: Any) -> list[Grade | None]:
+        texts = {response_of(s, tokenizer.decode).text: bool(s.correct) for s in samples}
+        return [None if case is None else Grade(texts[case.response], "equal") for case in cases]
+
+    settings = config_of(folder, Path("unread"))
+    rollouts = SimpleNamespace(
+        verifier="there is one",
+        sampling=settings.sampling,
+        seed=1,
+        evaluation_prompts=[[samples[0].prompt, samples[1].prompt]],
+        reward=settings.reward,
+        generator=lambda *_: generate,
+    )
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("vapo_megatron.evaluation.evaluator.grades_of", grades)
+        entry = EvalSet(name="sums", path="unread", samples=2)
+        evaluate_sets(cast(Rollouts, rollouts), [entry], settings.evaluation, folder, step)
+
+
+@pytest.mark.parametrize("kind", ["run", "first_evaluation", "evaluation", "slime", "verl", "rows"])
 def test_every_format_gives_the_tokens_and_rewards_that_were_drawn(kind: str, tmp_path: Path, model: Path) -> None:
     config = config_of(tmp_path, model)
     tokenizer = TextTokenizer(model, config.data.prompt)
     drawn = samples_of(tokenizer, problems(8))
-    wanted = [drawn[0], drawn[2], drawn[1]][: 2 if kind == "verl" else 3]
+    wanted = [drawn[0], drawn[2], *[drawn[1]] * {"verl": 0, "first_evaluation": 2}.get(kind, 1)]
     config = config_of(tmp_path, model, recorded(tmp_path, tokenizer, kind))
     (batch,) = Records(config, tokenizer, read_spec(model).vocab_size).batches()
     lines = [batch.tokens[a:b].tolist() for a, b in zip(batch.cu_seqlens[:-1], batch.cu_seqlens[1:], strict=True)]
@@ -117,7 +156,7 @@ def test_every_format_gives_the_tokens_and_rewards_that_were_drawn(kind: str, tm
     assert batch.rewards.tolist() == [sample.reward for sample in wanted]
     assert batch.correct.tolist() == [sample.correct for sample in wanted]
     assert batch.truncated.tolist() == [sample.truncated for sample in wanted]
-    assert batch.group_ids.tolist() == [0, 0, 1][: len(wanted)], "responses to one prompt are a group"
+    assert batch.group_ids.tolist() == [0, 0, 1, 1][: len(wanted)], "responses to one prompt are a group"
 
 
 class State:

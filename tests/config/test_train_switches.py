@@ -52,6 +52,8 @@ def load(tmp_path: Path, *overrides: str) -> TrainConfig:
             "critic: init with kind=probe",
         ),
         (["actor.kind=probe"], "actor.kind"),
+        (["preset=vapo_direct", "critic.probe.width=64"], "critic: probe with kind=model"),
+        (["preset=vapo_direct", "critic.kind=probe", "critic.probe.layer=0"], "critic.probe.layer"),
         (["critic.kind=adapter", "critic.freeze_attention=true"], "critic.freeze_attention=true with critic.kind"),
         (
             [

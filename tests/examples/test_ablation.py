@@ -14,6 +14,7 @@ from examples.ablation.forked import SharedEngine
 from examples.ablation.page import MEASURED, ROOT, render
 from examples.ablation.plan import EVALUATION, PRESETS, Job, plan_jobs
 from examples.ablation.results import accuracy_at, collect, reached, read_figures
+from examples.ablation.run import present
 from examples.ablation.task import LOST, PROMPT_TOKENS, Problems, longest_sequence, make_task
 from vapo_megatron.config.data import PromptTemplate
 from vapo_megatron.config.load import dump_config, load_config
@@ -303,7 +304,7 @@ def finished_runs(out: Path, explained: float = 0.3) -> tuple:
             rows.append({"step": 0, "value_pretraining/iteration": 224.0} | last)
         else:
             shared = {"response_length/mean": 60.0, "time/step": 2.0}
-            shared |= {"actor/clip_fraction_low": 0.0, "actor/clip_fraction_high": 0.01}
+            shared |= {"actor/approx_kl": 1e-3, "actor/clip_fraction_low": 0.0, "actor/clip_fraction_high": 0.01}
             shared |= {"accuracy/mean": 0.7, "response_length/min": 3.0, "response_length/max": 70.0}
             shared |= {"dynamic_sampling/prompts": 16.0} if name == "grpo" else {}  # as DAPO has it
             rows = [shared | {"step": step} for step in range(1, 5)]
@@ -349,6 +350,23 @@ def test_a_lead_is_over_what_both_rows_have_spent(tmp_path: Path) -> None:
     assert still == {1: 0.4, 2: 0.4}, "VAPO's value pretraining draws more than that, and moves no policy"
     lead = tuned_tables.lead(setting, "grpo", "vapo")
     assert lead is not None and lead.mean == pytest.approx(0.26, abs=1e-3) and lead.half == pytest.approx(0, abs=1e-9)
+
+
+@pytest.mark.parametrize("tuned", [False, True])
+def test_the_command_ends_with_the_tables_of_the_page(
+    tuned: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, names = finished_runs(tmp_path)
+    present(config, tmp_path, execution.Outcome(skipped=sorted(names)), "as run", None, 0.0, tuned)
+    told = capsys.readouterr().out
+    assert (
+        "| GRPO |" in told and ("area by responses" in told) == tuned and ("seconds of the processor" in told) != tuned
+    )
+    measured = read_figures(MEASURED / "tuned.json")
+    report = tuned_tables.tuned_report(measured["settings"]["steps"], measured["steps"]).splitlines()
+    page = (ROOT / "docs" / "ablation.md").read_text().splitlines()
+    assert [line for line in report if line not in page] == [], "what it prints of the measured figures is on the page"
+    assert sum(line.startswith("- ") for line in report) == 5 and sum(line.startswith("|---") for line in report) >= 1
 
 
 def test_the_page_says_what_was_not_run_and_what_is_missing(tmp_path: Path) -> None:

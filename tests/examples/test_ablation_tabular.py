@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from examples.ablation.intervals import interval, paired, shown
-from examples.ablation.tabular import sweep
+from examples.ablation.page import MEASURED, ROOT
+from examples.ablation.results import read_figures
+from examples.ablation.tabular import sweep, tables
 from examples.ablation.tabular.price import accuracy_at, area, choose_rate
 from examples.ablation.tabular.price import main as price_command
 from examples.ablation.tabular.run import change, main, parse_seeds, run_row
@@ -113,11 +115,17 @@ def test_a_probe_compares_with_its_first_row() -> None:
     assert first["less"] is None and other["less"].mean == pytest.approx(first["final"].mean - other["final"].mean)
 
 
-def test_the_command_writes_a_summary(tmp_path: Path) -> None:
+def test_the_command_writes_a_summary_and_ends_with_its_tables(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     small = ["steps=4", "prompts=10", "prompts_per_step=4", "rollouts=1", "pretraining=1", "minibatches=4"]
     main(small, ["steps"], ["grpo"], "0-1", tmp_path)
     found = json.loads((tmp_path / "summary.json").read_text())
     assert set(found["settings"]["steps"]["rows"]) == {"vapo", "grpo"} and found["seeds"] == [0, 1]
+    said, steps = capsys.readouterr().out, found["settings"]["steps"]
+    lead = shown(tables.as_interval(steps["rows"]["grpo"]["final_less"]))
+    assert "±" in lead and f"| GRPO | {steps['rows']['grpo']['final'][0]:.3f} |" in said and f"| {lead} |" in said
+    assert "At equal numbers of responses" in said and said.count("\n| VAPO |") == 1
 
 
 def test_calibrated_advantages_are_those_of_the_trainer() -> None:
@@ -182,10 +190,27 @@ def test_a_tracked_value_is_of_the_past_alone_and_fades() -> None:
     assert float(tracked_values(sums, weights, 0.0)[0]) == pytest.approx((0.875 * 2 - 1) / (0.875 * 2 + 2))
 
 
-def test_the_price_of_a_small_task_is_told(tmp_path: Path) -> None:
+def test_the_price_of_a_small_task_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     small = ["steps=4", "prompts=10", "prompts_per_step=4", "rollouts=2", "pretraining=1", "minibatches=4"]
     rows = ["direct", "direct_tracker", "tracker", "reinforce_direct", "without_critic"]
     price_command(small, ["steps"], rows, "0-1", tmp_path / "price.json")
     figures = json.loads((tmp_path / "price.json").read_text())["settings"]["steps"]
     assert set(figures["rates"]) == set(figures["tables"]["tuned"]) == set(rows)
     assert "less_reinforce_direct" in figures["tables"]["common"]["direct"]
+    said = capsys.readouterr().out
+    for kind in ("tuned", "common"):
+        less = shown(tables.as_interval(figures["tables"][kind]["direct"]["less_reinforce_direct"]))
+        assert "±" in less and f"| {less} |" in said, "the tables of the page, with intervals"
+    assert said.count("| vapo_direct |") == 2 and "| VAPO |" not in said, "rows that were not run are left out"
+
+
+@pytest.mark.parametrize("name", ["price", "forks"])
+def test_what_the_command_prints_of_the_measured_figures_is_what_the_page_shows(name: str) -> None:
+    page = " ".join((ROOT / "docs" / "ablation.md").read_text().split())
+    lines = [line for line in tables.price_report(read_figures(MEASURED / f"{name}.json")).splitlines() if line]
+    assert [line for line in lines if " ".join(line.split()) not in page] in (
+        [],
+        ["forks, each row at its own learning rate:"],
+    )
+    assert sum(line.startswith("| ") for line in lines) > 6
+    assert name == "forks" or sum(line.startswith("- ") for line in lines) == 7

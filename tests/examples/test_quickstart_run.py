@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from vapo_megatron.cli import PRESETS
-from vapo_megatron.config.load import load_config
+from vapo_megatron.config.load import dump_config, load_config
 from vapo_megatron.config.train import TrainConfig
 
 FOLDER = Path(__file__).parents[2] / "examples" / "quickstart"
@@ -46,6 +46,31 @@ def test_the_last_lines_say_what_the_critic_explains_beside_what_is_free(script:
     assert "0.25 (mean of the other responses to the prompt -0.11," in before and "before the policy moves" in before
     # Ten values of 0.2 on average, 0.1 beside it: t(9) 2.262 * 0.1054 / sqrt(10).
     assert "0.20 ± 0.08 (mean of the other responses to the prompt 0.10 ± 0.08," in last and "last 10 steps" in last
+
+
+@pytest.mark.parametrize(
+    ("overrides", "prompts", "told"),
+    [
+        # 32 rollouts of 32 prompts with 8 responses each, and two steps of as many.
+        ([], None, "8,704 (8,192 by value pretraining, 512 by 2 steps)"),
+        (["value_pretraining.enabled=false"], None, "512 (0 by value pretraining, 512 by 2 steps)"),
+        # Dynamic sampling looked through more than it trained on.
+        (
+            ["algorithm.dynamic_sampling.max_rounds=3"],
+            50.0,
+            "8,992 (8,192 by value pretraining, 800 by 2 steps)",
+        ),
+    ],
+)
+def test_the_last_lines_say_how_many_responses_were_drawn_to_learn_from(
+    script: ModuleType, overrides: list[str], prompts: float | None, told: str, tmp_path: Path
+) -> None:
+    config = load_config(TrainConfig, FOLDER / "vapo.yaml", overrides, PRESETS)
+    dump_config(config, tmp_path / "config.yaml")
+    read = load_config(TrainConfig, tmp_path / "config.yaml", [], PRESETS)
+    drawn = {} if prompts is None else {"dynamic_sampling/prompts": prompts}
+    rows = [{"step": 0, "value_pretraining/updates": n} for n in range(3)] + [{"step": n} | drawn for n in (1, 2)]
+    assert script.responses_used(read, rows) == f"Responses used: {told}"
 
 
 @pytest.mark.full

@@ -34,8 +34,10 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("policy"), "qwen3", num_hidden_layers=4)
 
 
-def new_probe(width: int = 32) -> Probe:
-    return Probe(CriticConfig(kind="probe", optimizer=SETTINGS), width, 1, std=0.3, seed=7)
+def new_probe(width: int = 32, units: int = 256, layer: int | None = None) -> Probe:
+    form = {"width": units, "layer": layer}
+    config = CriticConfig.model_validate({"kind": "probe", "optimizer": SETTINGS, "probe": form})
+    return Probe(config, width, 1, std=0.3, seed=7)
 
 
 def targets(batch: ExperienceBatch) -> torch.Tensor:
@@ -101,6 +103,46 @@ def test_it_reads_the_state_before_each_response_token(model_dir: Path, referenc
         tokens = batch.tokens[batch.cu_seqlens[sample] : batch.cu_seqlens[sample + 1]].long()
         expected.append(model(tokens[None]).last_hidden_state[0, batch.response_places(sample) - 1])
     np.testing.assert_allclose(reference[0], torch.cat(expected).numpy(), rtol=1e-4, atol=1e-4)
+
+
+def tapped(model_dir: Path, layout: dict[str, Any], layer: int) -> Any:
+    """On each rank: the hidden states of all samples after a layer; and that log-probs are untouched."""
+    actor = make_trainable(model_dir, "lm", layout=LayoutConfig(**layout), max_tokens_per_microbatch=40)
+    batch = spread(make_batch(LENGTHS, observed={2: (11, 5)}))
+    plain = score_all(actor, batch)
+    actor.tap(layer)
+    for _ in range(2):  # a pass without them between two with them leaves none behind
+        states: list[torch.Tensor] = []
+        outputs = score_all(actor, batch, states=states)
+        assert torch.equal(outputs, plain) and torch.equal(score_all(actor, batch), plain)
+    batch.own.hidden_states = states.pop()
+    found = whole_of(batch).hidden_states
+    assert found is not None
+    return found.numpy()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "layout", "layer"),
+    [
+        (1, {}, 1),
+        (2, {"cp": 2}, 3),
+        (4, {"pp": 2, "vpp": 2}, 4),
+        (2, {"pp": 2}, 3),
+        (4, {"tp": 2, "sequence_parallel": True}, 2),
+    ],
+)
+def test_it_reads_the_layer_that_it_is_told_to(model_dir: Path, ranks: int, layout: dict[str, Any], layer: int) -> None:
+    model, outputs = AutoModelForCausalLM.from_pretrained(model_dir).model, []
+    batch, expected = make_batch(LENGTHS, observed={2: (11, 5)}), []
+    model.layers[layer - 1].register_forward_hook(lambda _, __, output: outputs.append(output))
+    with torch.no_grad():
+        for sample in range(batch.samples):
+            model(batch.tokens[batch.cu_seqlens[sample] : batch.cu_seqlens[sample + 1]].long()[None])
+            states = outputs.pop()
+            states = states[0] if isinstance(states, tuple) else states
+            expected.append(states.view(-1, 32)[batch.response_places(sample) - 1])
+    for states in run_ranks(ranks, tapped, model_dir, layout, layer):
+        np.testing.assert_allclose(states, torch.cat(expected).numpy(), rtol=1e-4, atol=1e-4)
 
 
 def test_its_steps_are_those_of_a_loop_in_float64(reference: Any) -> None:
@@ -170,6 +212,14 @@ def resumes(folder: Path) -> tuple[bool, int, bool]:
     assert torch.equal(other.head(x), after.head(x)) and other.updates == 0
     with pytest.raises(BadInput, match=r"in_features=32, .* expected .*in_features=64"):
         new_probe(64).start_from(folder)
+    with pytest.raises(BadInput, match=r"out_features=256, .* expected .*out_features=8, "):
+        new_probe(units=8).start_from(folder)
+    with pytest.raises(BadInput, match=r"layer=0 .* expected .*layer=3 "):
+        new_probe(layer=3).start_from(folder)
+    new_probe(units=8, layer=3).export(folder / "narrow")
+    other = new_probe(units=8, layer=3)
+    other.start_from(folder / "narrow")
+    assert read_probe(folder / "narrow" / PROBE_FILE).layer == 3 and other.head.inner.out_features == 8
     return (
         after.state() == straight.state(),
         after.updates,

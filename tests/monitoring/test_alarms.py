@@ -49,6 +49,8 @@ def healthy(step: int, noise: random.Random) -> Row:
         "agent/broken": 0.01,
         "agent/turns": noisy(1 + 3 * (1 - done / 2)),
         "critic/gain": 0.1 + noise.gauss(0, 0.08),
+        # As of the tabular vapo_direct: nothing at first, and ever less when nearly all is solved.
+        "critic/trust": min(1.0, done * 3) * noise.uniform(0.3, 1),
         **{f"critic/value_bias_{p}": noise.gauss(0, 0.05) for p in (0, 25, 50, 75, 95)},
     }
     if step % 10 == 0:
@@ -61,6 +63,7 @@ UNHEALTHY: dict[str, tuple[Callable[[Row, int], Row], int]] = {
     "entropy_explosion": (lambda row, since: {"actor/entropy": 0.3 * 1.3**since}, 12),
     "accuracy_collapse": (lambda row, since: {"accuracy/mean": max(0.0, 0.5 - since / 20)}, 25),
     "value_below_baseline": (lambda row, since: {"critic/gain": row["critic/gain"] - 0.3}, 8),
+    "critic_untrusted": (lambda row, since: {"critic/trust": 0.043 * (since * 7 % 10) / 10}, 12),
     "value_bias": (lambda row, since: {f"critic/value_bias_{p}": -0.9 + p / 100 for p in (0, 25, 50, 75, 95)}, 3),
     "critic_fault": (lambda row, since: {"critic/fault_sign": 1.0}, 1),
     "evaluation_falls": (
@@ -102,6 +105,14 @@ def test_an_unhealthy_run_raises_its_alarm_in_time_and_not_before(name: str) -> 
 
 def test_each_alarm_of_the_code_has_its_unhealthy_run_and_its_action() -> None:
     assert [alarm.name for alarm in ALARMS] == list(UNHEALTHY) == list(get_args(AlarmName))
+
+
+def test_a_critic_of_which_nothing_is_left_to_explain_is_no_fault() -> None:
+    def alarms_at(accuracy: float, trust: float = 0.01) -> dict[str, int]:
+        return first_alarms([{"step": n, "accuracy/mean": accuracy, "critic/trust": trust} for n in range(1, 41)])
+
+    assert alarms_at(0.5) == {"critic_untrusted": 20}, "the first steps of a new critic are given it"
+    assert alarms_at(0.97) == alarms_at(0.5, trust=0.1) == {}
 
 
 @pytest.mark.parametrize("value", [None, float("nan"), float("inf")])

@@ -14,8 +14,11 @@ from vapo_megatron import cli
 from vapo_megatron.config.load import load_config
 from vapo_megatron.config.plan import PlanConfig
 from vapo_megatron.operations.plan.command import warnings
+from vapo_megatron.errors import BadInput
+from vapo_megatron.megatron.probe import ProbeHead
 from vapo_megatron.operations.plan.plan import Plan, make_plan
 from vapo_megatron.operations.plan.search import propose
+from vapo_megatron.run.first_checks import check_probe_layer
 
 SMALL, LARGE = "qwen2.5-math-1.5b.derived.json", "qwen2.5-32b.json"
 MIXTURE = "qwen3-30b-a3b.third-party-unsloth.json"
@@ -47,6 +50,45 @@ def with_budget(config: PlanConfig, name: str, budget: int) -> PlanConfig:
 
 def totals(plan: Plan) -> list[float]:
     return [phase.total for phase in plan.memory.phases]
+
+
+def probe_of(small: Path, *overrides: str) -> PlanConfig:
+    alone = ("critic.kind=probe", "critic.layout.tp=1", "critic.layout.sequence_parallel=false")
+    return planned_config(small, "preset=vapo_direct", *alone, *overrides)
+
+
+def test_a_probe_is_counted_where_its_weights_and_its_hidden_states_are(small: Path) -> None:
+    plan = make_plan(probe_of(small), 8)
+    wide = make_plan(probe_of(small, "critic.probe.width=4096", "algorithm.value_loss.kind=hl_gauss"), 8)
+    for each, head in ((plan, ProbeHead(1536, 256, 1)), (wide, ProbeHead(1536, 4096, 51))):
+        # Of every weight in float32 itself, its gradient and two moments, never offloaded.
+        held = 4 * 4 * sum(p.numel() for p in head.parameters())
+        assert {phase.parts["probe"] for phase in each.memory.phases} == {held}
+    assert "critic" not in plan.models and "update_critic" not in {phase.phase for phase in plan.memory.phases}
+    scored = next(phase.parts for phase in plan.memory.phases if phase.phase == "score_policy")
+    assert scored["hidden states in passing"] == 2 * 4 * 1536 * plan.config.actor.max_tokens_per_microbatch
+    tokens = plan.config.samples * plan.lengths.sample  # of all ranks: they are on one node
+    assert plan.memory.host.parts["hidden states"] == pytest.approx(2 * tokens * 1536 * 2)
+
+
+@pytest.mark.parametrize(
+    ("layout", "layers"),
+    [("tp=1", (1, 28)), ("pp=2", (15, 28)), ("pp=4", (22, 28)), ("{pp: 2, vpp: 7}", (27, 28))],
+)
+def test_a_probe_reads_a_layer_of_the_last_stage_or_is_refused(
+    small: Path, layout: str, layers: tuple[int, int]
+) -> None:
+    def check(layer: int) -> None:
+        where = f"actor.layout={layout}" if "{" in layout else f"actor.layout.{layout}"
+        check_probe_layer(probe_of(small, where, f"critic.probe.layer={layer}"), 28)
+
+    first, last = layers
+    check(first)
+    check(last)
+    for layer in (first - 1, last + 1):
+        if layer:
+            with pytest.raises(BadInput, match=rf"critic.probe.layer={layer}: expected {first} to {last}, [^\n]*$"):
+                check(layer)
 
 
 @pytest.mark.parametrize("overrides", [(), ("algorithm.kl={placement: loss, estimator: k3, coef: 0.001}",)])

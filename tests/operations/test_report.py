@@ -33,6 +33,17 @@ def test_only_panels_with_figures_are_drawn() -> None:
     assert titles([row(1, unknown=0.5)]) == []
 
 
+def test_how_far_a_calibrated_critic_is_trusted_is_drawn_beside_what_it_explains() -> None:
+    metrics = {f"critic/{name}": 0.1 for name in ("explained_calibrated", "trust", "past_slope", "group_weight")}
+    drawn = {panel.title: [c.metric for c in panel.curves] for panel in panels_of([{"step": 1} | metrics])}
+    assert drawn == {
+        "Explained variance: critic, free baselines": ["critic/explained_calibrated"],
+        "Trust in the critic, and its weight in calibrated values": [
+            *("critic/trust", "critic/past_slope", "critic/group_weight"),
+        ],
+    }
+
+
 def test_pretraining_is_drawn_against_its_own_counter() -> None:
     metrics = {"value_pretraining/value_loss": 0.3, "value_pretraining/explained_variance": 0.2}
     rows: list[dict[str, Any]] = [{"step": 0, "value_pretraining/iteration": step} | metrics for step in (1, 2, 3)]

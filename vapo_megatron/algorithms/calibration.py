@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from vapo_megatron.algorithms.baselines import positions
+from vapo_megatron.algorithms.gae import segmented_gae
 from vapo_megatron.algorithms.segments import to_tokens
 
 BINS = 20  # the last one begins at token 2^19
@@ -131,3 +132,23 @@ def calibrated_values(values: Tensor, group_means: Tensor, cu_seqlens: Tensor, b
     """V~ of each token: float32 [T], [S], int64 [S + 1] -> float32 [T]."""
     c = by_bin.bins[bins_of(cu_seqlens)]
     return (c[:, 0] + c[:, 1] * values.double() + c[:, 2] * to_tokens(group_means.double(), cu_seqlens)).float()
+
+
+def baseline_and_trust(
+    values: Tensor, group_means: Tensor, others: Tensor, cu_seqlens: Tensor, past: Coefficients | None
+) -> tuple[Tensor, float]:
+    """V~ of each token, float32 [T], and g. Without a past (the first step) V~ is the mean of the others, and g is 0.
+
+    The rest is as in calibrated_values(); others: [S], baselines.leave_one_out() of the returns.
+    """
+    if past is None:
+        return to_tokens(others.float(), cu_seqlens), 0.0
+    return calibrated_values(values, group_means, cu_seqlens, past), past.trust
+
+
+def trusted_advantages(
+    token_rewards: Tensor, baseline: Tensor, cu_seqlens: Tensor, lam: Tensor, trust: float, of: Tensor | None = None
+) -> Tensor:
+    """A = g GAE(V~) + (1 - g) (R - V~), with V~ as baseline: float32 [T]. Arguments are those of segmented_gae()."""
+    bootstrapped = segmented_gae(token_rewards, baseline, cu_seqlens, lam, of=of)
+    return trust * bootstrapped + (1 - trust) * segmented_gae(token_rewards, baseline, cu_seqlens, 1.0, of=of)

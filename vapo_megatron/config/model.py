@@ -175,8 +175,20 @@ class ActorConfig(TrainableConfig):
     """The policy."""
 
 
+class ProbeConfig(Section):
+    """The head of a critic whose kind is probe."""
+
+    layer: int | None = Field(
+        None,
+        ge=1,
+        description="the policy's layer whose output it reads, from 1, on the last pipeline stage; none: the last one, "
+        "behind the final norm",
+    )
+    width: int = Field(256, ge=1, description="units of its hidden layer")
+
+
 # What of the critic's section a probe has: the others are those of a model.
-_PROBE_KEYS = ("kind", "optimizer", "head_init_std", "init_path")
+_PROBE_KEYS = ("kind", "probe", "optimizer", "head_init_std", "init_path")
 
 
 class CriticConfig(TrainableConfig):
@@ -187,6 +199,7 @@ class CriticConfig(TrainableConfig):
         description="what is trained: the whole model, adapters (model.adapter) on its frozen weights, or a probe: a "
         "small head on the actor's hidden states, which needs no model and no extra pass",
     )
+    probe: ProbeConfig = ProbeConfig()
     optimizer: OptimizerSettings = OptimizerSettings(lr=2e-6)
     init: Literal["policy", "reward_model", "value_checkpoint"] = Field(
         "policy",
@@ -213,6 +226,8 @@ class CriticConfig(TrainableConfig):
                 f"model_path={self.model_path} with init={self.init}: backbone and head come from init_path, leave "
                 "model_path out"
             )
+        if self.kind != "probe" and self.probe != ProbeConfig():
+            raise ValueError(f"probe with kind={self.kind}: only a probe has these keys, set kind=probe or remove them")
         for name, field in type(self).model_fields.items() if self.kind == "probe" else ():
             path = getattr(self, name)
             if name not in _PROBE_KEYS and path != field.get_default() and (name, path) != ("init", "value_checkpoint"):

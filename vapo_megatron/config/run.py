@@ -150,6 +150,7 @@ AlarmName = Literal[
     "entropy_explosion",
     "accuracy_collapse",
     "value_below_baseline",
+    "critic_untrusted",
     "value_bias",
     "critic_fault",
     "evaluation_falls",

@@ -169,43 +169,53 @@ class LogProbHead(tensor_parallel.ColumnParallelLinear):
     chunk: int
     vocab_size: int
     gives_states: bool
+    tapped: Tensor | None
 
     @classmethod
     def adopt(cls, layer: Any, vocab_size: int, chunk: int) -> None:
         """Turn a Megatron output layer into this one. vocab_size: real words, padding rows aside."""
         layer.__class__ = cls
         layer.gradient_accumulation_fusion = False  # for ColumnParallelLinear's own products it would take apex
-        layer.labels, layer.rows, layer.gives_states = None, None, False
+        layer.labels, layer.rows, layer.gives_states, layer.tapped = None, None, False, None
         layer.temperature, layer.chunk, layer.vocab_size = 1.0, chunk, vocab_size
 
     def forward(self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None) -> Any:
         """input_ [s, b, hidden] (its sequence cut over TP under sequence parallel); labels [b, s].
 
         rows, indices into the s * b positions, are those that matter (the responses); all others yield 0 and cost no
-        logits. The same on all ranks of the tensor-parallel group. With gives_states the hidden states follow log-prob
-        and entropy: [s, b, 2 + hidden].
+        logits. The same on all ranks of the tensor-parallel group. With gives_states the hidden states, or those of
+        the layer that is tapped, follow log-prob and entropy: [s, b, 2 + hidden].
         """
         if self.labels is None:
             return super().forward(input_, weight=weight, runtime_gather_output=runtime_gather_output)
         weight = self.weight if weight is None else weight
-        group = self.tp_group
-        if self.sequence_parallel:
-            hidden = tensor_parallel.gather_from_sequence_parallel_region(
-                input_, tensor_parallel_output_grad=True, group=group
-            )
-        else:
-            hidden = tensor_parallel.copy_to_tensor_model_parallel_region(input_, group=group)
-        s, b, width = hidden.shape
-        flat, labels = hidden.reshape(s * b, width), self.labels.transpose(0, 1).reshape(-1)
+        group, (b, s) = self.tp_group, self.labels.shape
+        flat, labels = self._rows_of(input_), self.labels.transpose(0, 1).reshape(-1)
         if self.rows is not None:
-            flat, labels = flat[self.rows], labels[self.rows]
+            labels = labels[self.rows]
         logprob, entropy = LogProbs.apply(flat, weight, labels, self.vocab_size, self.temperature, group, self.chunk)
         columns = torch.stack((logprob, entropy), -1)
         if self.gives_states:
-            columns = torch.cat((columns, flat.float()), -1)
+            states = flat if self.tapped is None else self._rows_of(self.tapped)
+            columns, self.tapped = torch.cat((columns, states.float()), -1), None
         if self.rows is not None:
             columns = columns.new_zeros(s * b, columns.shape[1]).index_copy(0, self.rows, columns)
         return columns.view(s, b, -1), None
+
+    def tap(self, module: torch.nn.Module, inputs: Any, output: Any) -> None:
+        """A forward hook of a layer: its output [s, b, hidden] takes the place of the last hidden states."""
+        self.tapped = output[0] if self.gives_states else None
+
+    def _rows_of(self, states: Tensor) -> Tensor:
+        """[s, b, hidden], its sequence cut as input_, -> [rows, hidden]."""
+        if self.sequence_parallel:
+            whole = tensor_parallel.gather_from_sequence_parallel_region(
+                states, tensor_parallel_output_grad=True, group=self.tp_group
+            )
+        else:
+            whole = tensor_parallel.copy_to_tensor_model_parallel_region(states, group=self.tp_group)
+        flat = whole.reshape(-1, whole.shape[-1])
+        return flat if self.rows is None else flat[self.rows]
 
 
 class ValueHead(torch.nn.Module):

@@ -18,7 +18,7 @@ from safetensors.torch import load, load_file, save
 from torch import Tensor
 
 from vapo_megatron.config.atomic import atomic_write
-from vapo_megatron.config.model import TrainableConfig
+from vapo_megatron.config.model import CriticConfig
 from vapo_megatron.data.batch import ExperienceBatch
 from vapo_megatron.errors import BadInput
 from vapo_megatron.megatron.optimizer import BETAS, make_scheduler
@@ -26,16 +26,23 @@ from vapo_megatron.megatron.platform import current_platform
 from vapo_megatron.megatron.token_loss import MetricTotals, StepResult, TokenLoss, sum_over_ranks
 
 PROBE_FILE = "probe.safetensors"
-# Units of the hidden layer, and tokens that are on the device at a time.
-_UNITS, _TOKENS = 256, 1 << 14
+_TOKENS = 1 << 14  # that are on the device at a time
 
 
 class ProbeHead(torch.nn.Module):
-    """Hidden states [t, width] -> outputs [t, n], in fp32: values, or logits of a histogram."""
+    """Hidden states [t, width] -> outputs [t, n], in fp32: values, or logits of a histogram.
 
-    def __init__(self, width: int, outputs: int) -> None:
+    layer: of the policy, from 1, whose output it reads; 0: the last hidden states, behind the final norm.
+    """
+
+    def __init__(self, width: int, units: int, outputs: int, layer: int = 0) -> None:
         super().__init__()
-        self.inner, self.outer = torch.nn.Linear(width, _UNITS), torch.nn.Linear(_UNITS, outputs)
+        self.layer = layer
+        self.inner, self.outer = torch.nn.Linear(width, units), torch.nn.Linear(units, outputs)
+
+    def extra_repr(self) -> str:
+        """Part of repr, by which heads are compared."""
+        return f"layer={self.layer}"
 
     @torch.no_grad()
     def draw(self, seed: int, std: float) -> None:
@@ -69,10 +76,10 @@ class Probe:
 
     name, dtype, replays = "critic", torch.float32, False
 
-    def __init__(self, config: TrainableConfig, width: int, outputs: int, std: float, seed: int) -> None:
+    def __init__(self, config: CriticConfig, width: int, outputs: int, std: float, seed: int) -> None:
         """width: of the actor's hidden states; outputs: ValueLossConfig.outputs; std: of the new head."""
         self.config, settings = config, config.optimizer
-        self.head = ProbeHead(width, outputs)
+        self.head = ProbeHead(width, config.probe.width, outputs, config.probe.layer or 0)
         self.head.draw(seed, std)
         self.head.to(current_platform().device)
         self.accepts: Callable[[str, float, dict[str, float]], bool] = lambda name, grad_norm, metrics: True
@@ -164,28 +171,31 @@ class Probe:
         saved = read_probe(folder / PROBE_FILE)
         if repr(saved) != repr(self.head):
             raise BadInput(
-                f"critic.init_path={folder}: its head is {saved.inner} and {saved.outer}, expected "
-                f"{self.head.inner} and {self.head.outer}: give one that was trained with this policy and value loss"
+                f"critic.init_path={folder}: its head is {' '.join(repr(saved).split())}, expected "
+                f"{' '.join(repr(self.head).split())}: give one that was trained with this policy, probe and value loss"
             )
         self.head.load_state_dict(saved.state_dict())
 
     def export(self, folder: Path) -> None:
         """Write the head alone, for read_probe; one rank does."""
         with atomic_write(folder / PROBE_FILE, "wb") as file:
-            file.write(save({name: p.detach().cpu() for name, p in self.head.named_parameters()}))
+            weights = {name: p.detach().cpu() for name, p in self.head.named_parameters()}
+            file.write(save(weights | {"layer": torch.tensor(self.head.layer)}))
 
 
 def read_probe(path: Path) -> ProbeHead:
-    """An exported head: it takes the last hidden states of the policy that was exported with it, after the final norm.
+    """An exported head: it takes the hidden states (ProbeHead.layer) of the policy that was exported with it.
 
     Raises:
         BadInput: the file is not one.
     """
     try:
         tensors = load_file(path)
-        head = ProbeHead(tensors["inner.weight"].shape[1], tensors["outer.weight"].shape[0])
+        units, width = tensors["inner.weight"].shape
+        layer = int(tensors.pop("layer", torch.tensor(0)))
+        head = ProbeHead(width, units, tensors["outer.weight"].shape[0], layer)
         head.load_state_dict(tensors)
-    except (OSError, KeyError, RuntimeError, SafetensorError) as error:
+    except (OSError, KeyError, ValueError, RuntimeError, SafetensorError) as error:
         raise BadInput(f"{path}: expected a probe as `vapo-megatron train` exports it, not: {error}") from None
     return head
 

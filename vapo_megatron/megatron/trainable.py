@@ -278,7 +278,7 @@ class Trainable:
             temperature: stands in for the model's own.
             read: from a value head's outputs [t, n] to values [t]; None takes the first.
             share: all of the batch, which is what this rank's part of a plan comes to.
-            states: takes the last hidden states of a policy, [T, hidden] in its dtype.
+            states: takes the last hidden states of a policy (see tap), [T, hidden] in its dtype.
         """
         self._require("weights")
         parts: list[tuple[MicroBatch, Tensor]] = []
@@ -309,6 +309,12 @@ class Trainable:
         if states is not None:
             states.append(in_place(self.mesh, batch, samples, hidden, self.spec.hidden_size, self.dtype))
         return in_place(self.mesh, batch, samples, parts, 2 if self.head == "lm" else 1)
+
+    def tap(self, layer: int) -> None:
+        """Have score() give the output of this layer (from 1; one of the last stage's) as hidden states."""
+        if self._chunks[-1].post_process:
+            module = self._chunks[-1].decoder.layers[layer - self.spec.num_layers - 1]
+            module.register_forward_hook(self._chunks[-1].output_layer.tap)
 
     def _give_states(self, on: bool) -> None:
         if self.head == "lm" and self._chunks[-1].post_process:

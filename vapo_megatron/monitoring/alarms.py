@@ -19,6 +19,7 @@ _ENTROPY_TIMES = 3.5  # times the usual entropy
 _ENTROPY = 4.0  # nats per token
 _ACCURACY = 0.4  # of its best
 _GAIN = -0.05  # critic/gain, share of the returns' variance
+_TRUST, _SOLVED = 0.05, 0.95  # critic/trust: noise reaches 0.04; accuracy above which there is little to explain
 _BIAS = 0.5  # difference of the values' bias along the response
 _FALL = 0.05  # of an evaluation below the best one
 _GAP = 0.05  # mean KL of the trainer's policy to the rollout policy, nats per token
@@ -168,6 +169,18 @@ def value_below_baseline(history: History) -> str | None:
     if gain is None or gain >= _GAIN:
         return None
     return f"the critic explains {-gain:.3f} less of the returns' variance than the best free baseline"
+
+
+@_alarm(
+    f"`critic/trust` below {_TRUST} (median of {_CURVE} steps) with an accuracy below {_SOLVED}",
+    "a higher `critic.optimizer.lr`; a `critic.kind` that can learn more; or `reinforce_direct`, which has no critic",
+)
+def critic_untrusted(history: History) -> str | None:
+    """Past returns do not follow the critic's values, so that it costs time and improves no advantage."""
+    trust, accuracy = history.recent(names.TRUST, _CURVE), history.recent(names.ACCURACY, _CURVE)
+    if trust is None or trust >= _TRUST or (accuracy is not None and accuracy >= _SOLVED):
+        return None
+    return f"trust in the critic is {trust:.3f}: over {_CURVE} steps it has earned no place in the advantages"
 
 
 @_alarm(

@@ -46,6 +46,7 @@ def check_train_numbers(config: TrainConfig, world_size: int | None) -> dict[str
         if world_size is not None:
             check_layout(layout, world_size, name)
         check_model_layout(model, layout, name)
+    check_probe_layer(config, spec.num_layers)
     if config.rollout.router_replay and not spec.num_experts:
         raise BadInput(f"rollout.router_replay: model.path is a {spec.family} model without experts, set it to false")
     if world_size is not None and "actor" in specs:
@@ -56,6 +57,17 @@ def check_train_numbers(config: TrainConfig, world_size: int | None) -> dict[str
         value_head: Literal["saved", "new"] = "new" if config.critic.init == "policy" else "saved"
         check_weights(config.critic_source, specs["critic"], "value", value_head=value_head)
     return specs
+
+
+def check_probe_layer(config: TrainConfig, layers: int) -> None:
+    """Raises BadInput where the probe reads a layer that the actor's last pipeline stage has not."""
+    layer, layout = config.critic.probe.layer, config.actor.layout
+    first = layers - layers // (layout.pp * (layout.vpp or 1)) + 1
+    if layer is not None and not first <= layer <= layers:
+        raise BadInput(
+            f"critic.probe.layer={layer}: expected {first} to {layers}, the layers on the actor's last pipeline stage: "
+            "choose one of them, or lower actor.layout.pp"
+        )
 
 
 def check_sft_numbers(config: SftConfig, world_size: int | None) -> ModelSpec:

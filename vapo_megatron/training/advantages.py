@@ -120,23 +120,20 @@ def calibrated_advantages(
     if config.tracker:
         assert table.prompt_keys is not None, "a batch of samples knows their prompts"
         siblings, metrics[names.TRACKED] = history.track(table.prompt_keys, returns, known)
-    if history.past is None:
-        values, trust = to_tokens(others[batch.at_home].float(), bounds), 0.0
-    else:
-        fit = calibration.coefficients(history.past)
-        values, trust = calibration.calibrated_values(home.values, siblings[batch.at_home], bounds, fit), fit.trust
+    fit = calibration.coefficients(history.past) if history.past is not None else None
+    at_home = siblings[batch.at_home], others[batch.at_home]
+    values, trust = calibration.baseline_and_trust(home.values, *at_home, bounds, fit)
+    if fit is not None:
         metrics |= {names.CRITIC_SLOPE: fit.slope, names.GROUP_WEIGHT: fit.group_weight}
     trust = trust if config.calibration == "trust" else 1.0
-    of = table.response_lengths
-    bootstrapped = segmented_gae(token_rewards, values, bounds, lam, of=of)
-    unbiased = segmented_gae(token_rewards, values, bounds, 1.0, of=of)
     if known.any():
         own_returns = to_tokens(returns[batch.at_home], bounds)
         figures = Figures.read(batch.everywhere(figures_of(values, own_returns, bounds))).only(known)
         metrics |= {names.EXPLAINED_CALIBRATED: float(explained(figures)), names.TRUST: trust}
         sums = batch.everywhere(calibration.response_sums(home.values, bounds))[known]
         history.add(calibration.moments(sums, returns[known], siblings[known]))
-    return trust * bootstrapped + (1 - trust) * unbiased, metrics
+    of = table.response_lengths
+    return calibration.trusted_advantages(token_rewards, values, bounds, lam, trust, of), metrics
 
 
 def estimate_advantages(

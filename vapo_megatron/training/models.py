@@ -99,8 +99,10 @@ def load_models(config: TrainConfig, resumed: Resumed | None) -> Models:
         base.onload_only()
     critic: Trainable | Probe | None = models.get("critic")
     if algorithm.uses_critic and not config.has_critic_model:
-        section, outputs = config.trainable("critic"), algorithm.value_loss.outputs
-        critic = Probe(section, models["actor"].spec.hidden_size, outputs, config.critic.head_init_std, config.run.seed)
+        section, outputs = config.critic, algorithm.value_loss.outputs
+        critic = Probe(section, models["actor"].spec.hidden_size, outputs, section.head_init_std, config.run.seed)
+        if section.probe.layer is not None:
+            models["actor"].tap(section.probe.layer)
         if config.critic.init_path is not None:
             critic.start_from(Path(config.critic.init_path))
         if resumed is not None and (state := on_rank_zero(partial(resumed.read, PROBE_FILE))):

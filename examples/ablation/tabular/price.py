@@ -25,6 +25,7 @@ from vapo_megatron.monitoring.facts import environment_facts
 from ..intervals import interval
 from .run import change, console, parse_seeds
 from .settings import FORKS, FORKS_ROWS, PRICE_ROWS, SETTINGS, Setting
+from .tables import price_report
 from .training import Course, Training
 
 GRID = (1.0, 2.0, 4.0, 8.0)
@@ -101,7 +102,7 @@ def main(
     seeds: Annotated[str, typer.Option(help="such as 3 or 2000-2009")] = "2000-2009",
     out: Annotated[Path, typer.Option(help="the JSON to write")] = Path("runs/ablation_price.json"),
 ) -> None:
-    """Choose learning rates, run the reported seeds, and write all figures."""
+    """Choose learning rates, run the reported seeds, write all figures, and print them as docs/ablation.md does."""
     with told_in_one_line("ablation"):
         torch.set_num_threads(1)
         wanted = parse_seeds(seeds)
@@ -113,7 +114,7 @@ def main(
             out.parent.mkdir(parents=True, exist_ok=True)
             with atomic_write(out) as file:
                 json.dump(figures, file, indent=1)
-        console.print(f"figures  {out}")
+        console.print(f"\n{price_report(figures)}\n\nfigures  {out}", markup=False)
 
 
 if __name__ == "__main__":

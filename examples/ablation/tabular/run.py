@@ -23,6 +23,7 @@ from vapo_megatron.monitoring.facts import environment_facts
 
 from .settings import PAPER_ROWS, ROWS, SETTINGS, Setting
 from .summary import Courses, at_responses, curves, summarise
+from .tables import budget_table, tabular_table
 from .training import Course, Training
 
 console = Console(highlight=False, soft_wrap=True)
@@ -108,7 +109,7 @@ def main(
     seeds: Annotated[str, typer.Option(help="such as 3 or 0-19")] = "0-19",
     out: Annotated[Path, typer.Option(help="folder of courses and of summary.json")] = Path("runs/ablation_tabular"),
 ) -> None:
-    """Run what is missing of settings, rows and seeds, and write summary.json."""
+    """Run what is missing of settings, rows and seeds, write summary.json, and print its tables."""
     with told_in_one_line("ablation"):
         torch.set_num_threads(1)
         wanted = parse_seeds(seeds)
@@ -130,7 +131,10 @@ def main(
             }
         with atomic_write(out / "summary.json") as file:
             json.dump(figures, file, indent=1)
-        console.print(f"summary  {out / 'summary.json'}")
+        for name, found in figures["settings"].items():
+            equal = f"At equal numbers of responses:\n\n{budget_table(found)}"
+            console.print(f"\n{name}\n\n{tabular_table(found)}\n\n{equal}", markup=False)
+        console.print(f"\nsummary  {out / 'summary.json'}")
 
 
 if __name__ == "__main__":

@@ -16,9 +16,9 @@ from vapo_megatron.algorithms import baselines, calibration
 from vapo_megatron.algorithms.advantages import batch_baseline, grpo
 from vapo_megatron.algorithms.aggregation import nll_weights, token_weights
 from vapo_megatron.algorithms.critic_metrics import Figures, explained, figures_of
-from vapo_megatron.algorithms.gae import decoupled_gae, length_adaptive_lambda, segmented_gae
+from vapo_megatron.algorithms.gae import decoupled_gae, length_adaptive_lambda
 from vapo_megatron.algorithms.policy_loss import clip_indicators, ppo_clip
-from vapo_megatron.algorithms.segments import place_terminal, to_tokens
+from vapo_megatron.algorithms.segments import place_terminal
 from vapo_megatron.algorithms.selection import split_minibatches
 from vapo_megatron.algorithms.value_loss import value_mse
 
@@ -227,18 +227,13 @@ class Training:
         if self.row.tracker:
             siblings = self.track(seed, rollout)
         past = self.past[seed]
-        if past is None:
-            baseline, trust = to_tokens(others.float(), bounds), 0.0
-        else:
-            fit = calibration.coefficients(past)
-            baseline = calibration.calibrated_values(values[tokens], siblings, bounds, fit)
-            trust = fit.trust
+        fit = calibration.coefficients(past) if past is not None else None
+        baseline, trust = calibration.baseline_and_trust(values[tokens], siblings, others, bounds, fit)
         trust = trust if self.row.calibration == "trust" else 1.0
         sums = calibration.response_sums(values[tokens], bounds)
         now = calibration.moments(sums, returns, siblings)
         self.past[seed] = now if past is None else past.followed_by(now)
-        bootstrapped = segmented_gae(rewards[tokens], baseline, bounds, lam[of])
-        return trust * bootstrapped + (1 - trust) * segmented_gae(rewards[tokens], baseline, bounds, 1.0), trust
+        return calibration.trusted_advantages(rewards[tokens], baseline, bounds, lam[of], trust), trust
 
     def step(self, number: int) -> None:
         """One rollout and its updates."""

@@ -50,6 +50,7 @@ def is_probe(config: TrainConfig) -> bool:
 # Bytes of a token. ExperienceBatch: token, rollout log-prob; old log-prob, entropy, value, advantage, return, shaped
 # reward, importance, reference log-prob.
 _BATCH_BYTES = 4 * 10
+_PROBE_BYTES = 4 * 4  # of a weight of a probe, float32: weight, gradient, two moments
 # What a rank is sent of the samples that it scores, and what it finds: token, rollout log-prob; log-prob, entropy.
 _SCORED_BYTES = 4 * 4
 # Collected and sent by rank 0: token, rollout log-prob; in addition the text, about four characters per token.
@@ -135,6 +136,9 @@ def _device(run: PlannedRun, phase: Phase, stages: dict[str, int], engine: Plann
     for name, model in models.items():
         for part in on_device(phase, name, model.config):
             parts[f"{name} {part}"] = model.bytes_of(part, stages[name])
+    if is_probe(config):
+        units = models["actor"].spec.hidden_size + 1 + config.algorithm.value_loss.outputs
+        parts["probe"] = _PROBE_BYTES * (units * config.critic.probe.width + config.algorithm.value_loss.outputs)
     if "critic weights" in parts and "actor weights" not in parts:
         parts["base weights"] = models["critic"].bytes_of_base(stages["critic"])
     working = PHASES[phase]

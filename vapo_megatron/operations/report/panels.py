@@ -75,6 +75,16 @@ PANELS: tuple[Panel, ...] = (
         line=0,
     ),
     Panel(
+        "Trust in the critic, and its weight in calibrated values",
+        (
+            Curve(names.TRUST, "trust in differences of values"),
+            Curve(names.CRITIC_SLOPE, "weight of the critic", smooth=True),
+            Curve(names.GROUP_WEIGHT, "weight of the group's mean", smooth=True),
+        ),
+        "Near 0: the critic explains nothing, and advantages are returns less a baseline.",
+        line=0,
+    ),
+    Panel(
         "Value − return, by position in the response",
         tuple(Curve(f"critic/value_bias_{place}", f"{place} %", smooth=True) for place in names.BIAS_POSITIONS),
         "Near 0 everywhere. Growing towards the start: value targets forget the reward on the way.",
