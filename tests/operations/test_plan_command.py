@@ -185,3 +185,13 @@ def test_examples_can_be_planned(name: str, tmp_path: Path) -> None:
     settings = load_config(PlanConfig, path, [f"model.path={model}", *given], cli.PRESETS)
     plan = make_plan(settings, settings.cluster.ranks or 8)
     assert plan.fits, plan.memory.problems
+
+
+def test_the_adapter_example_trains_a_7b_model_on_two_gpus() -> None:
+    """As docs/lora.md promises; the model's sizes are those that the package has."""
+    path = ROOT / "examples" / "gsm8k" / "vapo_lora.yaml"
+    settings = load_config(PlanConfig, path, ["model.path=models/Qwen2.5-7B"], cli.PRESETS)
+    plan = make_plan(settings, 2)
+    assert plan.models["actor"].spec.parameter_count() > 7e9 and plan.hardware.kind == "h100-80g"
+    assert plan.fits, plan.memory.problems
+    assert {name for name, model in plan.models.items() if model.adapter} == {"actor", "critic"}
