@@ -2,13 +2,17 @@
 
 import json
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice, product
+
+from pydantic import ValidationError
 
 from vapo_megatron.checkpoint.resume import differences
 from vapo_megatron.config.model import LayoutConfig, RecomputeConfig, TrainableConfig
 from vapo_megatron.config.plan import PlanConfig
 from vapo_megatron.config.rollout import RolloutConfig
+from vapo_megatron.errors import BadInput
 from vapo_megatron.megatron.offload import PARTS
 from vapo_megatron.operations.plan.inputs import GIB
 from vapo_megatron.operations.plan.models import PlannedModel, can_be_cut
@@ -58,6 +62,20 @@ def propose(plan: Plan) -> list[Proposal]:
 
     best = sorted(islice(fitting(), _BEST), key=lambda changed: changed.seconds)
     return [Proposal(changed, _changes(plan.config, changed.config)) for changed in best]
+
+
+def propose_adapters(plan: Plan) -> list[Proposal]:
+    """The fastest config that fits whose critic trains adapters, and the fastest where the actor does too; those that
+    there are. Kinds, and what `propose` searches, change."""
+    trained = [name for name in ("critic", "actor") if name in plan.models]
+    proposals = []
+    for names in (trained[:1], trained) if len(trained) > 1 else (trained,):
+        kinds = {name: getattr(plan.config, name).model_copy(update={"kind": "adapter"}) for name in names}
+        with suppress(BadInput, ValidationError):  # what adapters rule out, the experts' for example
+            config = PlanConfig.model_validate(plan.config.model_copy(update=kinds).model_dump())
+            adapted = propose(make_plan(config, plan.world))[:1]
+            proposals += [Proposal(best.plan, _changes(plan.config, best.plan.config)) for best in adapted]
+    return proposals
 
 
 def _sections(plan: Plan, name: str) -> list[tuple[float, TrainableConfig]]:
