@@ -133,7 +133,13 @@ def test_asked_to_stop_and_killed(shared: World, straight: Callable[[int], Path]
 
 def test_adapters_go_on_as_well_and_only_on_their_base(shared: World) -> None:
     """Of actor and critic, on one base: killed in an update and gone on with, the run equals one that never was."""
-    adapters = ("actor.kind=adapter", "critic.kind=adapter", "model.adapter.rank=4", "run.steps=2", "evaluation.every=2")
+    adapters = (
+        "actor.kind=adapter",
+        "critic.kind=adapter",
+        "model.adapter.rank=4",
+        "run.steps=2",
+        "evaluation.every=2",
+    )
     less = ("algorithm.kl.replace_reference_every=null", "value_pretraining.enabled=false")
     straight, killed = (
         config_of(shared, name, LAYOUTS[1], RESUME, "checkpoint.every_minutes=null", *adapters, *less)

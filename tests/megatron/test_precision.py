@@ -96,8 +96,8 @@ OLD_CUDA = Chip("cuda", "nccl", "spawn", cuda=(12, 8))
                 H100,
                 {"precision": {"fp8": recipe}, "layout": {"tp": 4}, "kind": kind},
                 {},
-                f"actor.precision.fp8={recipe}: a rank's part of model.layers.{{layer}}.mlp.gate_proj.weight and its "
-                "like has shape [24, 32] at actor.layout.tp=4",
+                f"actor.precision.fp8={recipe}: a rank's part of model.layers.{{layer}}.mlp.gate_proj.weight has shape "
+                "[24, 32] with actor.layout.tp=4",
             )
             for recipe in CAPABILITY
             for kind in ("model", "adapter")

@@ -73,13 +73,12 @@ def check_precision(
     if model.dtype != "bfloat16":
         raise BadInput(f"{key} with dtype {model.dtype}: FP8 wants bfloat16 beside it, set model.dtype=bfloat16")
     # Adapters are computed in model.dtype, so that their rank is free; the weights that they adapt have to suit.
-    tp = section.layout.tp
     for rule in (*spec.table.layer, *spec.table.expert):
-        rows_and_columns = rule.shard_shape(spec, tp)
-        if ".linear_" in rule.megatron and len(rows_and_columns) == 2 and any(n % FP8_SIDE for n in rows_and_columns):
+        shape = rule.shard_shape(spec, section.layout.tp)
+        if ".linear_" in rule.megatron and len(shape) == 2 and any(side % FP8_SIDE for side in shape):
             raise BadInput(
-                f"{key}: a rank's part of {rule.hf[0]} and its like has shape {list(rows_and_columns)} at {name}.layout."
-                f"tp={tp}, FP8 wants multiples of {FP8_SIDE}: lower tp, or set {name}.precision.fp8=none"
+                f"{key}: a rank's part of {rule.hf[0]} has shape {list(shape)} with {name}.layout.tp="
+                f"{section.layout.tp}, FP8 wants multiples of {FP8_SIDE}: lower tp, or set {name}.precision.fp8=none"
             )
 
 

@@ -65,16 +65,16 @@ def propose(plan: Plan) -> list[Proposal]:
 
 
 def propose_adapters(plan: Plan) -> list[Proposal]:
-    """The fastest config that fits whose critic trains adapters, and the fastest where the actor does too; those that
-    there are. Kinds, and what `propose` searches, change."""
-    trained = [name for name in ("critic", "actor") if name in plan.models]
+    """The fastest config that fits with adapters for the critic alone, and the fastest with the actor's too; those that
+    there are. Beside kinds, what `propose` searches changes."""
+    whole = [name for name in ("critic", "actor") if name in plan.models and plan.models[name].adapter is None]
     proposals = []
-    for names in (trained[:1], trained) if len(trained) > 1 else (trained,):
-        kinds = {name: getattr(plan.config, name).model_copy(update={"kind": "adapter"}) for name in names}
-        with suppress(BadInput, ValidationError):  # what adapters rule out, the experts' for example
+    for count in range(1, len(whole) + 1):
+        kinds = {name: getattr(plan.config, name).model_copy(update={"kind": "adapter"}) for name in whole[:count]}
+        with suppress(BadInput, ValidationError):  # what adapters rule out, those of experts for example
             config = PlanConfig.model_validate(plan.config.model_copy(update=kinds).model_dump())
-            adapted = propose(make_plan(config, plan.world))[:1]
-            proposals += [Proposal(best.plan, _changes(plan.config, best.plan.config)) for best in adapted]
+            for best in propose(make_plan(config, plan.world))[:1]:
+                proposals.append(Proposal(best.plan, _changes(plan.config, best.plan.config)))
     return proposals
 
 
