@@ -12,6 +12,7 @@ from typing import Any
 
 import attempts
 import pytest
+import safetensors.torch
 import torch.distributed as dist
 from attempts import (
     End,
@@ -43,6 +44,7 @@ from vapo_megatron.errors import BadInput
 from vapo_megatron.run.start import is_finished, prepare_start
 from vapo_megatron.training.models import load_models
 from vapo_megatron.weights import hf_writer
+from vapo_megatron.weights.adapters import base_identity
 
 RESUME = "run.resume=auto"
 LAYOUTS: dict[int, dict[str, int]] = {1: {}, 2: {"tp": 2}}
@@ -161,6 +163,41 @@ def test_a_signal_costs_no_group_that_was_collected(count: int, shared: World, s
     assert live(shared, config, count) == End(0, "")
     assert_equal(Path(config.run.directory), straight(count))
     assert not leftovers(config)
+
+
+def test_adapters_go_on_as_well_and_only_on_their_base(shared: World) -> None:
+    """Of actor and critic, on one base: killed in an update and gone on with, the run equals one that never was."""
+    adapters = (
+        "actor.kind=adapter",
+        "critic.kind=adapter",
+        "model.adapter.rank=4",
+        "run.steps=2",
+        "evaluation.every=2",
+    )
+    less = ("algorithm.kl.replace_reference_every=null", "value_pretraining.enabled=false")
+    straight, killed = (
+        config_of(shared, name, LAYOUTS[1], RESUME, "checkpoint.every_minutes=null", *adapters, *less)
+        for name in ("adapters", "killed_adapters")
+    )
+    assert live(shared, straight, 1) == End(0, "")
+    assert live(shared, killed, 1, partial(kill_at, "policy update", 3)).code == 75
+    assert checkpoint_names(killed) == ["step_000001"]
+    assert live(shared, killed, 1) == End(0, "")
+    assert_equal(Path(killed.run.directory), Path(straight.run.directory))
+    halves = left_behind(Path(killed.run.directory))["hf/final/actor_adapter/adapter_model.safetensors"]
+    assert any(tensor.any() for name, tensor in safetensors.torch.load(halves).items() if "lora_B" in name)
+    longer = killed.model_copy(update={"run": killed.run.model_copy(update={"steps": 3})})
+    weights = shared.model / "model.safetensors"
+    content = weights.read_bytes()
+    try:
+        shutil.copy(make_model(shared.folder / "other", seed=1) / weights.name, weights)
+        base_identity.cache_clear()
+        said = refusal(longer)
+    finally:
+        weights.write_bytes(content)
+        base_identity.cache_clear()
+    assert f"{shared.model}: its weights are not those that the adapters in" in said and "\n" not in said
+    assert refusal(longer) == "rank 0 would go on"
 
 
 @pytest.mark.full

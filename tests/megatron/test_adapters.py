@@ -183,6 +183,23 @@ def test_what_is_exported_computes_what_was_trained(tmp_path: Path, model_dir: P
     assert config["target_modules"] == sorted(projections), "PEFT leaves the weights of others unread"
 
 
+def test_peft_reads_what_is_exported(tmp_path: Path, model_dir: Path) -> None:
+    """PEFT's own class, as a user would load the adapters; peft is not among the requirements."""
+    peft = pytest.importorskip("peft", reason="peft is not installed: docs/lora.md says how it was tried")
+    run_ranks(2, train, model_dir, tmp_path, "lm", {"layout": {"tp": 2}})
+    base = transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    ids = torch.arange(40)[None]
+    before = base(ids).logits
+    model = peft.PeftModel.from_pretrained(base, tmp_path / "after-adapter")
+    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "after", dtype=torch.float32)
+    expected = merged(ids).logits
+    assert (expected - before).abs().max() > 1e-2
+    torch.testing.assert_close(model(ids).logits, expected, rtol=1e-4, atol=1e-5)
+    tensors = read_tensors(tmp_path / "after")
+    for name, tensor in model.merge_and_unload().state_dict().items():
+        torch.testing.assert_close(tensor, tensors[name], rtol=0, atol=1e-6, msg=name)
+
+
 def test_a_critics_adapters_and_head_are_all_that_changes(tmp_path: Path, model_dir: Path) -> None:
     run_ranks(1, train, model_dir, tmp_path, "value", {})
     before, after = read_tensors(tmp_path / "before"), read_tensors(tmp_path / "after")

@@ -81,11 +81,12 @@ def test_transformer_engine_computes_what_the_local_layers_do(model_dir: Path) -
 
 
 @needs_te
+@pytest.mark.parametrize("adapter", [None, {"rank": 4}])
 @pytest.mark.parametrize("recipe", CAPABILITY)
-def test_a_recipe_is_near_bfloat16(model_dir: Path, recipe: str) -> None:
+def test_a_recipe_is_near_bfloat16(model_dir: Path, recipe: str, adapter: dict[str, int] | None) -> None:
     skip_unless(recipe)
-    exact, exact_norms = score_and_norms(make(model_dir))
-    trainable = make(model_dir, precision={"fp8": recipe})
+    exact, exact_norms = score_and_norms(make(model_dir, adapter=adapter))
+    trainable = make(model_dir, adapter=adapter, precision={"fp8": recipe})
     found, norms = score_and_norms(trainable)
     batch = make_batch()
     rows = trainable.config.precision.rows

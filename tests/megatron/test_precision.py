@@ -15,6 +15,7 @@ from trainables import loss_of, make_trainable
 
 from vapo_megatron.config.model import (
     ActorConfig,
+    AdapterConfig,
     CriticConfig,
     LayoutConfig,
     ModelConfig,
@@ -90,6 +91,17 @@ OLD_CUDA = Chip("cuda", "nccl", "spawn", cuda=(12, 8))
         ),
         (H100, {}, {"dtype": "float32"}, "set model.attention=sdpa, or bfloat16"),
         (OLD_CUDA, {"precision": {"fp8": "blockwise"}}, {}, "CUDA 12.9 or later, this one is for 12.8"),
+        *(
+            (
+                H100,
+                {"precision": {"fp8": recipe}, "layout": {"tp": 4}, "kind": kind},
+                {},
+                f"actor.precision.fp8={recipe}: a rank's part of model.layers.{{layer}}.mlp.gate_proj.weight has shape "
+                "[24, 32] with actor.layout.tp=4",
+            )
+            for recipe in CAPABILITY
+            for kind in ("model", "adapter")
+        ),
     ],
 )
 def test_what_cannot_work_is_refused_by_name(
@@ -100,10 +112,12 @@ def test_what_cannot_work_is_refused_by_name(
     assert words in str(refusal.value) and "\n" not in str(refusal.value)
 
 
+@pytest.mark.parametrize("kind", ["model", "adapter"])
 @pytest.mark.parametrize("recipe", CAPABILITY)
-def test_what_can_work_is_not_refused(spec: ModelSpec, recipe: str) -> None:
-    section = CriticConfig.model_validate({"precision": {"fp8": recipe}})
-    check_trainable(spec, ModelConfig(path="m"), section, "critic", H100)
+def test_what_can_work_is_not_refused(spec: ModelSpec, recipe: str, kind: str) -> None:
+    """An adapter's rank is no multiple of anything: adapters are computed in bfloat16."""
+    section = CriticConfig.model_validate({"precision": {"fp8": recipe}, "kind": kind})
+    check_trainable(spec, ModelConfig(path="m", adapter=AdapterConfig(rank=5)), section, "critic", H100)
 
 
 @pytest.mark.parametrize("recipe", CAPABILITY)

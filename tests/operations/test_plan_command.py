@@ -184,6 +184,31 @@ def test_a_32b_model_that_does_not_fit_is_refused_with_one_that_does(
 
 
 @pytest.mark.parametrize(
+    ("short", "kinds"),
+    [
+        ("hardware.node_memory_gib=120", {"critic.kind=adapter"}),
+        ("hardware.device_memory_gib=40", {"actor.kind=adapter", "critic.kind=adapter"}),
+    ],
+)
+def test_adapters_are_proposed_where_no_layout_of_whole_models_fits(
+    capfd: pytest.CaptureFixture[str], short: str, kinds: set[str]
+) -> None:
+    """The critic's alone if that is enough; the model's sizes are those that the package has."""
+    layouts = ("actor.layout={tp: 1, sequence_parallel: false}", "critic.layout={tp: 1, sequence_parallel: false}")
+    given = ["model.path=models/Qwen2.5-1.5B", *layouts, short]
+    example = ROOT / "examples" / "gsm8k" / "vapo.yaml"
+    assert exit_code_of("plan", str(example), *given, "--gpus", "1") == 2
+    output = capfd.readouterr()
+    assert (
+        len(output.err.splitlines()) == 1
+        and "no layout of 1 GPUs was found to fit but with adapters: try " in output.err
+    )
+    proposed = output.err.strip().partition(": try ")[2].split()
+    assert {word for word in proposed if ".kind=" in word} == kinds
+    assert make_plan(load_config(PlanConfig, example, [*given, *proposed], cli.PRESETS), 1).fits
+
+
+@pytest.mark.parametrize(
     ("override", "named"),
     [
         ("rollout.tp=3", "rollout.tp=3"),
@@ -256,3 +281,13 @@ def test_examples_can_be_planned(name: str, tmp_path: Path) -> None:
     settings = load_config(PlanConfig, path, [f"model.path={model}", *given], cli.PRESETS)
     plan = make_plan(settings, settings.cluster.ranks or 8)
     assert plan.fits, plan.memory.problems
+
+
+def test_the_adapter_example_trains_a_7b_model_on_two_gpus() -> None:
+    """As docs/lora.md promises; the model's sizes are those that the package has."""
+    path = ROOT / "examples" / "gsm8k" / "vapo_lora.yaml"
+    settings = load_config(PlanConfig, path, ["model.path=models/Qwen2.5-7B"], cli.PRESETS)
+    plan = make_plan(settings, 2)
+    assert plan.models["actor"].spec.parameter_count() > 7e9 and plan.hardware.kind == "h100-80g"
+    assert plan.fits, plan.memory.problems
+    assert {name for name, model in plan.models.items() if model.adapter} == {"actor", "critic"}

@@ -14,6 +14,8 @@ from vapo_megatron.weights.spec import ModelSpec
 
 # Least compute capability of a GPU whose matrix units take a recipe's operands.
 CAPABILITY = {"tensorwise": (8, 9), "blockwise": (9, 0)}
+# cuBLAS multiplies FP8 matrices whose rows begin at multiples of so many bytes; the backward pass transposes weights.
+FP8_SIDE = 16
 # CUDA from which cuBLAS multiplies matrices of blocks with scales of their own.
 BLOCKWISE_CUDA = (12, 9)
 
@@ -70,6 +72,14 @@ def check_precision(
         )
     if model.dtype != "bfloat16":
         raise BadInput(f"{key} with dtype {model.dtype}: FP8 wants bfloat16 beside it, set model.dtype=bfloat16")
+    # Adapters are computed in model.dtype, so that their rank is free; the weights that they adapt have to suit.
+    for rule in (*spec.table.layer, *spec.table.expert):
+        shape = rule.shard_shape(spec, section.layout.tp)
+        if ".linear_" in rule.megatron and len(shape) == 2 and any(side % FP8_SIDE for side in shape):
+            raise BadInput(
+                f"{key}: a rank's part of {rule.hf[0]} has shape {list(shape)} with {name}.layout.tp="
+                f"{section.layout.tp}, FP8 wants multiples of {FP8_SIDE}: lower tp, or set {name}.precision.fp8=none"
+            )
 
 
 def fp8_settings(precision: PrecisionConfig) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from ranks import run_ranks
 from tiny_qwen3 import largest_difference, make_model, token_logprobs
 from transformers import Qwen3ForCausalLM
 
-from vapo_megatron.config.model import ActorConfig, LayoutConfig, ModelConfig, OptimizerSettings
+from vapo_megatron.config.model import ActorConfig, AdapterConfig, LayoutConfig, ModelConfig, OptimizerSettings
 from vapo_megatron.config.rollout import RolloutConfig, SamplingConfig
 from vapo_megatron.data.sample import Prompt
 from vapo_megatron.engines.client import EngineClient
@@ -86,11 +86,14 @@ class LikelihoodLoss:
         return loss, {"loss": loss.detach()}
 
 
-def train_and_send(model_path: Path, layout: LayoutConfig, engines: list[tuple[EngineAddress, int]]) -> dict[str, Any]:
-    """Three updates, after each a weight sync by every transport to every engine; rank 0 speaks to all of them."""
+def train_and_send(
+    model_path: Path, layout: LayoutConfig, engines: list[tuple[EngineAddress, int]], kind: Any = "model"
+) -> dict[str, Any]:
+    """Three updates, after each a weight sync by every transport to every engine; rank 0 speaks to all of them. kind:
+    what is trained; the trainer adds what adapters compute, and an engine has them in its weights."""
     spec, mesh = read_spec(model_path), make_mesh(layout)
-    model = ModelConfig(path=str(model_path), dtype="float32")
-    section = ActorConfig(layout=layout, optimizer=OptimizerSettings(lr=1e-2, warmup_steps=0))
+    model = ModelConfig(path=str(model_path), dtype="float32", adapter=AdapterConfig(rank=4))
+    section = ActorConfig(kind=kind, layout=layout, optimizer=OptimizerSettings(lr=1e-2, warmup_steps=0))
     actor = Trainable(spec, model, section, mesh, "lm", name="actor", seed=1)
     load_hf(actor.chunks, spec, model_path, mesh, "lm")
     actor.prepare()
@@ -147,6 +150,15 @@ def test_after_every_update_engines_of_other_layouts_compute_what_the_trainer_do
 def test_a_trainer_of_one_rank_feeds_an_engine_of_two(model_path: Path, wide_server: EngineServer) -> None:
     engines = [(wide_server.address, 2)]
     answers = run_ranks(1, train_and_send, model_path, LayoutConfig(), engines, deadline=240)
+    check(answers[0], weight_syncs=6)
+
+
+def test_after_every_update_an_engine_has_the_adapters_in_its_weights(
+    model_path: Path, wide_server: EngineServer
+) -> None:
+    """TP2 to an engine of two ranks."""
+    engines, layout = [(wide_server.address, 2)], LayoutConfig(tp=2, sequence_parallel=True)
+    answers = run_ranks(2, train_and_send, model_path, layout, engines, "adapter", deadline=240)
     check(answers[0], weight_syncs=6)
 
 

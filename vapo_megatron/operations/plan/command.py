@@ -15,7 +15,7 @@ from vapo_megatron.operations.plan.inputs import GIB, model_directory
 from vapo_megatron.operations.plan.models import EXPERT_IMBALANCE
 from vapo_megatron.operations.plan.plan import Plan, default_world, make_plan
 from vapo_megatron.operations.plan.rollout import drawn_prompts, imbalance
-from vapo_megatron.operations.plan.search import Proposal, propose
+from vapo_megatron.operations.plan.search import Proposal, propose, propose_adapters
 
 # A proposal is shown if it saves at least this share of the run's time.
 _WORTH_TELLING = 0.1
@@ -37,8 +37,9 @@ def plan_run(config: PlanConfig, gpus: int | None, nodes: int | None, simulated:
     if plan.fits:
         limit = (1 - _WORTH_TELLING) * plan.seconds
         proposals = [proposal for proposal in proposals if proposal.plan.seconds < limit]
+    adapted = [] if plan.fits or proposals else propose_adapters(plan)
     console = Console(width=None if Console().is_terminal else 160)
-    show(plan, proposals, console)
+    show(plan, proposals or adapted, console)
     if simulated and plan.fits:
         from vapo_megatron.operations.plan.simulation import modes
 
@@ -48,6 +49,8 @@ def plan_run(config: PlanConfig, gpus: int | None, nodes: int | None, simulated:
         remedy = f"no layout of {world} GPUs was found to fit: take more GPUs, or shorten sampling.max_new_tokens"
         if proposals:
             remedy = f"try {proposals[0].overrides}"
+        elif adapted:
+            remedy = f"no layout of {world} GPUs was found to fit but with adapters: try {adapted[0].overrides}"
         raise BadInput(f"does not fit {world} x {plan.hardware.kind}: {problems}: {remedy}")
 
 

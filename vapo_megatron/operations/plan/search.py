@@ -2,13 +2,17 @@
 
 import json
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice, product
+
+from pydantic import ValidationError
 
 from vapo_megatron.config.base import differences
 from vapo_megatron.config.model import LayoutConfig, RecomputeConfig, TrainableConfig
 from vapo_megatron.config.plan import PlanConfig
 from vapo_megatron.config.rollout import RolloutConfig
+from vapo_megatron.errors import BadInput
 from vapo_megatron.megatron.offload import PARTS
 from vapo_megatron.operations.plan.inputs import GIB
 from vapo_megatron.operations.plan.models import PlannedModel, can_be_cut
@@ -58,6 +62,20 @@ def propose(plan: Plan) -> list[Proposal]:
 
     best = sorted(islice(fitting(), _BEST), key=lambda changed: changed.seconds)
     return [Proposal(changed, _changes(plan.config, changed.config)) for changed in best]
+
+
+def propose_adapters(plan: Plan) -> list[Proposal]:
+    """The fastest config that fits with adapters for the critic alone, and the fastest with the actor's too; those that
+    there are. Beside kinds, what `propose` searches changes."""
+    whole = [name for name in ("critic", "actor") if name in plan.models and plan.models[name].adapter is None]
+    proposals = []
+    for count in range(1, len(whole) + 1):
+        kinds = {name: getattr(plan.config, name).model_copy(update={"kind": "adapter"}) for name in whole[:count]}
+        with suppress(BadInput, ValidationError):  # what adapters rule out, those of experts for example
+            config = PlanConfig.model_validate(plan.config.model_copy(update=kinds).model_dump())
+            for best in propose(make_plan(config, plan.world))[:1]:
+                proposals.append(Proposal(best.plan, _changes(plan.config, best.plan.config)))
+    return proposals
 
 
 def _sections(plan: Plan, name: str) -> list[tuple[float, TrainableConfig]]:
