@@ -3,7 +3,6 @@
 It runs the same commands as a person would, on the same program that trains on H100s.
 """
 
-import shutil
 import signal
 import subprocess
 import sys
@@ -25,9 +24,11 @@ sys.path.insert(0, str(ROOT))
 from vapo_megatron.cli import PRESETS  # noqa: E402
 from vapo_megatron.config.base import known_keys, nearest  # noqa: E402
 from vapo_megatron.config.load import load_config  # noqa: E402
+from vapo_megatron.config.run import RunPlace  # noqa: E402
+from vapo_megatron.config.run_directory import check_place  # noqa: E402
 from vapo_megatron.config.sft import SftConfig  # noqa: E402
 from vapo_megatron.config.train import TrainConfig  # noqa: E402
-from vapo_megatron.errors import BadInput  # noqa: E402
+from vapo_megatron.errors import BadInput, reason_of  # noqa: E402
 from vapo_megatron.monitoring import names  # noqa: E402
 from vapo_megatron.monitoring.metrics import read_metrics  # noqa: E402
 from vapo_megatron.signals import end_with_parent, heeded_signals  # noqa: E402
@@ -39,7 +40,9 @@ ONE_GPU = (
     "rollout.mem_fraction_static=0.2",
 )
 # Files and names by which one stage finds what the one before has made.
-_OURS = ("run.root", "run.name", "model.path", "data.path", "data.train", "data.eval")
+_OURS = ("run.root", "run.name", "run.overwrite", "run.resume", "model.path", "data.path", "data.train", "data.eval")
+# An empty file in a folder that was empty when a quickstart began: only in such a folder are files replaced.
+MARKER = ".vapo_quickstart"
 
 LAST_STEPS = 10  # single steps of 256 responses say little
 
@@ -75,6 +78,23 @@ def divide(overrides: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def _entry(key: str, mapping: str) -> bool:
     return mapping == "rollout.server_args" and key.startswith(f"{mapping}.")
+
+
+def claim(out: Path) -> None:
+    """Make and mark the folder, whose files of an earlier quickstart are replaced one by one; others stay.
+
+    Raises:
+        BadInput: it holds files and no quickstart began in it, or one of its runs' folders is no run's.
+    """
+    if out.is_file() or (out.is_dir() and any(out.iterdir()) and not (out / MARKER).is_file()):
+        raise BadInput(f"--out {out}: is not empty and no quickstart's folder (it has no {MARKER}): give another one")
+    for name in ("sft", "vapo"):
+        check_place(RunPlace(root=str(out), name=name, overwrite=True))
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / MARKER).touch()
+    except OSError as error:
+        raise BadInput(f"--out {out}: cannot be written ({reason_of(error)}): give another folder") from None
 
 
 def command(*arguments: str) -> None:
@@ -132,24 +152,19 @@ def main(
     ] = None,
 ) -> None:
     """Train a tiny reasoning model end to end."""
-    started = time.monotonic()
+    started, out = time.monotonic(), out.resolve()
     try:
         for_sft, for_vapo = divide([*(ONE_GPU if one_gpu else ()), *(overrides or [])])
+        claim(out)
     except BadInput as error:
         console.print(escape(str(error)), soft_wrap=True)
         raise typer.Exit(2) from None
-    out = out.resolve()
-    if out.exists() and any(out.iterdir()):
-        if not (out / "task" / "model" / "config.json").is_file():
-            console.print(f"{out} is not empty and no quickstart's folder: give another one with --out", soft_wrap=True)
-            raise typer.Exit(2)
-        shutil.rmtree(out)
     task = out / "task"
     console.print("[bold]1. A problem that has to be thought through, a tokenizer and a random model[/bold]")
     subprocess.run(
         [sys.executable, str(HERE / "make_task.py"), "--out", str(task), "--seed", str(seed)], cwd=ROOT, check=True
     )
-    shared = [f"run.seed={seed}", f"run.root={out}"]
+    shared = [f"run.seed={seed}", f"run.root={out}", "run.overwrite=true"]
 
     console.print("\n[bold]2. Cold start: imitate imperfect solutions[/bold]")
     command(

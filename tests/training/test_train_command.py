@@ -90,7 +90,7 @@ def rows(run_dir: Path) -> list[dict[str, Any]]:
 @pytest.fixture(scope="module")
 def two_ranks(task: Path) -> Path:
     """A finished run: actor and critic at TP2."""
-    vapo(*train_arguments(task, "two", "run.profile.steps=[2]"))
+    vapo(*train_arguments(task, "two", "run.profile.steps=[2]", "run.profile.ranks=[0,1]"))
     return task / "two"
 
 
@@ -143,7 +143,7 @@ def test_a_run_leaves_what_it_promises(two_ranks: Path) -> None:
     samples = [json.loads(line) for line in (two_ranks / "samples/step_000002.jsonl").read_text().splitlines()]
     assert all(sample["weight_version"] == steps[2]["rollout/weight_version"] for sample in samples)
     traces = sorted((two_ranks / "profile").iterdir())
-    assert [path.name for path in traces] == ["step_00002_rank0.json.gz"]
+    assert [path.name for path in traces] == ["step_00002_rank0.json.gz", "step_00002_rank1.json.gz"]
     for path in traces:
         names = {event["name"] for event in json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]}
         assert {"advantages", "update_critic", "update_policy", "weight_sync", "aten::mm"} <= names
