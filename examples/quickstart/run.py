@@ -9,13 +9,11 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import fmean, stdev
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.markup import escape
-from scipy.stats import t as student
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
@@ -29,6 +27,7 @@ from vapo_megatron.config.run_directory import check_place  # noqa: E402
 from vapo_megatron.config.sft import SftConfig  # noqa: E402
 from vapo_megatron.config.train import TrainConfig  # noqa: E402
 from vapo_megatron.errors import BadInput, reason_of  # noqa: E402
+from vapo_megatron.evaluation.metrics import LAST_STEPS, mean_of_last  # noqa: E402
 from vapo_megatron.monitoring import names  # noqa: E402
 from vapo_megatron.monitoring.metrics import read_metrics  # noqa: E402
 from vapo_megatron.signals import end_with_parent, heeded_signals  # noqa: E402
@@ -43,8 +42,6 @@ ONE_GPU = (
 _OURS = ("run.root", "run.name", "run.overwrite", "run.resume", "model.path", "data.path", "data.train", "data.eval")
 # An empty file in a folder that was empty when a quickstart began: only in such a folder are files replaced.
 MARKER = ".vapo_quickstart"
-
-LAST_STEPS = 10  # single steps of 256 responses say little
 
 console = Console(highlight=False)
 
@@ -119,7 +116,7 @@ def what_the_critic_explains(rows: Sequence[Mapping[str, Any]]) -> str:
 
     def means(steps: Sequence[Mapping[str, Any]]) -> str:
         critic, siblings, position = (
-            _mean([row[name] for row in steps])
+            mean_of_last([row[name] for row in steps])
             for name in (names.EXPLAINED_VARIANCE, names.BASELINE_LOO, names.BASELINE_POSITION)
         )
         return f"{critic} (mean of the other responses to the prompt {siblings}, position alone {position})"
@@ -130,15 +127,6 @@ def what_the_critic_explains(rows: Sequence[Mapping[str, Any]]) -> str:
         f"  {means(measured[:1])} before the policy moves,\n"
         f"  {means(last)} over the last {len(last)} steps (mean and half of a 95 % interval)"
     )
-
-
-def _mean(values: Sequence[float]) -> str:
-    """0.21, or 0.21 ± 0.05 where there is more than one value (Student's t)."""
-    mean = fmean(values)
-    if len(values) < 2:
-        return f"{mean:.2f}"
-    half = stdev(values) / len(values) ** 0.5 * float(student.ppf(0.975, len(values) - 1))
-    return f"{mean:.2f} ± {half:.2f}"
 
 
 def main(
