@@ -1,4 +1,4 @@
-"""What the documentation's site needs beyond Markdown: the examples' pages, and paths in place of links to other files."""
+"""What the documentation's site needs beyond Markdown: the examples' pages, and paths in place of other links."""
 
 import re
 from pathlib import Path

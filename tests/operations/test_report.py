@@ -129,13 +129,12 @@ def test_figures_say_what_was_reached_and_what_the_critic_adds() -> None:
             time__step=60.0,
             time__rollout=45.0,
             time__verify=15.0,
-            # The last ten are 0.6 on average, 0.1 beside it: t(9) 2.262 * 0.1054 / sqrt(10).
-            critic__explained_variance=-9.0 if step < 1 else 0.5 + 0.2 * (step % 2),
+            critic__explained_variance=0.5 + 0.2 * (step % 2),  # 0.1 beside the mean: t(9) 2.262 * 0.1054 / sqrt(10)
             **free,
         )
-        for step in range(-1, 11)
+        for step in range(1, 11)
     ]
-    rows[2] |= {"evaluation/unseen_avg@4": 0.25}
+    rows[0] |= {"evaluation/unseen_avg@4": 0.25}
     rows[-1] |= {"evaluation/unseen_avg@4": 0.75, "alarm/train_infer_gap": 1.0}
     result = {
         "name": "unseen",
@@ -153,8 +152,8 @@ def test_figures_say_what_was_reached_and_what_the_critic_adds() -> None:
         (
             "the critic explains",
             "0.60",
-            "± 0.08 of the variance of returns, last 10 steps; the mean of the other responses 0.40 ± 0.00, position alone "
-            "0.10 ± 0.00",
+            "± 0.08 of the variance of returns, last 10 steps; the mean of the other responses 0.40 ± 0.00, "
+            "position alone 0.10 ± 0.00",
         ),
         ("steps", "10 of 20", "in 10.0 minutes"),
         ("longest phase", "75%", "rollout"),
@@ -173,7 +172,9 @@ def test_the_first_responses_to_many_problems_come_before_second_ones(tmp_path: 
 
 def test_a_run_says_what_it_was_on_top(tmp_path: Path) -> None:
     folder = run_dir(tmp_path, [row(1)])
-    (folder / "config.yaml").write_text("preset: vapo\nmodel: {path: m}\ndata: {train: [a.jsonl, b.jsonl]}\n")
+    (folder / "config.yaml").write_text(
+        "preset: vapo\nmodel: {path: m}\ndata: {train: {a.jsonl: 2, b.jsonl: {weight: 1}}}\n"
+    )
     (folder / "environment.json").write_text('{"hostname": "n1", "cpu_cores": 2, "commit": "0123456789abcdef"}')
     facts = read_run(folder).facts()
     assert facts.pop("date").startswith("20")

@@ -163,6 +163,25 @@ def test_actor_and_critic_are_ordinary_hugging_face_directories(two_ranks: Path)
     assert critic.config.num_labels == 1
 
 
+def test_transformers_alone_loads_the_export_in_a_process_of_its_own(two_ranks: Path, tmp_path: Path) -> None:
+    """As a user would, with nothing of this package imported and nothing of the environment hidden."""
+    script = (
+        "import sys, torch; from transformers import AutoModelForCausalLM as Model\n"
+        "model, report = Model.from_pretrained(sys.argv[1], output_loading_info=True)\n"
+        "assert not report['missing_keys'] and not report['unexpected_keys'], report\n"
+        "assert 'vapo_megatron' not in sys.modules\n"
+        "print(float(model(torch.tensor([[5, 6, 7]])).logits.double().sum()))"
+    )
+    actor = two_ranks / "hf" / "final" / "actor"
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [sys.executable, "-c", script, str(actor)]
+    ended = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=DEADLINE)
+    assert ended.returncode == 0, ended.stderr
+    with torch.no_grad():
+        logits = AutoModelForCausalLM.from_pretrained(actor)(torch.tensor([[5, 6, 7]])).logits
+    assert float(ended.stdout) == pytest.approx(float(logits.double().sum()))
+
+
 @pytest.mark.full
 def test_another_layout_trains_alike_and_starts_from_a_value_checkpoint(
     task: Path, killed: Killed, cold_start: str

@@ -81,8 +81,8 @@ class EvalSet(Section):
     path: Path = Field(description="file of problems, or hub:OWNER/NAME@REVISION:PART")
     samples: int = Field(8, ge=1, description="responses a problem (the k of avg@k)")
     limit: int | None = Field(None, ge=1, description="only the first rows")
-    fields: Annotated[dict[str, JsonValue], AfterValidator(lambda names: check_fields(names, "fields"))] = Field(
-        default_factory=dict, description="keys of data.fields that this set's rows have another name for"
+    fields: Annotated[dict[str, JsonValue], AfterValidator(lambda names: check_fields(names, "as data.fields"))] = (
+        Field(default_factory=dict, description="keys of data.fields that this set's rows have another name for")
     )
 
     @property
