@@ -206,7 +206,7 @@ def test_a_server_that_answers_nothing_is_told_of_meanwhile(
 ) -> None:
     server.before = [500] * 12
     evaluate_checkpoint(_settings(tmp_path, server))
-    (line,) = [record.getMessage() for record in caplog.records if "tried again" in record.getMessage()]
+    (line,) = [record.getMessage() for record in caplog.records if "trying again" in record.getMessage()]
     assert f"{server.url}/chat/completions: HTTP 500: not now: see the server's log" in line
     assert "server.retry_timeout_s=5 s" in line
 

@@ -97,8 +97,6 @@ class OpenAIClient:
                 while isinstance(error, BaseExceptionGroup):
                     error = error.exceptions[0]
                 raise error from None
-            finally:
-                silence.cancel()
 
     async def _response(self, client: AsyncOpenAI, prompt: Prompt, index: int) -> Response:
         body, pause, failing_since = self._body(prompt, index), _FIRST_PAUSE, None
@@ -135,11 +133,8 @@ class OpenAIClient:
         """Say what keeps requests from being answered, at most once in _WARN_SECONDS."""
         if time.monotonic() >= self._next_warning:
             self._next_warning = time.monotonic() + _WARN_SECONDS
-            _logger.warning(
-                "%s: %s: see the server's log, check server.url; a request may take server.request_timeout_s=%g s and "
-                "is tried again for server.retry_timeout_s=%g s",
-                *(self._url, reason, self._config.request_timeout_s, self._config.retry_timeout_s),
-            )
+            advice = "see the server's log, check server.url; trying again for server.retry_timeout_s"
+            _logger.warning("%s: %s: %s=%g s", self._url, reason, advice, self._config.retry_timeout_s)
 
     def _body(self, prompt: Prompt, index: int) -> dict[str, Any]:
         sampling, user = self._sampling, self._template.user_template.replace("{problem}", prompt.problem)

@@ -51,10 +51,8 @@ def cautions(
     if config.algorithm.uses_critic:
         sections.append(("critic", config.critic))
     for name, section in sections:
-        warmup, updates = (
-            config.trainable(name).optimizer.warmup_steps,
-            config.run.steps * config.updates_per_rollout(name),
-        )
+        warmup, updates = config.trainable(name).optimizer.warmup_steps, config.run.steps
+        updates *= config.updates_per_rollout(name)
         if name == "critic" and config.value_pretraining.enabled:
             updates += config.value_pretraining.updates(config.samples)
         yield from long_warmup(name, section, warmup, updates)

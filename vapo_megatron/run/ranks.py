@@ -5,6 +5,7 @@ import gc
 import multiprocessing
 import multiprocessing.connection
 import os
+import select
 import signal
 import socket
 import sys
@@ -91,22 +92,16 @@ def _watched(place: RankPlace) -> Iterator[None]:
     reported. torch waits without running Python's signal handlers, but the signals' numbers reach a socket."""
     receiver, sender = socket.socketpair()
     sender.setblocking(False)
-    receiver.settimeout(_SILENT_SECONDS)
     me, whom = f"rank {place.rank} on {node_name()}", "the other ranks" if place.rank == 0 else "rank 0"
     where = f"MASTER_ADDR={os.environ.get('MASTER_ADDR')}, MASTER_PORT={os.environ.get('MASTER_PORT')}"
     advice = f"see that all {place.world_size} ranks were started and that their nodes reach this address"
 
     def watch() -> None:
-        received = [0]
-        while received:
+        if not select.select([receiver], [], [], _SILENT_SECONDS)[0]:
+            print(f"vapo-megatron: {me} still waits for {whom} ({where}): {advice}", file=sys.stderr, flush=True)
+        while received := receiver.recv(1):
             if received[0] in STOP_SIGNALS:
                 end_from_thread(TryAgain(f"{me}: {signal.Signals(received[0]).name} while it waited for {whom}"))
-            try:
-                received = [*receiver.recv(1)]
-            except TimeoutError:
-                receiver.settimeout(None)
-                received = [0]
-                print(f"vapo-megatron: {me} still waits for {whom} ({where}): {advice}", file=sys.stderr, flush=True)
 
     if (earlier := stop_requested()) is not None:
         sender.send(bytes([signal.Signals[earlier]]))
