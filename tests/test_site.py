@@ -36,8 +36,20 @@ def test_every_page_is_on_the_site_and_in_its_menu(site: Path) -> None:
         assert f'href="{name}"' in start, f"{name}: no menu leads to it"
 
 
+def test_the_examples_are_pages_whose_links_lead_to_pages(site: Path) -> None:
+    for readme in (ROOT / "examples").glob("*/README.md"):
+        name = f"examples/{readme.parent.name}.html"
+        assert f'href="{name}"' in (site / "index.html").read_text(encoding="utf-8"), f"{name}: no menu leads to it"
+    gsm8k = (site / "examples" / "gsm8k.html").read_text(encoding="utf-8")
+    assert re.search(r'<p>[^\0]*href="\.\./verifier\.html', gsm8k.partition("<article")[2]), "a page of docs/"
+    start = (site / "index.html").read_text(encoding="utf-8").partition("<article")[2]
+    assert 'href="examples/custom_functions.html"' in start, "a page of docs/ leads to an example"
+    functions = (site / "examples" / "custom_functions.html").read_text(encoding="utf-8")
+    assert "<code>examples/custom_functions/functions.py</code>" in functions, "no page: its path"
+
+
 def test_the_site_loads_nothing_from_elsewhere(site: Path) -> None:
-    for page in site.glob("*.html"):
+    for page in site.rglob("*.html"):
         text = page.read_text(encoding="utf-8")
         loaded = re.findall(r'<(?:script|img|iframe)\b[^>]*\bsrc="(https?:)?//', text)
         loaded += re.findall(r'<link\b[^>]*\brel="(?:stylesheet|preload)"[^>]*\bhref="(https?:)?//', text)

@@ -74,6 +74,7 @@ def sft_config(folder: Path, model: Path) -> dict[str, Any]:
         "run": {"name": "tiny", "root": str(folder / "runs")},
         "model": {"path": str(model), "dtype": "float32"},
         "data": {"path": str(write_rows(folder / "sft.jsonl", rows)), "batch_size": 4},
+        "actor": {"optimizer": {"warmup_steps": 2}},  # of 2 steps: no caution
     }
 
 

@@ -1,6 +1,6 @@
 """A small student learns the quickstart's task from a teacher, from the verifier, and from both.
 
-    python -m examples.distillation.run [--seed 1] [--steps 60] [--out runs/distillation]
+    python -m examples.distillation.run [--seed 1] [--steps 60] [--sft-steps 300] [--out runs/distillation]
 
 The teacher is the quickstart's model, fine-tuned on solutions without guesses or slips. The student has half its width
 and the quickstart's cold start. Runs that are finished are not repeated.
@@ -67,12 +67,12 @@ def write_task(folder: Path, seed: int) -> None:
     save_tiny_model(shape, tokenizer, folder / "task" / "student")
 
 
-def fine_tune(folder: Path, seed: int, name: str, model: str, data: str) -> None:
+def fine_tune(folder: Path, seed: int, name: str, model: str, data: str, steps: int) -> None:
     """Make a model of the task's folder imitate solutions."""
     if not (folder / name / "hf" / "final").is_dir():
         place = (f"run.root={folder}", f"run.name={name}", f"run.seed={seed}", "run.resume=auto")
         paths = (f"model.path={folder / 'task' / model}", f"data.path={folder / 'task' / data}")
-        vapo_megatron("sft", QUICKSTART / "sft.yaml", *ONE_RANK, *place, *paths)
+        vapo_megatron("sft", QUICKSTART / "sft.yaml", *ONE_RANK, *place, *paths, f"data.steps={steps}")
 
 
 def train(folder: Path, seed: int, name: str, *overrides: str) -> dict[int, float]:
@@ -92,6 +92,7 @@ def train(folder: Path, seed: int, name: str, *overrides: str) -> dict[int, floa
 def main(
     seed: Annotated[int, typer.Option(help="of the task, the models and the runs")] = 1,
     steps: Annotated[int, typer.Option(help="rollouts of 256 responses")] = 60,
+    sft_steps: Annotated[int, typer.Option(help="steps of fine-tuning of teacher and student")] = 300,
     rate: Annotated[float, typer.Option(help="the student's learning rate")] = 1e-3,
     out: Annotated[Path, typer.Option(help="folder for data, models and runs")] = Path("runs/distillation"),
 ) -> None:
@@ -99,8 +100,8 @@ def main(
     folder = out.resolve() / f"seed{seed}"
     if not (folder / "task" / "student").is_dir():
         write_task(folder, seed)
-    fine_tune(folder, seed, "teacher", "model", "clean.jsonl")
-    fine_tune(folder, seed, "student", "student", "sft.jsonl")
+    fine_tune(folder, seed, "teacher", "model", "clean.jsonl", sft_steps)
+    fine_tune(folder, seed, "student", "student", "sft.jsonl", sft_steps)
     teacher, student = (f"{folder / name / 'hf' / 'final' / 'actor'}" for name in ("teacher", "student"))
     # Nothing is learnt at a rate this small: the accuracy before training is the teacher's.
     still = (f"model.path={teacher}", "preset=grpo", "run.steps=1", "actor.optimizer.lr=1e-12", "evaluation.every=1")

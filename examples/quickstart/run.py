@@ -3,20 +3,17 @@
 It runs the same commands as a person would, on the same program that trains on H100s.
 """
 
-import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import fmean, stdev
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.markup import escape
-from scipy.stats import t as student
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
@@ -25,9 +22,12 @@ sys.path.insert(0, str(ROOT))
 from vapo_megatron.cli import PRESETS  # noqa: E402
 from vapo_megatron.config.base import known_keys, nearest  # noqa: E402
 from vapo_megatron.config.load import load_config  # noqa: E402
+from vapo_megatron.config.run import RunPlace  # noqa: E402
+from vapo_megatron.config.run_directory import check_place  # noqa: E402
 from vapo_megatron.config.sft import SftConfig  # noqa: E402
 from vapo_megatron.config.train import TrainConfig  # noqa: E402
-from vapo_megatron.errors import BadInput  # noqa: E402
+from vapo_megatron.errors import BadInput, reason_of  # noqa: E402
+from vapo_megatron.evaluation.metrics import LAST_STEPS, mean_of_last  # noqa: E402
 from vapo_megatron.monitoring import names  # noqa: E402
 from vapo_megatron.monitoring.metrics import read_metrics  # noqa: E402
 from vapo_megatron.signals import end_with_parent, heeded_signals  # noqa: E402
@@ -39,9 +39,9 @@ ONE_GPU = (
     "rollout.mem_fraction_static=0.2",
 )
 # Files and names by which one stage finds what the one before has made.
-_OURS = ("run.root", "run.name", "model.path", "data.path", "data.train", "data.eval")
-
-LAST_STEPS = 10  # single steps of 256 responses say little
+_OURS = ("run.root", "run.name", "run.overwrite", "run.resume", "model.path", "data.path", "data.train", "data.eval")
+# An empty file in a folder that was empty when a quickstart began: only in such a folder are files replaced.
+MARKER = ".vapo_quickstart"
 
 console = Console(highlight=False)
 
@@ -77,6 +77,23 @@ def _entry(key: str, mapping: str) -> bool:
     return mapping == "rollout.server_args" and key.startswith(f"{mapping}.")
 
 
+def claim(out: Path) -> None:
+    """Make and mark the folder, whose files of an earlier quickstart are replaced one by one; others stay.
+
+    Raises:
+        BadInput: it holds files and no quickstart began in it, or one of its runs' folders is no run's.
+    """
+    if out.is_file() or (out.is_dir() and any(out.iterdir()) and not (out / MARKER).is_file()):
+        raise BadInput(f"--out {out}: is not empty and no quickstart's folder (it has no {MARKER}): give another one")
+    for name in ("sft", "vapo"):
+        check_place(RunPlace(root=str(out), name=name, overwrite=True))
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / MARKER).touch()
+    except OSError as error:
+        raise BadInput(f"--out {out}: cannot be written ({reason_of(error)}): give another folder") from None
+
+
 def command(*arguments: str) -> None:
     """Run a command, showing it first; its failure is ours, and a request to stop is passed on to it."""
     console.print(f"\n[bold]$ {escape(' '.join(arguments))}[/bold]", soft_wrap=True)
@@ -99,7 +116,7 @@ def what_the_critic_explains(rows: Sequence[Mapping[str, Any]]) -> str:
 
     def means(steps: Sequence[Mapping[str, Any]]) -> str:
         critic, siblings, position = (
-            _mean([row[name] for row in steps])
+            mean_of_last([row[name] for row in steps])
             for name in (names.EXPLAINED_VARIANCE, names.BASELINE_LOO, names.BASELINE_POSITION)
         )
         return f"{critic} (mean of the other responses to the prompt {siblings}, position alone {position})"
@@ -123,15 +140,6 @@ def responses_used(config: TrainConfig, rows: Sequence[Mapping[str, Any]]) -> st
     return f"Responses used: {before + drawn:,} ({before:,} by value pretraining, {drawn:,} by {len(steps)} steps)"
 
 
-def _mean(values: Sequence[float]) -> str:
-    """0.21, or 0.21 ± 0.05 where there is more than one value (Student's t)."""
-    mean = fmean(values)
-    if len(values) < 2:
-        return f"{mean:.2f}"
-    half = stdev(values) / len(values) ** 0.5 * float(student.ppf(0.975, len(values) - 1))
-    return f"{mean:.2f} ± {half:.2f}"
-
-
 def main(
     seed: Annotated[int, typer.Option(help="of the task, the models and the runs")] = 1,
     out: Annotated[Path, typer.Option(help="folder for data, model and run directories")] = Path("runs/quickstart"),
@@ -143,24 +151,19 @@ def main(
     ] = None,
 ) -> None:
     """Train a tiny reasoning model end to end."""
-    started = time.monotonic()
+    started, out = time.monotonic(), out.resolve()
     try:
         for_sft, for_vapo = divide([*(ONE_GPU if one_gpu else ()), *(overrides or [])])
+        claim(out)
     except BadInput as error:
         console.print(escape(str(error)), soft_wrap=True)
         raise typer.Exit(2) from None
-    out = out.resolve()
-    if out.exists() and any(out.iterdir()):
-        if not (out / "task" / "model" / "config.json").is_file():
-            console.print(f"{out} is not empty and no quickstart's folder: give another one with --out", soft_wrap=True)
-            raise typer.Exit(2)
-        shutil.rmtree(out)
     task = out / "task"
     console.print("[bold]1. A problem that has to be thought through, a tokenizer and a random model[/bold]")
     subprocess.run(
         [sys.executable, str(HERE / "make_task.py"), "--out", str(task), "--seed", str(seed)], cwd=ROOT, check=True
     )
-    shared = [f"run.seed={seed}", f"run.root={out}"]
+    shared = [f"run.seed={seed}", f"run.root={out}", "run.overwrite=true"]
 
     console.print("\n[bold]2. Cold start: imitate imperfect solutions[/bold]")
     command(

@@ -26,19 +26,16 @@ def tokens(lengths: list[int], seed: int = 0) -> tuple[Tensor, Tensor]:
     return torch.randn(sum(lengths), generator=generator), torch.randn(sum(lengths), generator=generator)
 
 
-def loop(
-    rewards: Tensor, values: Tensor, lengths: list[int], lam: list[float], gamma: float, mask: Tensor, boot: Tensor
-) -> Tensor:
+def loop(rewards: Tensor, values: Tensor, lengths: list[int], lam: list[float], gamma: float, boot: Tensor) -> Tensor:
     """The textbook's loop, one token at a time, in float64 (Python floats)."""
-    r, v, m, out = rewards.tolist(), values.tolist(), mask.tolist(), [0.0] * rewards.numel()
+    r, v, out = rewards.tolist(), values.tolist(), [0.0] * rewards.numel()
     end = 0
     for response, length in enumerate(lengths):
         start, end = end, end + length
         advantage, next_value = 0.0, float(boot[response])
         for t in range(end - 1, start - 1, -1):
-            if m[t]:
-                advantage = r[t] + gamma * next_value - v[t] + gamma * lam[response] * advantage
-                next_value, out[t] = v[t], advantage
+            advantage = r[t] + gamma * next_value - v[t] + gamma * lam[response] * advantage
+            next_value, out[t] = v[t], advantage
     return torch.tensor(out, dtype=torch.float64)
 
 
@@ -56,25 +53,22 @@ def lambdas(kind: str) -> Tensor:
     return {"adaptive": adaptive, "random": random}[kind]
 
 
-@pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("gamma", [1.0, 0.97, 0.0])
 @pytest.mark.parametrize("kind", ["zero", "tiny", "half", "vanilla", "one", "random", "adaptive"])
-def test_equals_the_loop_over_tokens(kind: str, gamma: float, masked: bool) -> None:
+def test_equals_the_loop_over_tokens(kind: str, gamma: float) -> None:
     rewards, values = tokens(LENGTHS)
     lam = lambdas(kind)
     boot = torch.randn(len(LENGTHS), generator=torch.Generator().manual_seed(2))
-    mask = torch.rand(rewards.numel(), generator=torch.Generator().manual_seed(3)) < (0.8 if masked else 2)
-    expected = loop(rewards, values, LENGTHS, lam.tolist(), gamma, mask, boot)
-    given_mask = mask if masked else None
+    expected = loop(rewards, values, LENGTHS, lam.tolist(), gamma, boot)
 
-    advantages = segmented_gae(rewards, values, bounds(LENGTHS), lam, gamma, given_mask, boot)
+    advantages = segmented_gae(rewards, values, bounds(LENGTHS), lam, gamma, boot)
     assert advantages.dtype == torch.float32
     assert_close(advantages, expected)
 
-    policy, targets = decoupled_gae(rewards, values, bounds(LENGTHS), lam, 1.0, gamma, given_mask, boot)
+    policy, targets = decoupled_gae(rewards, values, bounds(LENGTHS), lam, 1.0, gamma, boot)
     assert torch.equal(policy, advantages)
-    critic = loop(rewards, values, LENGTHS, [1.0] * len(LENGTHS), gamma, mask, boot)
-    assert_close(targets, (critic + values) * mask)
+    critic = loop(rewards, values, LENGTHS, [1.0] * len(LENGTHS), gamma, boot)
+    assert_close(targets, critic + values)
 
 
 def test_worked_example() -> None:
@@ -84,14 +78,6 @@ def test_worked_example() -> None:
     policy, targets = decoupled_gae(rewards, values, torch.tensor([0, 3]), 0.5, 1.0, gamma=0.5)
     assert policy.tolist() == [0.25, 1.0, 4.0]
     assert targets.tolist() == [2.0, 4.0, 8.0]
-
-
-def test_an_observation_is_stepped_over() -> None:
-    rewards, values = torch.tensor([0.0, 9.0, 8.0]), torch.tensor([1.0, 9.0, 4.0])
-    mask = torch.tensor([1, 0, 1])
-    policy, targets = decoupled_gae(rewards, values, torch.tensor([0, 3]), 0.5, 1.0, gamma=0.5, mask=mask)
-    assert policy.tolist() == [0.5 * 4 - 1 + 0.25 * 4, 0.0, 4.0]
-    assert targets.tolist() == [4.0, 0.0, 8.0]
 
 
 @pytest.mark.parametrize("length", [1, 7, 16, 17, 1024, 20_000])
@@ -133,8 +119,7 @@ def test_responses_do_not_reach_into_each_other() -> None:
 @pytest.mark.parametrize("lengths", [[], [0], [0, 0], [20_000], [1] * 2000, [5000, 0, 1, 5000]])
 def test_any_shape_of_batch(lengths: list[int]) -> None:
     rewards, values = tokens(lengths)
-    ones = torch.ones(rewards.numel())
-    expected = loop(rewards, values, lengths, [0.95] * len(lengths), 1.0, ones, torch.zeros(len(lengths)))
+    expected = loop(rewards, values, lengths, [0.95] * len(lengths), 1.0, torch.zeros(len(lengths)))
     advantages = segmented_gae(rewards, values, bounds(lengths), 0.95)
     if expected.numel():
         assert_close(advantages, expected)
@@ -162,12 +147,6 @@ def test_a_response_has_the_same_advantages_in_whichever_part_it_is(mean: int, g
         ends = place_terminal(outcomes, cu_seqlens, total) - values
         to_go = segmented_gae(ends, torch.zeros_like(ends), cu_seqlens, 1.0, gamma)
         assert torch.equal(penalized, to_go[part]), "the recurrence is the same, to the bit"
-
-
-def test_everything_masked_gives_zeros() -> None:
-    rewards, values = tokens([3, 2])
-    policy, targets = decoupled_gae(rewards, values, bounds([3, 2]), 0.9, 1.0, mask=torch.zeros(5))
-    assert not policy.any() and not targets.any()
 
 
 @pytest.mark.parametrize("gamma", [1.0, 0.97, 0.0])
@@ -210,8 +189,8 @@ def test_bfloat16_values_are_computed_in_float32() -> None:
     assert advantages.dtype == torch.float32
     assert torch.equal(advantages, segmented_gae(rewards, low.float(), bounds([700]), 0.99))
     all_low = rewards.bfloat16(), low, torch.tensor([0.3]).bfloat16()
-    advantages = segmented_gae(*all_low[:2], bounds([700]), 0.99, 0.97, None, all_low[2])
-    again = segmented_gae(*(x.float() for x in all_low[:2]), bounds([700]), 0.99, 0.97, None, all_low[2].float())
+    advantages = segmented_gae(*all_low[:2], bounds([700]), 0.99, 0.97, all_low[2])
+    again = segmented_gae(*(x.float() for x in all_low[:2]), bounds([700]), 0.99, 0.97, all_low[2].float())
     assert advantages.dtype == torch.float32 and torch.equal(advantages, again)
 
 
@@ -239,7 +218,6 @@ def test_coarse_matrix_products_elsewhere_do_not_coarsen_advantages() -> None:
         ({"lam": 1.5}, "lambda must be in"),
         ({"lam": torch.tensor([0.5, -0.1])}, "lambda must be in"),
         ({"gamma": 1.01}, "gamma must be in"),
-        ({"mask": torch.ones(4)}, "mask must be"),
         ({"bootstrap_values": torch.ones(3)}, "bootstrap_values must be"),
     ],
 )

@@ -106,7 +106,7 @@ def test_with_all_ratios_one_it_is_gae() -> None:
     lam = length_adaptive_lambda(torch.tensor(LENGTHS), 0.05)
     boot = torch.randn(len(LENGTHS), generator=torch.Generator().manual_seed(2))
     ones = importance.tis(torch.zeros_like(values), 1.0)
-    expected = decoupled_gae(rewards, values, bounds(LENGTHS), lam, 1.0, 0.99, None, boot)
+    expected = decoupled_gae(rewards, values, bounds(LENGTHS), lam, 1.0, 0.99, boot)
     found = corrected_gae(rewards, values, bounds(LENGTHS), lam, 1.0, ones, ones, 0.99, boot)
     for one, other in zip(found, expected, strict=True):
         assert (one - other).abs().max() <= 1e-6 * other.abs().max()

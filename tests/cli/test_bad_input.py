@@ -121,6 +121,24 @@ def test_what_is_most_often_a_mistake_is_told_of_and_runs(
     assert error.count("\n") == 1 and error.startswith("vapo-megatron: caution: ") and named in error
 
 
+@pytest.mark.parametrize(("steps", "cautions"), [(4, 1), (5, 0)])
+def test_a_fine_tuning_shorter_than_its_warm_up_is_told_of(
+    command: Command, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], steps: int, cautions: int
+) -> None:
+    started: list[int] = []
+    monkeypatch.setattr(restarts, "start_ranks", lambda count, *_: started.append(count))
+    monkeypatch.setattr(report, "write_report", lambda _: None)
+    warmup = ("actor.optimizer.warmup_steps=5", f"data.steps={steps}")
+    assert command.exit_code("sft", *warmup) == 0 and started
+    told = "vapo-megatron: caution: actor.optimizer.warmup_steps=5 (5 updates) is longer than the run (4)"
+    assert capfd.readouterr().err.count(told) == cautions
+
+
+def test_ranks_that_the_run_does_not_have_cannot_be_traced(command: Command, capfd: pytest.CaptureFixture[str]) -> None:
+    code = command.exit_code("train", "run.profile.steps=[1]", "run.profile.ranks=[0,2]")
+    assert_refused(command, code, capfd.readouterr().err, "run.profile.ranks: 2 with 2 ranks")
+
+
 @pytest.mark.parametrize(
     ("name", "override", "named"),
     [

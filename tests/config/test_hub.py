@@ -56,9 +56,13 @@ def test_a_data_set_of_the_hub_is_read_by_a_part_of_its_path_over_all_its_files(
     with pytest.raises(BadInput, match=r"hub:some/sums:1: no field 'problem' among answer, question"):
         read_problems(Path("hub:some/sums"), FieldNames())
     _shard(snapshot / "other" / "train", 0, [{"question": "x", "answer": "0"}])
-    with pytest.raises(BadInput, match=r"data\.train: hub:some/sums: its files lie in main/train, other/train"):
-        read_problems(Path("hub:some/sums"), fields, key="data.train")
+    assert [problem.problem for problem in read_problems(Path("hub:some/sums"), fields)] == ["a", "b", "c"], "main"
     assert len(read_problems(Path("hub:some/sums:other/train"), fields)) == 1
+    with pytest.raises(BadInput, match=r"data\.train: hub:some/sums:train: its files lie in main/train, other/train"):
+        read_problems(Path("hub:some/sums:train"), fields, key="data.train")
+    _shard(snapshot / "default" / "train", 0, [{"question": "y", "answer": "0"}])
+    with pytest.raises(BadInput, match=r"its files lie in default/train, main/train, other/train; name one"):
+        read_problems(Path("hub:some/sums"), fields)
 
 
 def test_a_model_of_the_hub_becomes_its_folder_here(cache: Path) -> None:

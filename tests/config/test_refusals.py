@@ -39,6 +39,11 @@ SERVER: dict[str, Any] = {"url": "http://host", "model": "m"}
         (PromptTemplate, {"user_template": "{problem} {problem}"}, "has {problem} 2 times"),
         (PromptTemplate, {"chat_template": False, "system_prompt": "s"}, "system_prompt needs chat_template=true"),
         (EvalSet, {"name": "a_problems", "path": "p"}, "name=a_problems: files of evaluations end like that"),
+        (
+            EvalSet,
+            {"name": "a", "path": "p", "fields": {"problm": "q"}},
+            "as data.fields: unknown key problm; did you mean problem?",
+        ),
         (EvaluationDataConfig, {"eval": [{"name": "a", "path": "p"}] * 2}, "names a, a are not all different"),
         (SftDataConfig, {"path": "p", "steps": 3, "epochs": 2}, "steps=3 and epochs=2 both say how long"),
         (ServerConfig, SERVER | {"url": "https://me:word@host"}, "has a user or password"),

@@ -112,7 +112,7 @@ def test_fields_for_a_function_of_ones_own_come_along(tmp_path: Path, plain: Tex
     ("rows", "message"),
     [
         ([ROWS[0], {"id": "x", "problem": "1"}], r"t\.jsonl:2: no field 'answer'"),
-        ([ROWS[0] | {"problem": [{"role": "user"}]}], r"t\.jsonl:1: field problem is list.*tools/prepare_data\.py"),
+        ([ROWS[0] | {"problem": [{"role": "user"}]}], r"t\.jsonl:1: field problem is list.*vapo-megatron prepare-data"),
         ([{"problem": " ", "answer": "1"}], r"t\.jsonl:1: field problem is empty"),
         ([{"problem": "1", "answer": None}], r"t\.jsonl:1: field answer is NoneType"),
         ([ROWS[0], "{nonsense"], r"t\.jsonl:2: not JSON \(Expecting property name"),
@@ -302,6 +302,11 @@ def test_a_file_and_a_row_have_fields_and_a_verifier_of_their_own(tmp_path: Path
         PromptSource(others, 7).restore(PromptSource(prompts, 7).state())
     evaluation = EvalSet(name="e", path=_write(tmp_path / "eval.jsonl", [ROWS[0] | {"kind": "code"}, ROWS[1]]))
     assert [prompt.reward for prompt in eval_prompts(evaluation, config, plain)] == ['{"verifier": "code"}', ""]
+    foreign = [{"question": "b?", "answer": "4", "kind": "code"}, {"question": "c?", "answer": "5", "kind": "judge"}]
+    named = EvalSet(name="e", path=_write(tmp_path / "named.jsonl", foreign), fields={"problem": "question"})
+    read = eval_prompts(named, config, plain)
+    assert [(prompt.problem, prompt.answer) for prompt in read] == [("b?", "4"), ("c?", "5")]
+    assert json.loads(read[1].reward) == {"verifier": "judge"}, "data.fields.verifier still holds"
     _write(code, [rows[0] | {"kind": "maths"}])
     with pytest.raises(BadInput, match=r"code\.jsonl:1: field kind='maths': expected one of math, code"):
         train_prompts(config, plain)

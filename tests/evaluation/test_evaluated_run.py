@@ -95,7 +95,7 @@ def _evaluate_in_the_run(settings: TrainConfig, tokenizer: TextTokenizer, engine
         (
             ["checkpoints/final/actor", "hf/best/actor"],
             "run.steps=1",
-            ["tools/convert_megatron_to_hf.py --checkpoint ", "/tiny/checkpoints/final --out ", "/hf/final/actor"],
+            ["vapo-megatron convert-megatron-to-hf --checkpoint ", "/tiny/checkpoints/final --out ", "/hf/final/actor"],
         ),
         ([], "data.eval=[]", ["data.eval is empty"]),
         (["hf/final/actor"], f"run.seed={2**62 - 1}", ["--checkpoint final", "run.seed of its evaluation"]),

@@ -149,7 +149,7 @@ def test_an_evaluation_that_broke_off_goes_on_and_ends_like_one_that_did_not(tmp
     evaluate_checkpoint(_settings(whole, server))
     asked_once = {asked["seed"] for asked in server.requests}
     server.requests, server.answered, server.fails_after = [], 0, 2 * SAMPLES + 1
-    with pytest.raises(RunFailed, match=r"refused the request for problem p\d \(HTTP 400: bad request\)"):
+    with pytest.raises(RunFailed, match=r"refused the request for problem p\d \(HTTP 400: bad request\): check"):
         evaluate_checkpoint(_settings(broken, server))
     first = {asked["seed"] for asked in server.requests}
     kept = (broken / "runs/e/evaluation/whole.jsonl").read_text().count('"index"') // SAMPLES
@@ -207,8 +207,28 @@ def test_a_server_that_answers_nothing_is_told_of_meanwhile(
     server.before = [500] * 12
     evaluate_checkpoint(_settings(tmp_path, server))
     (line,) = [record.getMessage() for record in caplog.records if "trying again" in record.getMessage()]
-    assert f"{server.url}/chat/completions: HTTP 500: not now; trying again" in line
+    assert f"{server.url}/chat/completions: HTTP 500: not now: see the server's log" in line
     assert "server.retry_timeout_s=5 s" in line
+
+
+@pytest.mark.parametrize(("pause", "concurrency", "patience", "lines"), [(1.5, 64, 0.8, 1), (0.25, 1, 5.0, 0)])
+def test_a_server_that_accepts_and_says_nothing_is_told_of_once(
+    tmp_path: Path,
+    server: Server,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    pause: float,
+    concurrency: int,
+    patience: float,
+    lines: int,
+) -> None:
+    """Where the first response came in time there is nothing to tell of, however long the whole takes."""
+    monkeypatch.setattr(openai_client, "_SILENT_SECONDS", patience)
+    server.pause = pause
+    evaluate_checkpoint(_settings(tmp_path, server, external={"concurrency": concurrency}))
+    silent = [record.getMessage() for record in caplog.records if "no response within" in record.getMessage()]
+    assert len(silent) == lines
+    assert all("within 0.8 s: see the server's log, check server.url" in line for line in silent)
 
 
 def test_what_is_no_completion_is_named(tmp_path: Path, server: Server) -> None:

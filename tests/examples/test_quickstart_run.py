@@ -1,6 +1,8 @@
 """What the quickstart sets and says; it is run as a whole by hand."""
 
 import importlib.util
+import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,12 +12,19 @@ from types import ModuleType
 
 import psutil
 import pytest
+import typer
+from typer.testing import CliRunner
 
 from vapo_megatron.cli import PRESETS
 from vapo_megatron.config.load import dump_config, load_config
+from vapo_megatron.config.run import RunPlace
+from vapo_megatron.config.run_directory import make_run_dir
 from vapo_megatron.config.train import TrainConfig
 
 FOLDER = Path(__file__).parents[2] / "examples" / "quickstart"
+
+
+FIGURES = ("critic/explained_variance", "critic/baseline_loo_ev", "critic/baseline_position_ev")
 
 
 @pytest.fixture(scope="module")
@@ -71,6 +80,49 @@ def test_the_last_lines_say_how_many_responses_were_drawn_to_learn_from(
     drawn = {} if prompts is None else {"dynamic_sampling/prompts": prompts}
     rows = [{"step": 0, "value_pretraining/updates": n} for n in range(3)] + [{"step": n} | drawn for n in (1, 2)]
     assert script.responses_used(read, rows) == f"Responses used: {told}"
+
+
+def test_a_folder_of_others_is_never_touched_and_files_beside_the_quickstarts_stay(
+    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The commands are stood in for by what they do to the folder: make run directories, as `sft` and `train` do."""
+
+    def run(out: Path) -> int:
+        runner = CliRunner()
+        app = typer.Typer()
+        app.command()(script.main)
+        return runner.invoke(app, ["--out", str(out)]).exit_code
+
+    def make_run(_: str, kind: str, _config: str, *overrides: str) -> None:
+        keys = dict(override.split("=", 1) for override in overrides)
+        place = RunPlace(root=keys["run.root"], name={"sft": "sft", "train": "vapo"}[kind], overwrite=True)
+        assert keys["run.overwrite"] == "true"
+        make_run_dir(place, place)
+        row = {"step": 1, "evaluation/unseen_avg@4": 0.5} | dict.fromkeys(FIGURES, 0.1)
+        (Path(place.directory) / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+
+    monkeypatch.setattr(script, "command", make_run)
+    mine = tmp_path / "mine"
+    decoys = [mine / "task/model/config.json", mine / "task/train.jsonl", mine / "sft/.vapo_run", mine / "thesis.tex"]
+    for decoy in decoys:
+        decoy.parent.mkdir(parents=True, exist_ok=True)
+        decoy.write_text("mine")
+    assert run(mine) == 2, "it looks like a quickstart's folder"
+    assert sorted(path for path in mine.rglob("*") if path.is_file()) == sorted(decoys)
+
+    out = tmp_path / "out"
+    assert run(out) == 0
+    kept = [out / "thesis.tex", out / "task" / "notes.md", out / "vapo" / "paper.pdf", out / "other" / "metrics.jsonl"]
+    for decoy in kept:
+        decoy.parent.mkdir(exist_ok=True)
+        decoy.write_text("mine")
+    (out / "vapo" / "report.html").touch()
+    assert run(out) == 0
+    assert all(decoy.read_text() == "mine" for decoy in kept)
+    assert not (out / "vapo" / "report.html").exists(), "the earlier run is replaced"
+    shutil.move(out / "sft", tmp_path / "elsewhere")
+    (out / "sft").symlink_to(tmp_path / "elsewhere")
+    assert run(out) == 2 and (tmp_path / "elsewhere" / "metrics.jsonl").is_file()
 
 
 @pytest.mark.full

@@ -13,9 +13,9 @@ from tiny_runs import make_model
 from vapo_megatron import cli
 from vapo_megatron.config.load import load_config
 from vapo_megatron.config.plan import PlanConfig
-from vapo_megatron.operations.plan.command import warnings
 from vapo_megatron.errors import BadInput
 from vapo_megatron.megatron.probe import ProbeHead
+from vapo_megatron.operations.plan.command import warnings
 from vapo_megatron.operations.plan.plan import Plan, make_plan
 from vapo_megatron.operations.plan.search import propose
 from vapo_megatron.run.first_checks import check_probe_layer

@@ -131,7 +131,7 @@ def test_environment_names_what_is_there_and_what_is_not() -> None:
 
 
 def test_figures_say_what_was_reached_and_what_the_critic_adds() -> None:
-    critic = {"critic__explained_variance": 0.6, "critic__baseline_loo_ev": 0.4, "critic__baseline_position_ev": 0.1}
+    free = {"critic__baseline_loo_ev": 0.4, "critic__baseline_position_ev": 0.1}
     rows = [
         row(
             step,
@@ -140,7 +140,8 @@ def test_figures_say_what_was_reached_and_what_the_critic_adds() -> None:
             time__step=60.0,
             time__rollout=45.0,
             time__verify=15.0,
-            **critic,
+            critic__explained_variance=0.5 + 0.2 * (step % 2),  # 0.1 beside the mean: t(9) 2.262 * 0.1054 / sqrt(10)
+            **free,
         )
         for step in range(1, 11)
     ]
@@ -159,7 +160,12 @@ def test_figures_say_what_was_reached_and_what_the_critic_adds() -> None:
     assert headline(run) == [
         ("unseen, avg@4", "0.750", "95 % interval 0.700 to 0.800, 50 problems, before training 0.250"),
         ("accuracy in training", "1.000", "last tenth of steps; first 0.100"),
-        ("the critic explains", "60%", "of the variance of returns, last tenth; for free 40%"),
+        (
+            "the critic explains",
+            "0.60",
+            "± 0.08 of the variance of returns, last 10 steps; the mean of the other responses 0.40 ± 0.00, "
+            "position alone 0.10 ± 0.00",
+        ),
         ("steps", "10 of 20", "in 10.0 minutes"),
         ("longest phase", "75%", "rollout"),
         ("alarms", "1", "train infer gap"),
@@ -177,7 +183,9 @@ def test_the_first_responses_to_many_problems_come_before_second_ones(tmp_path: 
 
 def test_a_run_says_what_it_was_on_top(tmp_path: Path) -> None:
     folder = run_dir(tmp_path, [row(1)])
-    (folder / "config.yaml").write_text("preset: vapo\nmodel: {path: m}\ndata: {train: [a.jsonl, b.jsonl]}\n")
+    (folder / "config.yaml").write_text(
+        "preset: vapo\nmodel: {path: m}\ndata: {train: {a.jsonl: 2, b.jsonl: {weight: 1}}}\n"
+    )
     (folder / "environment.json").write_text('{"hostname": "n1", "cpu_cores": 2, "commit": "0123456789abcdef"}')
     facts = read_run(folder).facts()
     assert facts.pop("date").startswith("20")

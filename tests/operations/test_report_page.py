@@ -89,11 +89,13 @@ def order_of_samples(page: str) -> list[str]:
 def test_curves_samples_and_alarms_are_drawn_and_nothing_of_a_response_runs(tmp_path: Path, browse: Browse) -> None:
     run_dir = train_run(tmp_path)
     (run_dir / "profile").mkdir()
-    (run_dir / "profile" / "step_00002_rank0.json.gz").touch()
+    traces = ["step_00002_rank0.json.gz", "step_00002_rank0.memory.pickle", "step_00002_rank1.json.gz"]
+    for name in traces:
+        (run_dir / "profile" / name).touch()
     path = write_report([run_dir])
     page = browse(path.as_uri())
     assert "<title>my run</title>" in page
-    assert 'href="profile/step_00002_rank0.json.gz"' in shown(page)
+    assert re.findall(r'href="profile/([^"]*)"', shown(page)) == traces
     assert page.count('class="curve"') >= 2 and page.count('class="interval"') == 1
     assert re.search(r"train_infer_gap</b></td><td>1: 2</td>", page)
     assert "&lt;/script&gt;" in shown(page) and "<img" not in shown(page)

@@ -92,6 +92,15 @@ def test_what_an_answer_does_to_a_worker_becomes_its_grade_and_no_others(capfd: 
         assert pool.grade_batch([Case("ab", "b", problem="a")])[0].correct
 
 
+def test_the_example_of_a_reward_function_grades_by_the_last_number_after_hashes() -> None:
+    path = "examples.custom_functions.functions:number_after_hashes"
+    config = RewardConfig.model_validate({"verifier": "function", "function": path, "workers": 1})
+    responses = ["#### 4, no: #### -3", "#### -3, no: #### 4", "-3"]
+    with VerifierPool(config) as pool:
+        grades = pool.grade_batch([Case("-3", response, problem="a") for response in responses])
+    assert [(grade.correct, grade.score) for grade in grades] == [(True, 1.0), (False, 0.1), (False, 0.0)]
+
+
 @pytest.mark.usefixtures("functions_importable")
 def test_what_a_function_starts_ends_with_its_worker(tmp_path: Path) -> None:
     ends = ["hang", "exit", "b"]  # out of time, crashed, closed with the pool

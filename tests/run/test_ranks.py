@@ -10,6 +10,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -19,6 +20,7 @@ import pytest
 import ranks  # noqa: F401  (imports what ranks need before they are forked)
 import torch
 import torch.distributed as dist
+from ports import free_port
 
 from vapo_megatron.config.model import LayoutConfig
 from vapo_megatron.config.train import TrainConfig
@@ -38,7 +40,7 @@ from vapo_megatron.run.ranks import (
     run_as_rank,
     start_ranks,
 )
-from vapo_megatron.signals import stop_requested
+from vapo_megatron.signals import listen, stop_requested
 
 pytestmark = pytest.mark.full
 
@@ -153,7 +155,7 @@ def looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("looks_often")
 def test_a_rank_that_is_stopped_for_good_counts_as_killed(tmp_path: Path) -> None:
     began = time.monotonic()
-    with pytest.raises(RankKilled, match=r"^rank1 \(process \d+\) was stopped by a signal \(SIGSTOP\) .*start the same"):
+    with pytest.raises(RankKilled, match=r"^rank1 \(process \d+\) was stopped by a signal \(SIGSTOP\) .*start the"):
         start_ranks(2, partial(stopped_on_one, tmp_path, 60.0), 60)
     assert time.monotonic() - began < 30
     for path in tmp_path.iterdir():
@@ -324,6 +326,47 @@ def ask_the_starter(number: int) -> None:
     while (name := stop_requested()) is None:
         time.sleep(0.01)
     raise TryAgain(name)
+
+
+@pytest.mark.parametrize("before", [False, True], ids=["while it waits", "before it waits"])
+def test_a_rank_that_waits_for_one_that_never_comes_says_so_and_ends_when_asked(
+    tmp_path: Path, before: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster_ranks, "_SILENT_SECONDS", 1.0)
+    port = free_port()
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(port))
+    output = tmp_path / "output"
+    process = multiprocessing.get_context("fork").Process(target=lonely_rank, args=(output, before))
+    process.start()
+    try:
+        deadline = time.monotonic() + 60
+        while not before and "still waits" not in (output.read_text() if output.exists() else ""):
+            assert time.monotonic() < deadline and process.is_alive()
+            time.sleep(0.05)
+        if not before:
+            os.kill(process.pid or 0, signal.SIGTERM)
+        process.join(20)
+        assert process.exitcode == TryAgain.exit_code, "it waits for 15 minutes else"
+    finally:
+        process.kill()
+    said = output.read_text().splitlines()
+    waits = f"vapo-megatron: rank 1 on {node_name()} still waits for rank 0 (MASTER_ADDR=127.0.0.1, MASTER_PORT={port})"
+    assert [line.startswith(waits) for line in said] == ([False] if before else [True, False])
+    assert said[-1] == f"vapo-megatron: rank 1 on {node_name()}: SIGTERM while it waited for rank 0"
+
+
+def lonely_rank(output: Path, before: bool) -> None:
+    os.dup2(os.open(output, os.O_CREAT | os.O_WRONLY), 2)
+    sys.stderr = os.fdopen(2, "w")
+    listen()
+    if before:
+        os.kill(os.getpid(), signal.SIGTERM)
+        while stop_requested() is None:
+            time.sleep(0.01)
+    place = place_from_environment({**os.environ, "RANK": "1", "WORLD_SIZE": "2"})
+    assert place is not None
+    run_as_external_rank(replace(place, init_method="tcp://127.0.0.1:" + os.environ["MASTER_PORT"]), lambda: None, 900)
 
 
 def kill_myself() -> None:

@@ -90,7 +90,7 @@ def rows(run_dir: Path) -> list[dict[str, Any]]:
 @pytest.fixture(scope="module")
 def two_ranks(task: Path) -> Path:
     """A finished run: actor and critic at TP2."""
-    vapo(*train_arguments(task, "two", "run.profile.steps=[2]"))
+    vapo(*train_arguments(task, "two", "run.profile.steps=[2]", "run.profile.ranks=[0,1]"))
     return task / "two"
 
 
@@ -143,7 +143,7 @@ def test_a_run_leaves_what_it_promises(two_ranks: Path) -> None:
     samples = [json.loads(line) for line in (two_ranks / "samples/step_000002.jsonl").read_text().splitlines()]
     assert all(sample["weight_version"] == steps[2]["rollout/weight_version"] for sample in samples)
     traces = sorted((two_ranks / "profile").iterdir())
-    assert [path.name for path in traces] == ["step_00002_rank0.json.gz"]
+    assert [path.name for path in traces] == ["step_00002_rank0.json.gz", "step_00002_rank1.json.gz"]
     for path in traces:
         names = {event["name"] for event in json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]}
         assert {"advantages", "update_critic", "update_policy", "weight_sync", "aten::mm"} <= names
@@ -161,6 +161,25 @@ def test_actor_and_critic_are_ordinary_hugging_face_directories(two_ranks: Path)
     critic, report = AutoModelForTokenClassification.from_pretrained(final / "critic", output_loading_info=True)
     assert not report["missing_keys"] and not report["unexpected_keys"]
     assert critic.config.num_labels == 1
+
+
+def test_transformers_alone_loads_the_export_in_a_process_of_its_own(two_ranks: Path, tmp_path: Path) -> None:
+    """As a user would, with nothing of this package imported and nothing of the environment hidden."""
+    script = (
+        "import sys, torch; from transformers import AutoModelForCausalLM as Model\n"
+        "model, report = Model.from_pretrained(sys.argv[1], output_loading_info=True)\n"
+        "assert not report['missing_keys'] and not report['unexpected_keys'], report\n"
+        "assert 'vapo_megatron' not in sys.modules\n"
+        "print(float(model(torch.tensor([[5, 6, 7]])).logits.double().sum()))"
+    )
+    actor = two_ranks / "hf" / "final" / "actor"
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [sys.executable, "-c", script, str(actor)]
+    ended = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=DEADLINE)
+    assert ended.returncode == 0, ended.stderr
+    with torch.no_grad():
+        logits = AutoModelForCausalLM.from_pretrained(actor)(torch.tensor([[5, 6, 7]])).logits
+    assert float(ended.stdout) == pytest.approx(float(logits.double().sum()))
 
 
 @pytest.mark.full

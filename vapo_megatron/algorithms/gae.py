@@ -34,19 +34,17 @@ def segmented_gae(
     cu_seqlens: Tensor,
     lam: float | Tensor,
     gamma: float = 1.0,
-    mask: Tensor | None = None,
     bootstrap_values: Tensor | None = None,
     of: Tensor | None = None,
 ) -> Tensor:
     """Advantages of S packed responses; linear in tokens, no step over time.
 
     Args:
-        rewards: [T] token rewards; those of masked tokens are not read.
+        rewards: [T] token rewards.
         values: [T] value of the state before each token.
         cu_seqlens: [S + 1] int32 or int64.
         lam: lambda in [0, 1], a scalar or one per response [S].
         gamma: discount in [0, 1].
-        mask: [T]; tokens with 0 (observations) are stepped over: they get 0 and neither discount nor bootstrap.
         bootstrap_values: [S] value of the state after the last token; None is 0 for every response.
         of: int64, the lengths of all responses, if these are only a part of them, so that a response has the same sums
             to the
@@ -58,7 +56,7 @@ def segmented_gae(
     Raises:
         ValueError: shapes that do not fit each other, or lambda or gamma outside [0, 1].
     """
-    (advantages,) = _advantages(rewards, values, cu_seqlens, (lam,), gamma, mask, bootstrap_values, of)
+    (advantages,) = _advantages(rewards, values, cu_seqlens, (lam,), gamma, bootstrap_values, of)
     return advantages
 
 
@@ -70,19 +68,17 @@ def decoupled_gae(
     lam_policy: float | Tensor,
     lam_critic: float | Tensor,
     gamma: float = 1.0,
-    mask: Tensor | None = None,
     bootstrap_values: Tensor | None = None,
     of: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Advantages under lam_policy and value targets A + V under lam_critic (VC-PPO, arXiv 2503.01491, section 3.3).
 
-    Arguments and errors as in `segmented_gae`. Returns two [T]; masked tokens are 0 in both. The targets come
-    from advantages before whitening.
+    Arguments and errors as in `segmented_gae`. Returns two [T]. The targets come from advantages before
+    whitening.
     """
     lambdas = (lam_policy, lam_critic)
-    policy, critic = _advantages(rewards, values, cu_seqlens, lambdas, gamma, mask, bootstrap_values, of)
-    targets = critic.add_(values)
-    return policy, targets if mask is None else targets.masked_fill_(mask == 0, 0)
+    policy, critic = _advantages(rewards, values, cu_seqlens, lambdas, gamma, bootstrap_values, of)
+    return policy, critic.add_(values)
 
 
 @torch.no_grad()
@@ -117,28 +113,19 @@ def temporal_differences(
     values: Tensor,
     cu_seqlens: Tensor,
     gamma: float,
-    mask: Tensor | None,
     bootstrap_values: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """delta_t = r_t + gamma V_{t+1} - V_t of the U tokens that a mask keeps; arguments as in `segmented_gae`.
+) -> tuple[Tensor, Tensor]:
+    """delta_t = r_t + gamma V_{t+1} - V_t; arguments as in `segmented_gae`.
 
-    Returns [U], float32 or the wider dtype of rewards and values; int64 [S + 1], bounds within U; int64 [U], the
-    places of those tokens among all T, or None where all are kept.
+    Returns [T], float32 or the wider dtype of rewards and values; cu_seqlens as int64 on the device of rewards.
     """
     if rewards.dim() != 1 or rewards.shape != values.shape:
         raise ValueError(f"rewards and values must be [T], got {list(rewards.shape)} and {list(values.shape)}")
-    if mask is not None and mask.shape != rewards.shape:
-        raise ValueError(f"mask must be [T] like rewards {list(rewards.shape)}, got {list(mask.shape)}")
     check_bounds(cu_seqlens, rewards.numel())
     responses = cu_seqlens.numel() - 1
     if bootstrap_values is not None and list(bootstrap_values.shape) != [responses]:
         raise ValueError(f"bootstrap_values must be [S] = [{responses}], got {list(bootstrap_values.shape)}")
     cu_seqlens = cu_seqlens.to(rewards.device, torch.int64)
-    kept = None if mask is None else mask.nonzero().squeeze(1)
-    if kept is not None:
-        cu_seqlens = torch.searchsorted(kept, cu_seqlens)
-        rewards, values = rewards[kept], values[kept]
-
     dtype = torch.promote_types(torch.promote_types(rewards.dtype, values.dtype), torch.float32)
     deltas = torch.sub(rewards.to(dtype), values)
     ended, last = last_tokens(cu_seqlens)
@@ -148,7 +135,7 @@ def temporal_differences(
     deltas[:-1].add_(values[1:], alpha=gamma)
     # The token after a last token belongs to another response.
     deltas[last] = terminal
-    return deltas, cu_seqlens, kept
+    return deltas, cu_seqlens
 
 
 def _advantages(
@@ -157,14 +144,12 @@ def _advantages(
     cu_seqlens: Tensor,
     lambdas: tuple[float | Tensor, ...],
     gamma: float,
-    mask: Tensor | None,
     bootstrap_values: Tensor | None,
     of: Tensor | None,
 ) -> list[Tensor]:
-    deltas, bounds, kept = temporal_differences(rewards, values, cu_seqlens, gamma, mask, bootstrap_values)
+    deltas, bounds = temporal_differences(rewards, values, cu_seqlens, gamma, bootstrap_values)
     decays = [decay(lam, gamma, cu_seqlens.numel() - 1, rewards.device) for lam in lambdas]
-    scans = suffix_scan_(deltas, bounds.diff(), decays, of)
-    return scans if kept is None else [x.new_zeros(rewards.numel()).index_copy_(0, kept, x) for x in scans]
+    return suffix_scan_(deltas, bounds.diff(), decays, of)
 
 
 def decay(lam: float | Tensor, gamma: float, responses: int, device: torch.device) -> Tensor:

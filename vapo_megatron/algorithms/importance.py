@@ -105,7 +105,7 @@ def corrected_gae(
     """
     if rho.shape != rewards.shape or c.shape != rewards.shape:
         raise ValueError(f"rho and c must be [T] = {list(rewards.shape)}, got {list(rho.shape)} and {list(c.shape)}")
-    deltas, bounds, _ = temporal_differences(rewards, values, cu_seqlens, gamma, None, bootstrap_values)
+    deltas, bounds = temporal_differences(rewards, values, cu_seqlens, gamma, bootstrap_values)
     ends, most = last_tokens(bounds)[1], torch.finfo(deltas.dtype).max
     weighted = deltas * rho
 

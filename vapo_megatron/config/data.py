@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, JsonValue, ValidationError, field_validator, model_validator
+from pydantic import AfterValidator, ConfigDict, Field, JsonValue, ValidationError, field_validator, model_validator
 from typing_extensions import TypedDict
 
 from vapo_megatron.config.base import Section, key_from_environment
@@ -26,6 +26,15 @@ class FieldNames(Section):
     verifier: str | None = Field(
         None, description="row field that overrides reward.verifier, in training and evaluation; optional in a row"
     )
+
+
+def check_fields(names: dict[str, Any], place: str) -> dict[str, Any]:
+    """The names. Raises ValueError if they are none of FieldNames."""
+    try:
+        FieldNames.model_validate(names)
+    except ValidationError as error:
+        raise ValueError(explain(error, FieldNames, names, place)) from None
+    return names
 
 
 class TrainFile(TypedDict, total=False):
@@ -72,6 +81,9 @@ class EvalSet(Section):
     path: Path = Field(description="file of problems, or hub:OWNER/NAME@REVISION:PART")
     samples: int = Field(8, ge=1, description="responses a problem (the k of avg@k)")
     limit: int | None = Field(None, ge=1, description="only the first rows")
+    fields: Annotated[dict[str, JsonValue], AfterValidator(lambda names: check_fields(names, "as data.fields"))] = (
+        Field(default_factory=dict, description="keys of data.fields that this set's rows have another name for")
+    )
 
     @property
     def metric_names(self) -> list[str]:
@@ -165,11 +177,7 @@ class DataConfig(ProblemsConfig):
             super().check_rewards(reward)
         self.rewards(reward)
         for path, entry in self._entries.items():
-            try:
-                self.fields_of(path)
-            except ValidationError as error:
-                names = self.fields.model_dump() | entry["fields"]
-                raise ValueError(explain(error, FieldNames, names, f"data.train: {path}: fields")) from None
+            check_fields(entry.get("fields", {}), f"data.train: {path}: fields")
 
     def rewards(self, reward: RewardConfig) -> list[RewardConfig]:
         """Section reward, then that of each training file that overrides keys of it.

@@ -18,7 +18,7 @@ def hub_files(name: str, key: str = "") -> list[Path]:
     """The files of a data set, hub:OWNER/NAME[@REVISION][:PART], in the order of their paths, which is that of shards.
 
     Those whose path holds PART, such as test or main/train; without it those that name train, if there are any, else
-    all.
+    all, and of several folders those in the only one named main or default.
 
     Raises:
         BadInput: it cannot be downloaded, or holds no such file; key names the setting.
@@ -34,11 +34,12 @@ def hub_files(name: str, key: str = "") -> list[Path]:
         lacking = f"no file of {part}" if part else "no file"
         raise BadInput(f"{place}{name}: {lacking} among its .parquet and .json ones ({names}); name an existing one")
     folders = sorted({str(path.parent.relative_to(folder)) for path in chosen})
-    if len(folders) > 1:
+    usual = [parent for parent in folders if not part and {"main", "default"} & set(Path(parent).parts)]
+    if len(folders) > 1 and len(usual) != 1:
         raise BadInput(
             f"{place}{name}: its files lie in {', '.join(folders)}; name one, as {HUB}{repository}:{folders[0]}"
         )
-    return sorted(chosen)
+    return sorted(path for path in chosen if path.is_relative_to(folder / "".join(usual)))
 
 
 def with_models_from_hub(values: Any) -> None:

@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from vapo_megatron.config.base import Section
 from vapo_megatron.config.data import PromptTemplate
@@ -45,9 +45,10 @@ class ResumableRun(RunPlace):
 
 
 class ProfileConfig(Section):
-    """Steps that rank 0 traces with torch.profiler, under profile/ in the run directory; `report` links the traces."""
+    """Steps that are traced with torch.profiler, under profile/ in the run directory; `report` links the traces."""
 
     steps: tuple[PositiveInt, ...] = Field((), description="iterations that are traced")
+    ranks: tuple[NonNegativeInt, ...] = Field((0,), min_length=1, description="ranks that are traced")
 
 
 class RunConfig(ResumableRun):

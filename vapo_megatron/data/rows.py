@@ -14,7 +14,7 @@ from vapo_megatron.config.reward import Verifier
 from vapo_megatron.data.jsonl import check_characters, no_such_file, read_rows, unambiguous
 from vapo_megatron.errors import BadInput, reason_of
 
-_OF_OTHERS = "; tools/prepare_data.py turns the rows of verl, MATH, GSM8K and others into {id, problem, answer}"
+_OF_OTHERS = "; vapo-megatron prepare-data turns the rows of verl, MATH, GSM8K and others into {id, problem, answer}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +44,7 @@ def train_problems(data: DataConfig) -> list[Problem]:
 
 def eval_problems(entry: EvalSet, fields: FieldNames) -> list[Problem]:
     """The problems of one set of data.eval; see read_problems."""
+    fields = FieldNames.model_validate(fields.model_dump() | entry.fields)
     return read_problems(entry.path, fields, entry.limit, f"data.eval (set {entry.name})")
 
 
@@ -147,7 +148,7 @@ def chosen_fields(row: Mapping[str, Any], names: Sequence[str], place: str) -> d
         if name not in row:
             raise BadInput(
                 f"{place}: no field {name!r} among {', '.join(sorted(row)) or 'none'}; name one of those in "
-                "data.fields.extra (tools/prepare_data.py: --keep)"
+                "data.fields.extra (vapo-megatron prepare-data: --keep)"
             )
         try:
             json.dumps(row[name], allow_nan=False)

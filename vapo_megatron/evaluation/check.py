@@ -173,7 +173,7 @@ def evaluation_of(config: TrainConfig, checkpoint: str) -> EvaluateConfig:
         saved = Path(run.directory) / CHECKPOINT_FOLDER / checkpoint
         remedy = f"expected one of {', '.join(there)}" if there else "give run.root and run.name of a run with exports"
         if (saved / "actor").is_dir():
-            remedy = f"make it: python tools/convert_megatron_to_hf.py --checkpoint {saved} --out {actor}"
+            remedy = f"make it: vapo-megatron convert-megatron-to-hf --checkpoint {saved} --out {actor}"
         raise BadInput(f"--checkpoint {checkpoint}: {actor} holds no model: {remedy}")
     try:
         place = RunPlace(

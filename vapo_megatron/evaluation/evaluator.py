@@ -69,7 +69,7 @@ class Evaluator:
     verifier: VerifierPool
     reward: RewardConfig
     phase: Phase = lambda name, total: nullcontext(lambda _: None)
-    optional: Callable[[str], AbstractContextManager[None]] = nullcontext
+    optional: Callable[[str], AbstractContextManager[object]] = nullcontext
 
     def answer(
         self, name: str, prompts: Sequence[Prompt], k: int, generate: Generate | None, log: ResponseLog | None = None

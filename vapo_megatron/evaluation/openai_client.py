@@ -23,7 +23,7 @@ _logger = logging.getLogger(__name__)
 
 _WHOLE = frozenset({"stop", "length", "tool_calls", "content_filter"})
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0
-_WARN_SECONDS = 60.0
+_WARN_SECONDS, _SILENT_SECONDS = 60.0, 30.0
 _SEED_BITS = 0x7FFF_FFFF  # what every server takes
 
 
@@ -72,12 +72,14 @@ class OpenAIClient:
         on_group: Callable[[list[Response]], None],
         on_done: Callable[[int], None],
     ) -> None:
-        free = asyncio.Semaphore(self._config.concurrency)
+        free, no_response = asyncio.Semaphore(self._config.concurrency), f"no response within {_SILENT_SECONDS:g} s"
+        silence = asyncio.get_running_loop().call_later(_SILENT_SECONDS, self._warn, no_response)
         async with connect(self._config.url, self._key, self._config.request_timeout_s) as client:
 
             async def one(prompt: Prompt, index: int) -> Response:
                 async with free:
                     response = await self._response(client, prompt, index)
+                silence.cancel()
                 on_done(1)
                 return response
 
@@ -110,7 +112,9 @@ class OpenAIClient:
             except OpenAIError as error:
                 reason, passing, delay = reason_of_failure(error, self._config.request_timeout_s)
                 if not passing:
-                    raise RunFailed(f"{self._url}: refused the request for problem {prompt.id} ({reason})") from None
+                    raise RunFailed(
+                        f"{self._url}: refused the request for problem {prompt.id} ({reason}): check section server"
+                    ) from None
             except ValueError:  # sent as JSON, and is none
                 raise self._no_completion("invalid JSON", prompt) from None
             self._warn(reason)
@@ -129,8 +133,8 @@ class OpenAIClient:
         """Say what keeps requests from being answered, at most once in _WARN_SECONDS."""
         if time.monotonic() >= self._next_warning:
             self._next_warning = time.monotonic() + _WARN_SECONDS
-            timeout_s = self._config.retry_timeout_s
-            _logger.warning("%s: %s; trying again for server.retry_timeout_s=%g s", self._url, reason, timeout_s)
+            advice = "see the server's log, check server.url; trying again for server.retry_timeout_s"
+            _logger.warning("%s: %s: %s=%g s", self._url, reason, advice, self._config.retry_timeout_s)
 
     def _body(self, prompt: Prompt, index: int) -> dict[str, Any]:
         sampling, user = self._sampling, self._template.user_template.replace("{problem}", prompt.problem)

@@ -41,6 +41,8 @@ def check_train_numbers(config: TrainConfig, world_size: int | None) -> dict[str
         check_weights(config.reference_source, specs["reference"], "lm")
     if "actor" not in config.model_sizes:
         specs = {"critic": specs["critic"]}
+    if world_size is not None and config.run.profile.steps and (last := max(config.run.profile.ranks)) >= world_size:
+        raise BadInput(f"run.profile.ranks: {last} with {world_size} ranks: they count from 0, name ranks below it")
     for name, model in specs.items():
         layout = config.trainable(name).layout
         if world_size is not None:

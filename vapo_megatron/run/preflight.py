@@ -28,7 +28,7 @@ from vapo_megatron.megatron.precision import check_trainable
 from vapo_megatron.rewards.pool import VerifierPool
 from vapo_megatron.run.first_checks import check_capacity, check_sft_numbers, check_train_numbers
 from vapo_megatron.run.first_look import check_trackers
-from vapo_megatron.training.sft import load_demonstrations
+from vapo_megatron.training.sft import load_demonstrations, planned_steps
 from vapo_megatron.training.user_functions import check_functions
 from vapo_megatron.weights.fp8 import BlockFp8
 from vapo_megatron.weights.spec import read_spec
@@ -51,17 +51,11 @@ def cautions(
     if config.algorithm.uses_critic:
         sections.append(("critic", config.critic))
     for name, section in sections:
-        warmup, updates = (
-            config.trainable(name).optimizer.warmup_steps,
-            config.run.steps * config.updates_per_rollout(name),
-        )
+        warmup, updates = config.trainable(name).optimizer.warmup_steps, config.run.steps
+        updates *= config.updates_per_rollout(name)
         if name == "critic" and config.value_pretraining.enabled:
             updates += config.value_pretraining.updates(config.samples)
-        if warmup > updates:
-            yield (
-                f"{name}.optimizer.warmup_steps={section.optimizer.warmup_steps} ({warmup} updates) is longer than the "
-                f"run ({updates}): the learning rate never reaches {section.optimizer.lr:g}"
-            )
+        yield from long_warmup(name, section, warmup, updates)
     files = ", ".join(map(str, config.data.train_files))
     problems = {prompt.problem for prompt in prompts}
     if len(problems) < _FEWEST_DISTINCT * len(prompts):
@@ -73,9 +67,18 @@ def cautions(
         if seen := sum(prompt.problem in problems for prompt in rows):
             yield (
                 f"data.eval: {seen} of the {len(rows)} problems of {name} are in data.train: their accuracy says "
-                "nothing of new problems (tools/prepare_data.py --against leaves them out)"
+                "nothing of new problems (vapo-megatron prepare-data --against leaves them out)"
             )
     yield from proportions_left(config)
+
+
+def long_warmup(name: str, section: TrainableConfig, warmup: int, updates: int) -> Iterator[str]:
+    """Yields a line if the warm-up takes more optimizer updates than the run has."""
+    if warmup > updates:
+        yield (
+            f"{name}.optimizer.warmup_steps={section.optimizer.warmup_steps} ({warmup} updates) is longer than the "
+            f"run ({updates}): the learning rate never reaches {section.optimizer.lr:g}"
+        )
 
 
 def check_train(config: TrainConfig, world_size: int | None, facts: list[str] | None = None) -> None:
@@ -143,9 +146,13 @@ def check_sft(config: SftConfig, world_size: int) -> None:
     spec = check_sft_numbers(config, world_size)
     check_trainable(spec, config.model, config.actor, "actor", current_platform())
     TextTokenizer(Path(config.model.path), config.data.prompt).check_vocabulary(spec.vocab_size)
-    longest = int(load_demonstrations(config).lengths.max())
+    demonstrations = load_demonstrations(config)
+    longest = int(demonstrations.lengths.max())
     check_capacity(config.actor, "actor", longest, "the longest demonstration of data.path")
     check_room(Path(config.run.directory), spec.parameter_count() * bytes_per_weight(config.model.dtype))
+    steps = planned_steps(config, demonstrations.samples)
+    for caution in long_warmup("actor", config.actor, config.actor.optimizer.warmup_steps, steps):
+        print(f"vapo-megatron: caution: {caution}", file=sys.stderr, flush=True)
 
 
 def record_bytes(config: TrainConfig) -> int:

@@ -5,13 +5,17 @@ import gc
 import multiprocessing
 import multiprocessing.connection
 import os
+import select
 import signal
+import socket
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
@@ -38,6 +42,8 @@ from vapo_megatron.signals import (
 
 # Ranks of one job start together; one that is not there by then does not come.
 _MEETING_TIMEOUT = timedelta(minutes=15)
+# How long ranks wait for each other before they say so.
+_SILENT_SECONDS = 30.0
 # How long the end of a rank may take that others have noticed already.
 _PATIENCE_SECONDS = 60
 _LOOK_SECONDS = 2.0
@@ -74,13 +80,42 @@ def run_as_rank(place: RankPlace, body: Callable[[], None], collective_timeout_s
     platform.bind(place.local_rank)
     timeout = timedelta(seconds=collective_timeout_s)
     meeting = min(_MEETING_TIMEOUT, timeout)
-    store, rank, count = next(dist.rendezvous(place.init_method, place.rank, place.world_size, timeout=meeting))
-    store.set_timeout(timeout)
-    dist.init_process_group(platform.world_backend, store=store, rank=rank, world_size=count, timeout=timeout)
+    with _watched(place) if _started_elsewhere else nullcontext():
+        store, rank, count = next(dist.rendezvous(place.init_method, place.rank, place.world_size, timeout=meeting))
+        store.set_timeout(timeout)
+        dist.init_process_group(platform.world_backend, store=store, rank=rank, world_size=count, timeout=timeout)
     shorten_nccl_waits()
     body()
     dist.barrier()
     dist.destroy_process_group()
+
+
+@contextmanager
+def _watched(place: RankPlace) -> Iterator[None]:
+    """While the ranks meet: a stop signal ends this one at once, as there is nothing to save, and a long wait is
+    reported. torch waits without running Python's signal handlers, but the signals' numbers reach a socket."""
+    receiver, sender = socket.socketpair()
+    sender.setblocking(False)
+    me, whom = f"rank {place.rank} on {node_name()}", "the other ranks" if place.rank == 0 else "rank 0"
+    where = f"MASTER_ADDR={os.environ.get('MASTER_ADDR')}, MASTER_PORT={os.environ.get('MASTER_PORT')}"
+    advice = f"see that all {place.world_size} ranks were started and that their nodes reach this address"
+
+    def watch() -> None:
+        if not select.select([receiver], [], [], _SILENT_SECONDS)[0]:
+            print(f"vapo-megatron: {me} still waits for {whom} ({where}): {advice}", file=sys.stderr, flush=True)
+        while received := receiver.recv(1):
+            if received[0] in STOP_SIGNALS:
+                end_from_thread(TryAgain(f"{me}: {signal.Signals(received[0]).name} while it waited for {whom}"))
+
+    if (earlier := stop_requested()) is not None:
+        sender.send(bytes([signal.Signals[earlier]]))
+    previous = signal.set_wakeup_fd(sender.fileno())
+    threading.Thread(target=watch, daemon=True).start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(previous)
+        sender.close()
 
 
 def run_as_external_rank(place: RankPlace, body: Callable[[], None], collective_timeout_s: float) -> None:

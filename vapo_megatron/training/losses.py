@@ -20,7 +20,7 @@ from vapo_megatron.training.user_functions import PolicyTerms, user_policy_loss
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """L = L_policy + mu L_NLL + beta KL - c H + self-imitation (VAPO, sections 4.2 and 4.3; GRPO, eq. 3).
+    """L = L_policy + mu L_NLL + beta KL - c H (VAPO, sections 4.2 and 4.3; GRPO, eq. 3).
 
     weights and nll_weights hold the aggregation and its global denominators; mean_weights is 1 / N on the N tokens of
     the mini-batch, for the metrics. old_logprobs are those of the policy that optimisation starts from; None where this

@@ -75,7 +75,7 @@ def save_models(
     chosen: list[Trainable | Probe],
     state: RunState,
     name: str,
-    optional: Callable[[str], AbstractContextManager[None]] = nullcontext,
+    optional: Callable[[str], AbstractContextManager[object]] = nullcontext,
 ) -> None:
     """Collective: write some models to hf/<name>. optional: entered, with its name, while a model is written."""
     with engines.kv_cache_offloaded():
@@ -122,7 +122,7 @@ def evaluate_sets(
     config: EvaluationConfig,
     run_dir: Path,
     step: int,
-    optional: Callable[[str], AbstractContextManager[None]] = nullcontext,
+    optional: Callable[[str], AbstractContextManager[object]] = nullcontext,
 ) -> list[SetResult]:
     """On rank 0: the result of every set; raw outputs and evaluation.json go into the run directory. optional: entered,
     with the name of a file, while it is written."""

@@ -187,14 +187,14 @@ class RunState:
 
 @contextmanager
 def profiled(step: int, config: ProfileConfig, run_dir: Path) -> Iterator[None]:
-    """Trace what this rank does inside, where it is rank 0 and the config names the step.
+    """Trace what this rank does inside, where the config names both the step and the rank.
 
     Writes profile/step_00003_rank0.json.gz in the run directory, for https://ui.perfetto.dev, and on CUDA
     step_00003_rank0.memory.pickle, for https://pytorch.org/memory_viz. A step that fails leaves no trace. A trace that
     cannot be written is a warning: no run ends for it.
     """
     rank = dist.get_rank() if dist.is_initialized() else 0
-    if step not in config.steps or rank:
+    if step not in config.steps or rank not in config.ranks:
         yield
         return
     path, platform = run_dir / PROFILE / f"step_{step:05d}_rank{rank}", current_platform()

@@ -88,9 +88,7 @@ def read_model_card(folder: Path) -> ModelCard:
     """The card of a saved model. Raises BadInput where it is missing, unreadable or of another format."""
     path = folder / CARD_FILE
     if not folder.is_dir():
-        raise BadInput(
-            f"{folder}: no such directory; give a model saved by training or tools/convert_hf_to_megatron.py"
-        )
+        raise BadInput(f"{folder}: no such directory; give a model saved by training or convert-hf-to-megatron")
     try:
         card = json.loads(path.read_text(encoding="utf-8"))
         if card["format"] != FORMAT:
@@ -105,7 +103,7 @@ def read_model_card(folder: Path) -> ModelCard:
         )
     except FileNotFoundError:
         raise BadInput(
-            f"{path}: no such file; {folder} is not a model saved by training or tools/convert_hf_to_megatron.py"
+            f"{path}: no such file; {folder} is not a model saved by training or convert-hf-to-megatron"
         ) from None
     except ValidationError as error:
         first = error.errors()[0]

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice, product
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -70,7 +71,9 @@ def propose_adapters(plan: Plan) -> list[Proposal]:
     whole = [name for name in ("critic", "actor") if name in plan.models and plan.models[name].adapter is None]
     proposals = []
     for count in range(1, len(whole) + 1):
-        kinds = {name: getattr(plan.config, name).model_copy(update={"kind": "adapter"}) for name in whole[:count]}
+        kinds: dict[str, Any] = {
+            name: getattr(plan.config, name).model_copy(update={"kind": "adapter"}) for name in whole[:count]
+        }
         with suppress(BadInput, ValidationError):  # what adapters rule out, those of experts for example
             config = PlanConfig.model_validate(plan.config.model_copy(update=kinds).model_dump())
             for best in propose(make_plan(config, plan.world))[:1]:

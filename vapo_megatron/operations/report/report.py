@@ -13,6 +13,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescap
 from vapo_megatron.config.atomic import atomic_write
 from vapo_megatron.config.run_directory import PROFILE
 from vapo_megatron.errors import BadInput
+from vapo_megatron.evaluation.metrics import LAST_STEPS, mean_of_last
 from vapo_megatron.monitoring import names
 from vapo_megatron.monitoring.alarms import ALARMS
 from vapo_megatron.operations.compare import compare_runs, shown_p_value
@@ -142,17 +143,19 @@ def headline(run: Run) -> list[tuple[str, str, str]]:
         before = f", before training {first[0]:.3f}" if len(first) > 1 else ""
         interval = f"95 % interval {entry['low']:.3f} to {entry['high']:.3f}, {entry['problems']} problems{before}"
         figures.append((f"{name}, avg@{entry['samples']}", f"{entry['avg_at_k']:.3f}", interval))
-    accuracy, critic, group, position = (
-        _ends(series(run.rows, name)[1])
-        for name in (names.ACCURACY, names.EXPLAINED_VARIANCE, names.BASELINE_LOO, names.BASELINE_POSITION)
+    critic, group, position = (
+        series(run.rows, name)[1] for name in (names.EXPLAINED_VARIANCE, names.BASELINE_LOO, names.BASELINE_POSITION)
     )
-    if accuracy is not None:
+    if (accuracy := _ends(series(run.rows, names.ACCURACY)[1])) is not None:
         figures.append(("accuracy in training", f"{accuracy[1]:.3f}", f"last tenth of steps; first {accuracy[0]:.3f}"))
-    if critic is not None:
-        free = "of the variance of returns, last tenth"
-        if group is not None and position is not None:
-            free += f"; for free {max(group[1], position[1], 0.0):.0%}"
-        figures.append(("the critic explains", f"{critic[1]:.0%}", free))
+    if critic:
+        mean, _, half = mean_of_last(critic).partition(" ± ")
+        remark = f"{half and f'± {half} '}of the variance of returns, last {min(len(critic), LAST_STEPS)} steps"
+        if group and position:
+            remark += (
+                f"; the mean of the other responses {mean_of_last(group)}, position alone {mean_of_last(position)}"
+            )
+        figures.append(("the critic explains", mean, remark))
     steps = [row for row in run.rows if row["step"] > 0]
     if steps:
         planned = run.settings.get("run")

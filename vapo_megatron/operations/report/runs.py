@@ -66,7 +66,7 @@ class Run:
             "date": "" if newest is None else time.strftime("%Y-%m-%d %H:%M", time.localtime(newest)),
             "preset": settings.get("preset"),
             "model": sections.get("model", {}).get("path"),
-            "data": ", ".join(map(str, data)) if isinstance(data, list) else data,
+            "data": ", ".join(map(str, data)) if isinstance(data, list | dict) else data,
             "machine": machine.get("hostname") and f"{machine['hostname']} ({machine.get('cpu_cores')} cores)",
             "commit": str(machine.get("commit") or "")[:10],
         }

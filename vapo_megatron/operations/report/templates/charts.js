@@ -3,7 +3,7 @@
 "use strict";
 
 const COLORS = ["#2563eb", "#ea7317", "#16a34a", "#9333ea", "#dc2626", "#0d9488", "#db2777", "#ca8a04", "#60a5fa", "#8b8b8b"];
-const SIZE = { width: 420, height: 210, left: 46, right: 10, top: 8, bottom: 24 };
+const SIZE = { width: 420, height: 210, left: 54, right: 10, top: 8, bottom: 24 };
 
 const colorOf = (run) => COLORS[run % COLORS.length];
 
