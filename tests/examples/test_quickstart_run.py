@@ -100,6 +100,9 @@ def test_a_folder_of_others_is_never_touched_and_files_beside_the_quickstarts_st
         make_run_dir(place, place)
         row = {"step": 1, "evaluation/unseen_avg@4": 0.5} | dict.fromkeys(FIGURES, 0.1)
         (Path(place.directory) / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+        if kind == "train":
+            config = load_config(TrainConfig, FOLDER / "vapo.yaml", [], PRESETS)
+            dump_config(config, Path(place.directory) / "config.yaml")
 
     monkeypatch.setattr(script, "command", make_run)
     mine = tmp_path / "mine"
