@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from statistics import NormalDist, mean
 from typing import Any, Literal
 
@@ -327,11 +327,7 @@ def scenario_of(plan: Plan, partial: bool = False, staleness: int = 0, engine_gp
     share = config.plan.informative_share if sampling.enabled else 1.0
     seconds = sum(value for phase, value in trainer.time.phases.items() if phase not in _OF_ENGINES)
     tokens = config.samples * lengths.sample
-
-    @cache
-    def decode(running: int, context: int) -> float:
-        return decode_seconds(engine, running, context)
-
+    decode = cache(partial(decode_seconds, engine))
     return Scenario(
         rule=step_rule(config.batch, sampling, 1, rollout),
         sync_mode=rollout.sync_mode("float32" if engine.width == 4 else "bfloat16", True),
@@ -371,17 +367,14 @@ def modes(plan: Plan) -> list[dict[str, Any]]:
     size, sampling = plan.config.batch, plan.config.algorithm.dynamic_sampling
     drawn = drawn_prompts(size.prompts_per_step, sampling, plan.config.plan.informative_share)
     responses = round(sum(_steps(scenario)[1] for _, scenario in runs.values()) * drawn * size.samples_per_prompt)
-    seconds = responses / _RESPONSES_PER_SECOND
-    time = f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} minutes"
-    print(f"simulating {responses:,} responses in {len(runs)} modes: about {time}", file=sys.stderr, flush=True)
+    time = f"about {responses / _RESPONSES_PER_SECOND:.0f} s"
+    print(f"simulating {responses:,} responses in {len(runs)} modes: {time}", file=sys.stderr, flush=True)
     rows = []
     for name, (gpus, scenario) in runs.items():
         outcome = simulate(scenario)
         seconds, tokens = sum(outcome.seconds), sum(outcome.tokens)
-        shares = {
-            "engines_unused": max(0.0, 1 - tokens / seconds / full_rate(scenario, plan.lengths)),
-            "trainer_idle": sum(outcome.waited) / seconds,
-        }
+        unused = max(0.0, 1 - tokens / seconds / full_rate(scenario, plan.lengths))
+        shares = {"engines_unused": unused, "trainer_idle": sum(outcome.waited) / seconds}
         rows.append({"mode": name, "engine_gpus": gpus, "step": outcome.step, **shares, "age": mean(outcome.ages)})
     return rows
 
