@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from vapo_megatron.errors import BadInput
+from vapo_megatron.evaluation.metrics import mean_of_last
 from vapo_megatron.monitoring.facts import environment_facts
 from vapo_megatron.operations.report.panels import panels_of, series
 from vapo_megatron.operations.report.report import headline, write_report
@@ -156,6 +157,7 @@ def test_figures_say_what_was_reached_and_what_the_critic_adds() -> None:
         "problems": 50,
         "pass_at_k": 0.9,
     }
+    assert mean_of_last([-9.0] + [0.5, 0.7] * 5) == "0.60 ± 0.08" and mean_of_last([0.5]) == "0.50"
     run = Run(Path("run"), rows, {"sets": [result]}, config="preset: vapo\nrun: {steps: 20}\n")
     assert headline(run) == [
         ("unseen, avg@4", "0.750", "95 % interval 0.700 to 0.800, 50 problems, before training 0.250"),
