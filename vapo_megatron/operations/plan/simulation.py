@@ -246,15 +246,10 @@ class _Rollouts:
         return gone
 
 
-def _steps(scenario: Scenario) -> tuple[int, int]:
-    """Steps until a run has settled, and all of them."""
-    settled = 2 + scenario.rule.oldest
-    return settled, settled + scenario.steps
-
-
 def simulate(scenario: Scenario) -> Outcome:
     """Run its steps, as training/loop.py goes through them."""
-    rule, (settled, last) = scenario.rule, _steps(scenario)
+    rule, settled = scenario.rule, 2 + scenario.rule.oldest
+    last = settled + scenario.steps
     # Engines work ahead of the last step that counts as they do of any other.
     rollouts, outcome = _Rollouts(scenario, 2 * last), Outcome()
     taken, waited = 0.0, 0.0
@@ -281,8 +276,7 @@ def simulate(scenario: Scenario) -> Outcome:
 
 # Phases of a plan in which engines work, or that are no part of a step of a trainer which shares its GPUs with none.
 _OF_ENGINES = ("rollout", "verify", "weight_sync")
-# Simulated on one core of a server.
-_RESPONSES_PER_SECOND = 20_000
+_RESPONSES_A_MINUTE = 1_200_000  # simulated on one core
 _TICKS = 60  # in the time of a mean response
 
 
@@ -369,11 +363,10 @@ def modes(plan: Plan) -> list[dict[str, Any]]:
         if splits:
             runs[f"asynchronous, max_staleness {staleness}"] = min(splits, key=lambda split: _bound(split[1], plan))
     size, sampling = plan.config.batch, plan.config.algorithm.dynamic_sampling
-    drawn = drawn_prompts(size.prompts_per_step, sampling, plan.config.plan.informative_share)
-    responses = round(sum(_steps(scenario)[1] for _, scenario in runs.values()) * drawn * size.samples_per_prompt)
-    seconds = responses / _RESPONSES_PER_SECOND
-    time = f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} minutes"
-    print(f"simulating {responses:,} responses in {len(runs)} modes: about {time}", file=sys.stderr, flush=True)
+    responses = drawn_prompts(size.prompts_per_step, sampling, plan.config.plan.informative_share)
+    responses *= size.samples_per_prompt * sum(2 + s.rule.oldest + s.steps for _, s in runs.values())
+    time = f"about {responses / _RESPONSES_A_MINUTE:.1f} minutes"
+    print(f"simulating {responses:,.0f} responses in {len(runs)} modes: {time}", file=sys.stderr, flush=True)
     rows = []
     for name, (gpus, scenario) in runs.items():
         outcome = simulate(scenario)
