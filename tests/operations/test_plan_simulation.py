@@ -174,5 +174,5 @@ def test_the_command_says_which_mode_would_suit(capsys: pytest.CaptureFixture[st
     capsys.readouterr()
     plan_run(config, 8, None, simulated=True)
     out, said = capsys.readouterr()
-    assert re.fullmatch(r"simulating [\d,]+ responses in 4 modes: about \d+ s\n", said)
+    assert re.fullmatch(r"simulating [\d,]+ responses in 4 modes: about \d+\.\d minutes\n", said)
     assert "engines unused" in out and f"+ {apart[0]['engine_gpus']} engines'" in out

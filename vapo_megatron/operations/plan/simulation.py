@@ -1,6 +1,6 @@
 """`plan --simulate`: the steps of a run in small ticks of time, to see which way of collecting would suit a cluster.
 
-The run's own ledger (engines/ledger.py) decides what is drawn, kept and dropped. Engines, tools, graders and the
+What is drawn, kept and dropped is decided by the run's own ledger (engines/ledger.py). Engines, tools, graders and the
 trainer only take time; nothing is written.
 """
 
@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import cache
 from statistics import NormalDist, mean
 from typing import Any, Literal
 
@@ -246,15 +246,10 @@ class _Rollouts:
         return gone
 
 
-def _steps(scenario: Scenario) -> tuple[int, int]:
-    """Steps until a run has settled, and all of them."""
-    settled = 2 + scenario.rule.oldest
-    return settled, settled + scenario.steps
-
-
 def simulate(scenario: Scenario) -> Outcome:
     """Run its steps, as training/loop.py goes through them."""
-    rule, (settled, last) = scenario.rule, _steps(scenario)
+    rule, settled = scenario.rule, 2 + scenario.rule.oldest
+    last = settled + scenario.steps
     # Engines work ahead of the last step that counts as they do of any other.
     rollouts, outcome = _Rollouts(scenario, 2 * last), Outcome()
     taken, waited = 0.0, 0.0
@@ -281,8 +276,7 @@ def simulate(scenario: Scenario) -> Outcome:
 
 # Phases of a plan in which engines work, or that are no part of a step of a trainer which shares its GPUs with none.
 _OF_ENGINES = ("rollout", "verify", "weight_sync")
-# Simulated on one core of a server.
-_RESPONSES_PER_SECOND = 20_000
+_RESPONSES_A_MINUTE = 1_200_000  # simulated on one core
 _TICKS = 60  # in the time of a mean response
 
 
@@ -327,7 +321,11 @@ def scenario_of(plan: Plan, partial: bool = False, staleness: int = 0, engine_gp
     share = config.plan.informative_share if sampling.enabled else 1.0
     seconds = sum(value for phase, value in trainer.time.phases.items() if phase not in _OF_ENGINES)
     tokens = config.samples * lengths.sample
-    decode = cache(partial(decode_seconds, engine))
+
+    @cache
+    def decode(running: int, context: int) -> float:
+        return decode_seconds(engine, running, context)
+
     return Scenario(
         rule=step_rule(config.batch, sampling, 1, rollout),
         sync_mode=rollout.sync_mode("float32" if engine.width == 4 else "bfloat16", True),
@@ -365,16 +363,18 @@ def modes(plan: Plan) -> list[dict[str, Any]]:
         if splits:
             runs[f"asynchronous, max_staleness {staleness}"] = min(splits, key=lambda split: _bound(split[1], plan))
     size, sampling = plan.config.batch, plan.config.algorithm.dynamic_sampling
-    drawn = drawn_prompts(size.prompts_per_step, sampling, plan.config.plan.informative_share)
-    responses = round(sum(_steps(scenario)[1] for _, scenario in runs.values()) * drawn * size.samples_per_prompt)
-    time = f"about {responses / _RESPONSES_PER_SECOND:.0f} s"
-    print(f"simulating {responses:,} responses in {len(runs)} modes: {time}", file=sys.stderr, flush=True)
+    responses = drawn_prompts(size.prompts_per_step, sampling, plan.config.plan.informative_share)
+    responses *= size.samples_per_prompt * sum(2 + s.rule.oldest + s.steps for _, s in runs.values())
+    time = f"about {responses / _RESPONSES_A_MINUTE:.1f} minutes"
+    print(f"simulating {responses:,.0f} responses in {len(runs)} modes: {time}", file=sys.stderr, flush=True)
     rows = []
     for name, (gpus, scenario) in runs.items():
         outcome = simulate(scenario)
         seconds, tokens = sum(outcome.seconds), sum(outcome.tokens)
-        unused = max(0.0, 1 - tokens / seconds / full_rate(scenario, plan.lengths))
-        shares = {"engines_unused": unused, "trainer_idle": sum(outcome.waited) / seconds}
+        shares = {
+            "engines_unused": max(0.0, 1 - tokens / seconds / full_rate(scenario, plan.lengths)),
+            "trainer_idle": sum(outcome.waited) / seconds,
+        }
         rows.append({"mode": name, "engine_gpus": gpus, "step": outcome.step, **shares, "age": mean(outcome.ages)})
     return rows
 
