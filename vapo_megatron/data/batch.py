@@ -267,7 +267,7 @@ class SampleTable:
             return self.response_lengths
         if over == "privileged":
             return self.lengths * 0 if self.privileged_lengths is None else self.privileged_lengths
-        return self.lengths - (over == "positions")
+        return self.lengths - int(over == "positions")
 
     def select(self, samples: Tensor) -> "SampleTable":
         """Some of the samples, in the order given: int64."""
