@@ -37,6 +37,7 @@ TEMPLATE = (
     "{% for m in messages %}<bos> {{ m['role'] }} {{ m['content'] }} <eos> {% endfor %}"
     "{% if add_generation_prompt %}<bos> assistant {% endif %}"
 )
+PRIVILEGED = (50, 51, 52)  # what a critic alone reads: neither endpoint nor engine may
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
 
 
@@ -125,7 +126,7 @@ def play(
 
 
 def group(tokenizer: TextTokenizer, samples: int = 3, limit: int = 12) -> GroupRequest:
-    prompt = Prompt("row", "w3 w4", "w9", tuple(tokenizer.encode_prompt("w3 w4")), cursor=7)
+    prompt = Prompt("row", "w3 w4", "w9", tuple(tokenizer.encode_prompt("w3 w4")), cursor=7, privileged_ids=PRIVILEGED)
     return GroupRequest(prompt, samples, SamplingConfig(max_new_tokens=limit), limit, 11, 0)
 
 
@@ -179,6 +180,11 @@ def test_a_rewritten_history_begins_a_segment_of_the_same_sample(
         assert sample.response_ids[start : start + len(again)].tolist() == again
         assert not sample.loss_mask[start : start + len(again)].any()
         assert sample.loss_mask.sum() == len(sample.loss_mask) - len(again)
+    packed = pack_groups({7: samples})
+    for kept in (samples, unpack_groups(packed, lambda _: group(tokenizer).prompt, tokenizer.decode)[7]):
+        batch = from_samples(kept)
+        assert batch.privileged_tokens.tolist() == [*PRIVILEGED] * 3
+        assert (batch.table().critic_lengths - batch.lengths).tolist() == [2 * 3] * 3, "before each segment"
     for part in in_segments(samples):  # the log-probs are those of each segment's own context
         tokens = [*part.prompt.token_ids, *part.response_ids.tolist()]
         expected = np.array(token_logprobs(model, tokens)[len(part.prompt.token_ids) - 1 :])

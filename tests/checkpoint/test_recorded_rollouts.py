@@ -6,6 +6,7 @@ import random
 import shutil
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -39,6 +40,7 @@ def some_samples(seed: int, groups: int, size: int = 3, longest: int = 30, obser
     samples = []
     for group in range(groups):
         prompt = Prompt(str(group), "", "", tuple(rng.randrange(99) for _ in range(rng.randint(1, 9))))
+        prompt = replace(prompt, privileged_ids=tuple(range(seed))) if observed else prompt
         for index in range(size):
             n, correct = rng.randint(1, longest), rng.random() < 0.5
             ids, logprobs = [rng.randrange(99) for _ in range(n)], [-rng.random() for _ in range(n)]

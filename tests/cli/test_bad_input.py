@@ -95,6 +95,27 @@ def test_a_check_says_what_a_run_would_meet_and_writes_nothing(
     assert "actor: not on this machine, which has no GPU: " in capfd.readouterr().out
 
 
+def test_what_the_critic_alone_reads_has_to_be_there_and_to_fit(
+    command: Command, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert command.exit_code("train", "--check", "critic.privileged_field=answer") == 0, capfd.readouterr().err
+    config = train_config(command.folder, command.model)
+    rows = [row | {"solution": "1 " * (2 + row["answer"])} for row in problems(8)]
+    write_rows(command.folder / "train.jsonl", [*rows[:5], rows[5] | {"solution": "1 " * 105}, *rows[6:]])
+    for check in ([], ["--check"]):
+        code = command.exit_code("train", *check, "critic.privileged_field=solution", config=config)
+        assert_refused(
+            *(command, code, capfd.readouterr().err, "critic.privileged_field=solution: row p5 has 105 tokens there"),
+            *("data.max_prompt_tokens + sampling.max_new_tokens = 24", "room for 104", "(128)"),
+        )
+    keys = ("critic.privileged_field=solution", "critic.max_tokens_per_microbatch=64")
+    code = command.exit_code("train", *keys, config=config)
+    assert_refused(command, code, capfd.readouterr().err, "row p5", "room for 40", "max_tokens_per_microbatch=64")
+    write_rows(command.folder / "train.jsonl", [*rows[:5], problems(8)[5], *rows[6:]])
+    code = command.exit_code("train", "critic.privileged_field=solution", config=config)
+    assert_refused(command, code, capfd.readouterr().err, "train.jsonl:6", "'solution'", "critic.privileged_field")
+
+
 @pytest.mark.parametrize(
     ("overrides", "named"),
     [

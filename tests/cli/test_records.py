@@ -9,14 +9,16 @@ from typing import Any, cast
 import pytest
 import torch
 from commands import Command, assert_refused
-from tiny_runs import problems, train_config
+from tiny_runs import problems, train_config, write_config
 
 from vapo_megatron.checkpoint.manifest import PretrainingProgress
 from vapo_megatron.checkpoint.recorded_rollouts import RecordedRollouts
+from vapo_megatron.cli import PRESETS
 from vapo_megatron.config.data import EvalSet
+from vapo_megatron.config.load import load_config
 from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.data.batch import ExperienceBatch
-from vapo_megatron.data.records import Records
+from vapo_megatron.data.records import KEY, Records
 from vapo_megatron.data.sample import Prompt, Sample
 from vapo_megatron.data.tokenizer import TextTokenizer
 from vapo_megatron.evaluation.responses import response_of
@@ -35,6 +37,12 @@ ROW = {"problem": "1 plus 1", "response": "#### 2", "result": True}
 def config_of(folder: Path, model: Path, *sources: Path) -> TrainConfig:
     config = train_config(folder, model)
     return TrainConfig.model_validate(config | {"value_pretraining": {"from": [str(path) for path in sources]}})
+
+
+def config_file(folder: Path, model: Path, source: Path) -> Path:
+    """config_of, as a file."""
+    settings = train_config(folder, model) | {"value_pretraining": {"from": [str(source)]}}
+    return write_config(folder / "records.yaml", settings)
 
 
 def write(path: Path, rows: list[dict[str, Any]]) -> Path:
@@ -215,6 +223,30 @@ def test_a_record_that_cannot_be_used_is_named(
     path = write(tmp_path / "rows.jsonl", [{k: v for k, v in (ROW | changes).items() if v is not None}])
     code = command.exit_code("train", f"value_pretraining.from=[{path}]")
     assert_refused(command, code, capfd.readouterr().err, str(path), *named)
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".pt"])
+def test_what_the_critic_alone_reads_comes_from_the_record(
+    suffix: str, command: Command, capfd: pytest.CaptureFixture[str], tmp_path: Path, model: Path
+) -> None:
+    def recorded_with(more: dict[str, Any]) -> Path:
+        if suffix == ".jsonl":
+            return write(tmp_path / "rows.jsonl", [ROW | more, ROW | more])
+        tokens = {"tokens": [5, 6, 7], "response_length": 2, "reward": 1.0, "status": "completed"}
+        torch.save({"samples": [tokens | more] * 2}, tmp_path / "rows.pt")
+        return tmp_path / "rows.pt"
+
+    path, keys = recorded_with({"answer": "7 7"}), ("critic.privileged_field=answer",)
+    config = load_config(TrainConfig, config_file(tmp_path, model, path), keys, PRESETS)
+    tokenizer = TextTokenizer(model, config.data.prompt)
+    (batch,) = Records(config, tokenizer, 100).batches()
+    assert batch.privileged_tokens is not None and batch.privileged_lengths is not None
+    assert batch.privileged_tokens.tolist() == tokenizer.encode_response("7 7") * 2
+    assert batch.privileged_lengths.tolist() == [2, 2]
+    for more, named in (({}, ("critic.privileged_field",)), ({"answer": "7 " * 120}, ("120 tokens", KEY))):
+        path = recorded_with(more)
+        code = command.exit_code("train", f"{KEY}=[{path}]", *keys)
+        assert_refused(command, code, capfd.readouterr().err, "answer", *named)
 
 
 class Harmful:

@@ -44,6 +44,11 @@ def load(tmp_path: Path, *overrides: str) -> TrainConfig:
         (["preset=grpo", "value_pretraining.enabled=true"], "value_pretraining.enabled=true with algorithm.advantage"),
         (["preset=grpo", "critic.freeze_attention=true"], "critic.freeze_attention=true with algorithm.advantage"),
         (["preset=grpo", "critic.kind=adapter"], "critic.kind=adapter with algorithm.advantage"),
+        (["preset=grpo", "critic.privileged_field=a"], "critic.privileged_field=a with algorithm.advantage"),
+        (
+            ["preset=vapo_direct", "critic.kind=probe", "critic.privileged_field=a"],
+            "critic: privileged_field with kind=probe: a probe reads the actor's hidden states",
+        ),
         (["preset=grpo", "critic.kind=probe"], "critic.kind=probe with algorithm.advantage"),
         (["critic.kind=probe"], "value_pretraining.enabled=true with critic.kind=probe"),
         (["preset=vapo_direct", "critic.kind=probe", "critic.layout.tp=2"], "critic: layout with kind=probe"),

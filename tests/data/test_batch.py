@@ -14,6 +14,8 @@ def full_batch() -> ExperienceBatch:
     """Every field is there; each element of a field is a number of its own."""
     batch = make_batch()
     sizes = {"response_tokens": batch.response_tokens, "samples": batch.samples, "tokens": len(batch.tokens)}
+    batch.privileged_lengths = torch.arange(batch.samples)
+    sizes["privileged"] = int(batch.privileged_lengths.sum())
     for f in fields(batch):
         if f.name == "routed_experts":
             rows = int(batch.cu_seqlens[-1]) - batch.samples
@@ -22,7 +24,7 @@ def full_batch() -> ExperienceBatch:
             batch.observation_lengths = torch.zeros(batch.samples, dtype=torch.int64)
         elif getattr(batch, f.name) is None:
             count = torch.arange(sizes[f.metadata["over"]])
-            of_dtype = {torch.bool: count % 2 == 0, torch.int64: count}
+            of_dtype = {torch.bool: count % 2 == 0, torch.int64: count, torch.int32: count.int()}
             setattr(batch, f.name, of_dtype.get(f.metadata["dtype"], count + 0.5))
     return batch
 
@@ -36,6 +38,7 @@ def parts(batch: ExperienceBatch, name: str) -> list[list[float]]:
         "loss_mask": [p + r for p, r in LENGTHS],
         "segment_starts": [p + r for p, r in LENGTHS],
         "routed_experts": [p + r - 1 for p, r in LENGTHS],
+        "privileged_tokens": list(range(len(LENGTHS))),
         "cu_seqlens": [p + r for p, r in LENGTHS],
         "response_cu_seqlens": list(responses),
         "prompt_lengths": list(prompts),
@@ -114,7 +117,8 @@ def test_what_no_phase_has_filled_in_stays_away() -> None:
     part = make_batch().select([1, 2])
     assert part.values is None and part.selected is None and "returns" not in part.tensors()
     of_episodes = {"loss_mask", "observation_lengths", "segment_starts", "segments", "turn_rewards"}
-    assert set(full_batch().rollout_tensors()) == {*part.tensors(), *of_episodes} - {"prompt_keys"}
+    privileged = {"privileged_tokens", "privileged_lengths"}
+    assert set(full_batch().rollout_tensors()) == {*part.tensors(), *of_episodes, *privileged} - {"prompt_keys"}
 
 
 @pytest.mark.parametrize(

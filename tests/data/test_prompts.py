@@ -201,6 +201,37 @@ def test_an_answer_may_be_a_number(tmp_path: Path, plain: TextTokenizer) -> None
     assert [p.answer for p in train_prompts(DataConfig(train=path), plain)] == ["2", "2.5"]
 
 
+def test_what_the_critic_alone_reads_is_a_text_or_json(tmp_path: Path, plain: TextTokenizer) -> None:
+    rows = [{"solution": "1 plus 1"}, {"solution": 2}, {"solution": ["1", 7]}]
+    path = _write(tmp_path / "t.jsonl", [row | new for row, new in zip(ROWS, rows, strict=False)])
+    config = DataConfig(train=path)
+    prompts = train_prompts(config, plain, "solution")
+    texts = ["1 plus 1", "2", '["1", 7]']
+    assert [prompt.privileged_ids for prompt in prompts] == [plain.encode_privileged(text) for text in texts]
+    assert prompts[0].privileged_ids == tuple(plain.encode_response("1 plus 1")), "words know no empty line"
+    shown = train_prompts(config, plain)
+    assert [replace(prompt, privileged_ids=()) for prompt in prompts] == shown
+    state = PromptSource(prompts, seed=1).state()
+    with pytest.raises(BadInput, match="fingerprint"):
+        PromptSource(shown, seed=1).restore(state)
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({}, "t.jsonl:6: no field 'solution' among answer, id, problem; name one of those in critic.privileged_field"),
+        ({"solution": None}, "t.jsonl:6: field solution of critic.privileged_field is empty; fill it or remove"),
+        ({"solution": " "}, "t.jsonl:6: field solution of critic.privileged_field is empty"),
+        ({"solution": [float("nan")]}, "t.jsonl:6: field solution cannot be written as JSON"),
+    ],
+)
+def test_a_row_without_it_is_named(tmp_path: Path, plain: TextTokenizer, row: dict[str, Any], said: str) -> None:
+    rows = [{**good, "solution": "1"} for good in ROWS] + [{"id": "x", "problem": "1", "answer": "1"} | row]
+    with pytest.raises(BadInput) as refused:
+        train_prompts(DataConfig(train=_write(tmp_path / "t.jsonl", rows)), plain, "solution")
+    assert said in str(refused.value)
+
+
 def test_every_epoch_is_another_permutation() -> None:
     source = PromptSource(_prompts(20), seed=1)
     epochs = [[prompt.id for prompt in source.take(20)] for _ in range(3)]

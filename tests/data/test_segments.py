@@ -1,6 +1,7 @@
 """An episode whose history was rewritten: models read each segment alone, algorithms read one response."""
 
 import random
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -32,6 +33,19 @@ def episodes(seed: int, count: int = 5) -> list[Sample]:
     return samples
 
 
+def privileged(sample: Sample, count: int) -> Sample:
+    """The sample with so many tokens that the critic alone reads."""
+    return replace(sample, prompt=replace(sample.prompt, privileged_ids=tuple(range(100, 100 + count))))
+
+
+def written_out(sample: Sample) -> Sample:
+    """The sample with them in its prompt."""
+    prompt = sample.prompt
+    return replace(
+        sample, prompt=replace(prompt, token_ids=prompt.privileged_ids + prompt.token_ids, privileged_ids=())
+    )
+
+
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize(("alignment", "total", "cp"), [(1, 1, 1), (4, 8, 2), (8, 8, 4)])
 def test_models_read_every_segment_as_a_sequence_of_its_own(seed: int, alignment: int, total: int, cp: int) -> None:
@@ -44,6 +58,30 @@ def test_models_read_every_segment_as_a_sequence_of_its_own(seed: int, alignment
         assert ours.lengths == theirs.lengths
         for name in ("ids", "labels", "response_index"):
             assert torch.equal(getattr(ours, name), getattr(theirs, name)), name
+
+
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize(("alignment", "total", "cp"), [(1, 1, 1), (8, 8, 4)])
+def test_the_critic_reads_what_is_privileged_before_every_segment(
+    seed: int, alignment: int, total: int, cp: int
+) -> None:
+    samples = [privileged(sample, number) for number, sample in enumerate(episodes(seed))]
+    whole, alone = from_samples(samples), from_samples(in_segments(samples))
+    parts = from_samples([written_out(part) for part in in_segments(samples)])
+    table = whole.table()
+    assert table.critic_lengths.sum() == len(parts.tokens) and table.lengths.sum() == len(whole.tokens)
+    planned = planned_lengths(table.critic_lengths, whole.segments, alignment)
+    for rank in range(cp):
+        how = (alignment, total, cp, rank)
+        ours = pack(whole, range(whole.samples), *how, for_critic=True)
+        theirs = pack(parts, range(parts.samples), *how)
+        assert ours.lengths == theirs.lengths
+        for name in ("ids", "labels", "response_index"):
+            assert torch.equal(getattr(ours, name), getattr(theirs, name)), name
+        assert pack(whole, range(whole.samples), *how).ids.equal(pack(alone, range(alone.samples), *how).ids)
+        for sample, length in enumerate(planned.tolist()):
+            padded = sum(pack(whole, [sample], alignment, 1, cp, rank, for_critic=True).lengths)
+            assert padded <= -(-max(length - 1, 1) // alignment) * alignment
 
 
 @pytest.mark.parametrize("seed", range(20))

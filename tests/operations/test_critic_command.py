@@ -16,6 +16,7 @@ from vapo_megatron.config.critic_probes import ProbedRunConfig
 from vapo_megatron.config.load import load_config
 from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.data.sample import Sample
+from vapo_megatron.data.tokenizer import TextTokenizer
 from vapo_megatron.engines.request import GenerationRequest
 from vapo_megatron.errors import BadInput
 from vapo_megatron.operations.critic_lab import command as critic_command
@@ -112,6 +113,34 @@ def test_states_are_continued_and_judged(config: Path, monkeypatch: pytest.Monke
     assert any(f"**Conclusion: {meaning}.**" in page for meaning in MEANING.values())
     assert "## Bias along the response" in page
     assert str(folder / "report.md") in capfd.readouterr().out
+
+
+def test_a_critic_that_reads_more_is_given_it_and_engines_are_not(
+    config: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
+) -> None:
+    engines, scored = RandomEngines(), []
+
+    @contextmanager
+    def stand_in(*_: Any) -> Iterator[RandomEngines]:
+        yield engines
+
+    def valued(settings: ProbedRunConfig, drawn: Any, ranks: int) -> torch.Tensor:
+        scored.append(drawn.batch)
+        return torch.zeros(drawn.batch.response_tokens)
+
+    monkeypatch.setattr(critic_command, "engines_of", stand_in)
+    monkeypatch.setattr(critic_command, "values_on_ranks", valued)
+    settings = load(config, "critic.privileged_field=answer")
+    probe_critic(settings)
+    tokenizer = TextTokenizer(Path(settings.run.directory) / "hf/final/actor", settings.data.prompt)
+    (batch,) = scored
+    assert batch.privileged_lengths.tolist() == [1] * batch.samples
+    starts = [prompt for prompt in engines.requests[1].prompts for _ in range(3)]
+    assert batch.privileged_tokens.tolist() == [tokenizer.encode_response(start.answer)[0] for start in starts]
+    first = tuple(batch.tokens[: batch.prompt_lengths[0]].tolist())
+    assert first == starts[0].token_ids == tuple(tokenizer.encode_prompt(starts[0].problem))
+    with pytest.raises(BadInput, match=r"no field 'solution'.*critic\.privileged_field"):
+        probe_critic(load(config, "critic.privileged_field=solution"))
 
 
 @pytest.mark.parametrize(

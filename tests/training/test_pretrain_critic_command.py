@@ -69,3 +69,24 @@ def test_a_critic_learns_from_files_alone_and_goes_on_where_it_was_stopped(tmp_p
     assert all(torch.equal(tensor, again[name]) for name, tensor in critic.items())
     assert [row["value_pretraining/explained_variance"] for row in rows(whole)] == explained
     assert "finished already" in command(config, "run.name=whole", "run.resume=auto")
+
+
+def test_a_critic_that_reads_what_decides_explains_what_the_prompts_do_not_say(tmp_path: Path) -> None:
+    """Result and response have nothing to do with each other, nor with the prompt: a field of the row alone tells."""
+    model, drawn = make_model(tmp_path / "model"), random.Random(2)
+    records, lines = tmp_path / "rows.jsonl", []
+    for number in range(256):
+        is_good, text = drawn.random() < 0.5, " ".join(str(drawn.randrange(5)) for _ in range(4))
+        line = {"prompt": f"{number % 32 // 8} plus {number % 8}", "response": text, "result": is_good}
+        lines.append(line | {"hidden": "plus" if is_good else "####"})
+    records.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    settings = train_config(tmp_path, model) | {
+        "value_pretraining": {"from": [str(records)], "replay_epochs": 3, "minibatch_size": 32},
+        "checkpoint": {"every_minutes": 60, "keep": {"last": 1}},
+    }
+    settings["critic"] = {"layout": {"tp": 2}, "optimizer": {"lr": 3e-3, "warmup_steps": 0}}
+    config, explained = write_config(tmp_path / "critic.yaml", settings), {}
+    for name, override in (("told", ["critic.privileged_field=hidden"]), ("untold", [])):
+        command(config, f"run.name={name}", *override)
+        explained[name] = rows(tmp_path / "runs" / name)[-1]["value_pretraining/explained_variance"]
+    assert explained["told"] > 0.8 and explained["untold"] < 0.2, explained

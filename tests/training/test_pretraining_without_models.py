@@ -36,6 +36,8 @@ THREE_EPOCHS = TWO | {"replay_epochs": 3}
 class Critic(Planner):
     """Says `head` of every state; its update number n has the loss 10 n and the gradient norm n."""
 
+    name = "critic"
+
     def __init__(self, head: float, refuses: Sequence[int]) -> None:
         super().__init__(tp=1, replays=False)
         self.head, self.refuses = head, refuses

@@ -54,7 +54,7 @@ def rollout() -> ExperienceBatch:
 class Planner:
     """What ShardedBatch.part asks of a model."""
 
-    replays = False
+    name, replays = "actor", False
 
     def __init__(self, layout: LayoutConfig) -> None:
         self.mesh = make_mesh(layout)

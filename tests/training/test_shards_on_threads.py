@@ -41,6 +41,8 @@ class LinedUp:
 class Planner:
     """What ShardedBatch.part asks of a model."""
 
+    name = "actor"
+
     def __init__(self, tp: int, replays: bool) -> None:
         self.mesh, self.replays = LinedUp(tp), replays
 

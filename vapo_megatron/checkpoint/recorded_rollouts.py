@@ -21,12 +21,12 @@ from vapo_megatron.checkpoint.checkpoints import RECORD_FOLDER, list_checkpoints
 from vapo_megatron.checkpoint.host_memory import host_memory_of
 from vapo_megatron.checkpoint.manifest import FileFacts, read_manifest
 from vapo_megatron.config.atomic import CannotWrite, atomic_write, cannot_write, sync
-from vapo_megatron.data.batch import ExperienceBatch, SampleTable
+from vapo_megatron.data.batch import OVER, ExperienceBatch, SampleTable
 from vapo_megatron.errors import BadInput
 
 # On the disk: token and rollout log-prob.
 BYTES_PER_TOKEN = 8
-_OVER_TOKENS = ("tokens", "rollout_logprobs", "loss_mask", "segment_starts", "turn_rewards")
+_OVER_TOKENS = ("tokens", "rollout_logprobs", "loss_mask", "segment_starts", "turn_rewards", "privileged_tokens")
 
 
 class RecordedRollouts:
@@ -44,8 +44,9 @@ class RecordedRollouts:
         self.files: dict[str, FileFacts] = {}
         self._rollouts: list[ExperienceBatch] = []
         none = torch.zeros(0, dtype=torch.int64)
-        # For each sample its rollout, and where it and its response begin there.
-        self._rollout = self._start = self._response_start = self.prompt_ids = none
+        # For each sample its rollout, and where it begins in the fields there.
+        self._rollout = self.prompt_ids = none
+        self._starts = {OVER[name]: none for name in _OVER_TOKENS}
         self.table = SampleTable(none, none, none.float(), none.bool(), none.bool(), none)
         for name, facts in sorted((files or {}).items()):
             self.add(name, facts)
@@ -63,8 +64,7 @@ class RecordedRollouts:
         if self.files:
             table.group_ids += int(self.table.group_ids.max()) + 1
         self._rollout = torch.cat((self._rollout, torch.full((rollout.samples,), len(self.files))))
-        self._start = torch.cat((self._start, rollout.cu_seqlens[:-1]))
-        self._response_start = torch.cat((self._response_start, rollout.response_cu_seqlens[:-1]))
+        self._starts = {over: torch.cat((s, rollout.bounds(over)[:-1])) for over, s in self._starts.items()}
         self.prompt_ids = torch.cat((self.prompt_ids, _prompt_ids(rollout)))
         self.table = self.table.followed_by(table)
         self.files[name] = facts
@@ -74,9 +74,7 @@ class RecordedRollouts:
         """A copy of the fields over tokens of some samples, int64 [n], in that order: those that any rollout has."""
         fields = {}
         for name in _OVER_TOKENS:
-            over_responses = name in ("rollout_logprobs", "turn_rewards")
-            starts = self._response_start if over_responses else self._start
-            lengths = self.table.response_lengths if over_responses else self.table.lengths
+            starts, lengths = self._starts[OVER[name]], self.table.rows(OVER[name])
             held = [getattr(rollout, name) for rollout in self._rollouts]
             like = next((tensor for tensor in held if tensor is not None), None)
             if like is None:

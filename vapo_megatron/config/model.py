@@ -214,6 +214,12 @@ class CriticConfig(TrainableConfig):
     )
     head_init_std: float = Field(0.0, ge=0, description="init=policy: standard deviation of the new head; 0 is zeros")
     freeze_attention: bool = Field(False, description="the critic's attention modules keep their weights (SAO)")
+    privileged_field: str | None = Field(
+        None,
+        min_length=1,
+        description="field of a training row that the critic alone reads, before the prompt: an answer, a solution, an "
+        "environment's hidden state (docs/critic.md)",
+    )
 
     @model_validator(mode="after")
     def _init_has_path(self) -> "CriticConfig":

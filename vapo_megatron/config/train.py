@@ -62,7 +62,7 @@ class TrainConfig(Section):
         ),
         (
             "value_pretraining.enabled, critic.freeze_attention, critic.kind!=model, critic.init!=policy, "
-            "critic.model_path",
+            "critic.model_path, critic.privileged_field",
             "algorithm.advantage.estimator!=gae",
             "that has no critic: unset the former (value_pretraining.enabled=false), or use gae",
         ),

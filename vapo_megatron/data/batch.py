@@ -25,11 +25,15 @@ from vapo_megatron.data.sample import Prompt, Sample
 #   tokens           N, prompt and response of each sample, cut at cu_seqlens
 #   positions        N - S, every token but a sample's last
 #   response_tokens  T, cut at response_cu_seqlens
+#   privileged       P, cut as privileged_lengths say
 #   samples          S
 #   offsets          S + 1, where each sample's part begins and the last one ends
-Over = Literal["tokens", "positions", "response_tokens", "samples", "offsets"]
-# The fields that episodes alone have.
-_OF_EPISODES = ("loss_mask", "observation_lengths", "segment_starts", "segments", "turn_rewards")
+Over = Literal["tokens", "positions", "response_tokens", "privileged", "samples", "offsets"]
+# Sampled fields of episodes, and of a critic that reads more than the policy.
+_OF_SOME_ROLLOUTS = (
+    *("loss_mask", "observation_lengths", "segment_starts", "segments", "turn_rewards"),
+    *("privileged_tokens", "privileged_lengths"),
+)
 
 
 def _over(over: Over, dtype: torch.dtype | None) -> dict[str, Any]:
@@ -60,6 +64,8 @@ class ExperienceBatch:
             sequence of its own, algorithms read all its response tokens as one response. None: one segment each.
         segments: int64 [S], segments of each sample; None with segment_starts.
         turn_rewards: float32 [T], the part of `rewards` that came before the end, where it came; None: nothing did.
+        privileged_tokens: int32 [P], what the critic alone reads, before each segment; None: nothing.
+        privileged_lengths: int64 [S], their number; None with privileged_tokens.
         routed_experts: the experts that the engine chose, uint8 or int16 [N - S, layers * experts per token], a row for
             each token but a sample's last; None where they were not asked for.
 
@@ -96,6 +102,8 @@ class ExperienceBatch:
     segment_starts: Tensor | None = field(default=None, metadata=_over("tokens", torch.bool))
     segments: Tensor | None = field(default=None, metadata=_over("samples", torch.int64))
     turn_rewards: Tensor | None = field(default=None, metadata=_over("response_tokens", torch.float32))
+    privileged_tokens: Tensor | None = field(default=None, metadata=_over("privileged", torch.int32))
+    privileged_lengths: Tensor | None = field(default=None, metadata=_over("samples", torch.int64))
     routed_experts: Tensor | None = field(default=None, metadata=_over("positions", None))
     greedy_rewards: Tensor | None = field(default=None, metadata=_over("samples", torch.float32))
     old_logprobs: Tensor | None = field(default=None, metadata=_over("response_tokens", torch.float32))
@@ -173,7 +181,7 @@ class ExperienceBatch:
             elif over == "samples":
                 taken[f.name] = tensor[chosen]
             else:
-                taken[f.name] = stretches(tensor, self._bounds(over), chosen)
+                taken[f.name] = stretches(tensor, self.bounds(over), chosen)
         return ExperienceBatch(**taken)
 
     def sample_experts(self, sample: int) -> Tensor | None:
@@ -191,18 +199,20 @@ class ExperienceBatch:
     def rollout_tensors(self) -> dict[str, Tensor]:
         """The fields that were sampled and graded, without routed_experts."""
         names = [f.name for f in fields(self) if f.default is MISSING]
-        return {name: tensor for name, tensor in self.tensors().items() if name in (*names, *_OF_EPISODES)}
+        return {name: tensor for name, tensor in self.tensors().items() if name in (*names, *_OF_SOME_ROLLOUTS)}
 
-    def _bounds(self, over: Over) -> Tensor:
-        """Where each sample begins in a tensor over tokens, positions or response tokens, int64 [S + 1]."""
+    def bounds(self, over: Over) -> Tensor:
+        """Where each sample begins in a tensor over tokens of a kind, int64 [S + 1]."""
         if over == "response_tokens":
             return self.response_cu_seqlens
+        if over == "privileged":
+            return offsets(self.table().rows(over))
         return self.cu_seqlens if over == "tokens" else self.cu_seqlens - torch.arange(self.samples + 1)
 
     def _size(self, over: Over) -> int:
         if over in ("samples", "offsets"):
             return self.samples + (over == "offsets")
-        return int(self._bounds(over)[-1])
+        return int(self.bounds(over)[-1])
 
 
 @dataclass
@@ -223,6 +233,7 @@ class SampleTable:
     window_starts: Tensor | None = None
     observation_lengths: Tensor | None = None
     segments: Tensor | None = None
+    privileged_lengths: Tensor | None = None
     greedy_rewards: Tensor | None = None
     shaped_rewards: Tensor | None = None
     selected: Tensor | None = None
@@ -239,9 +250,24 @@ class SampleTable:
         return lengths if self.observation_lengths is None else lengths + self.observation_lengths
 
     @property
+    def critic_lengths(self) -> Tensor:
+        """int64 [S], with the privileged tokens that the critic reads before each segment."""
+        if self.privileged_lengths is None:
+            return self.lengths
+        return self.lengths + self.privileged_lengths * (1 if self.segments is None else self.segments)
+
+    @property
     def new_lengths(self) -> Tensor:
         """int64 [S], response tokens that the policy has not been trained on."""
         return self.response_lengths if self.window_starts is None else self.response_lengths - self.window_starts
+
+    def rows(self, over: Over) -> Tensor:
+        """How many rows each sample has in a tensor over tokens of a kind, int64 [S]."""
+        if over == "response_tokens":
+            return self.response_lengths
+        if over == "privileged":
+            return self.lengths * 0 if self.privileged_lengths is None else self.privileged_lengths
+        return self.lengths - int(over == "positions")
 
     def select(self, samples: Tensor) -> "SampleTable":
         """Some of the samples, in the order given: int64."""
@@ -255,7 +281,7 @@ class SampleTable:
         """The samples of both tables, with the fields that every table has."""
         names = [f.name for f in fields(self) if f.default is MISSING]
         joined = SampleTable(*(torch.cat((getattr(self, name), getattr(other, name))) for name in names))
-        for name, missing in (("observation_lengths", 0), ("segments", 1)):
+        for name, missing in (("observation_lengths", 0), ("segments", 1), ("privileged_lengths", 0)):
             columns = [(getattr(table, name), table.prompt_lengths) for table in (self, other)]
             if any(column is not None for column, _ in columns):
                 parts = [torch.full_like(like, missing) if column is None else column for column, like in columns]
@@ -267,6 +293,9 @@ class SampleTable:
         tensors = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "response_lengths"}
         bounds = {"cu_seqlens": offsets(self.lengths), "response_cu_seqlens": offsets(self.response_lengths)}
         return ExperienceBatch(**over_tokens, **bounds, **tensors)
+
+
+OVER: dict[str, Over] = {f.name: f.metadata["over"] for f in fields(ExperienceBatch)}
 
 
 def offsets(lengths: Tensor) -> Tensor:
@@ -296,6 +325,8 @@ def from_samples(samples: Sequence[Sample]) -> ExperienceBatch:
     observations = torch.tensor([len(mask) for mask in masks]) - responses
     tokens = [part for s in samples for part in (np.array(s.prompt.token_ids, dtype=np.int32), s.response_ids)]
     segmented = any(s.segment_starts for s in samples)
+    privileged = [np.array(s.prompt.privileged_ids, dtype=np.int32) for s in samples]
+    has_privileged = any(map(len, privileged))
     return ExperienceBatch(
         tokens=torch.from_numpy(np.concatenate(tokens)),
         cu_seqlens=offsets(prompts + responses + observations),
@@ -313,6 +344,8 @@ def from_samples(samples: Sequence[Sample]) -> ExperienceBatch:
         segment_starts=_behind_prompts(samples, [_begins(s) for s in samples]) if segmented else None,
         segments=torch.tensor([1 + len(s.segment_starts) for s in samples]) if segmented else None,
         turn_rewards=_turn_rewards(pairs),
+        privileged_tokens=torch.from_numpy(np.concatenate(privileged)) if has_privileged else None,
+        privileged_lengths=torch.tensor([len(ids) for ids in privileged]) if has_privileged else None,
         routed_experts=_take_experts(samples),
     )
 

@@ -100,14 +100,19 @@ def pack(
     cp_size: int,
     cp_rank: int,
     experts_per_token: int = 0,
+    for_critic: bool = False,
 ) -> MicroBatch:
     """Pack some samples of a batch, each segment of theirs as a sequence. No sample at all gives one sequence of
     padding, which weighs nothing.
 
     experts_per_token: of a model that is to go through the batch's routed_experts; 0: of one that is not.
+    for_critic: the privileged tokens of a sample stand before each of its segments.
     """
     segments = [(s, *ends) for s in samples for ends in pairwise(batch.segment_bounds(s))]
-    positions_of = [end - first - 1 for _, first, end in segments]
+    read = batch.privileged_tokens if for_critic else None
+    ends = batch.bounds("privileged").tolist()
+    privileged = {s: batch.tokens[:0] if read is None else read[ends[s] : ends[s + 1]] for s in samples}
+    positions_of = [len(privileged[s]) + end - first - 1 for s, first, end in segments]
     lengths = padded_lengths(positions_of, alignment, total_alignment)
     total = sum(lengths)
     ids, labels = torch.zeros(total, dtype=torch.int64), torch.zeros(total, dtype=torch.int64)
@@ -120,12 +125,13 @@ def pack(
     start = 0
     for (sample, first, end), n, padded in zip(segments, positions_of, lengths, strict=False):
         offset = int(batch.cu_seqlens[sample])
-        tokens = batch.tokens[offset + first : offset + end].long()
+        tokens = torch.cat((privileged[sample], batch.tokens[offset + first : offset + end])).long()
         ids[start : start + n] = tokens[:-1]
         labels[start : start + n] = tokens[1:]
         places = batch.response_places(sample)
         response = ((places >= first) & (places < end)).nonzero().squeeze(1)
-        response_index[start - 1 + places[response] - first] = response + batch.response_cu_seqlens[sample]
+        before = start + len(privileged[sample]) - 1
+        response_index[before + places[response] - first] = response + batch.response_cu_seqlens[sample]
         chosen = batch.sample_experts(sample)
         if experts is not None and chosen is not None:
             experts[start : start + n] = chosen[first : first + n]

@@ -14,13 +14,13 @@ from vapo_megatron.data.tokenizer import TextTokenizer
 from vapo_megatron.errors import BadInput
 
 
-def train_prompts(config: DataConfig, tokenizer: TextTokenizer) -> list[Prompt]:
-    """The training prompts in the order of the file, their cursors 0.
+def train_prompts(config: DataConfig, tokenizer: TextTokenizer, privileged: str | None = None) -> list[Prompt]:
+    """The training prompts in the order of the file, their cursors 0. privileged: critic.privileged_field.
 
     Raises BadInput for what read_problems refuses and for a prompt longer than config.max_prompt_tokens
     (which is left out instead under config.drop_long_prompts, unless none remains).
     """
-    problems = train_problems(config)
+    problems = train_problems(config, privileged)
     prompts = [_prompt(problem, tokenizer, problem.source) for problem in problems]
     if config.drop_long_prompts:
         short = [prompt for prompt in prompts if len(prompt.token_ids) <= config.max_prompt_tokens]
@@ -34,12 +34,15 @@ def train_prompts(config: DataConfig, tokenizer: TextTokenizer) -> list[Prompt]:
     return prompts
 
 
-def eval_prompts(evaluation: EvalSet, config: ProblemsConfig, tokenizer: TextTokenizer | None) -> list[Prompt]:
+def eval_prompts(
+    evaluation: EvalSet, config: ProblemsConfig, tokenizer: TextTokenizer | None, privileged: str | None = None
+) -> list[Prompt]:
     """The prompts of one evaluation set in the order of its file, their cursors 0; without tokenizer, without tokens.
+    privileged: critic.privileged_field, where the critic reads them too.
 
     Raises BadInput as train_prompts does; evaluation problems are never left out.
     """
-    problems = eval_problems(evaluation, config.fields)
+    problems = eval_problems(evaluation, config.fields, privileged)
     prompts = [_prompt(problem, tokenizer, evaluation.name) for problem in problems]
     _refuse_long(prompts, problems, config, "remove the row")
     return prompts
@@ -47,9 +50,9 @@ def eval_prompts(evaluation: EvalSet, config: ProblemsConfig, tokenizer: TextTok
 
 def _prompt(problem: Problem, tokenizer: TextTokenizer | None, source: str) -> Prompt:
     ids = tuple(tokenizer.encode_prompt(problem.problem)) if tokenizer else ()
-    return Prompt(
-        problem.id, problem.problem, problem.answer, ids, source=source, extra=problem.extra, reward=problem.reward
-    )
+    privileged = tokenizer.encode_privileged(problem.privileged) if tokenizer else ()
+    extra, reward = problem.extra, problem.reward
+    return Prompt(problem.id, problem.problem, problem.answer, ids, 0, source, extra, reward, privileged)
 
 
 def _refuse_long(prompts: Sequence[Prompt], problems: Sequence[Problem], config: ProblemsConfig, instead: str) -> None:
@@ -154,4 +157,5 @@ class PromptSource:
             if prompt.extra:
                 digest.update(repr(prompt.extra).encode())
             digest.update(prompt.reward.encode())
+            digest.update(repr(prompt.privileged_ids).encode() if prompt.privileged_ids else b"")
         return digest.hexdigest()[:16]

@@ -17,6 +17,7 @@ from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.data.batch import ExperienceBatch, from_samples
 from vapo_megatron.data.jsonl import read_rows
 from vapo_megatron.data.prompts import train_prompts
+from vapo_megatron.data.rows import privileged_text
 from vapo_megatron.data.sample import Prompt, Sample
 from vapo_megatron.data.tokenizer import TextTokenizer
 from vapo_megatron.errors import BadInput, reason_of
@@ -61,13 +62,16 @@ class Records:
         """
         for path in record_files(self._config.value_pretraining.records):
             groups: dict[tuple[int, ...], list[Sample]] = {}
-            rows = _slime_rows(path) if path.suffix == ".pt" else read_rows(path, KEY)
+            field = self._config.critic.privileged_field
+            rows = _slime_rows(path, field or "reward") if path.suffix == ".pt" else read_rows(path, KEY)
             for number, row in rows:
                 try:
                     ids = self._prompt_ids(row)
                     group = groups.setdefault(ids, [])
                     place = group[0].group if group else len(groups) - 1
-                    group.append(self._sample(row, Prompt(str(place), "", "", ids), place, len(group)))
+                    text = privileged_text(row, field, f"{path}:{number}")
+                    prompt = Prompt(str(place), "", "", ids, privileged_ids=self._tokenizer.encode_privileged(text))
+                    group.append(self._sample(row, prompt, place, len(group)))
                 except ValueError as error:
                     raise BadInput(f"{path}:{number}: {error}") from None
             if not groups:
@@ -168,8 +172,8 @@ def _text(row: Mapping[str, Any], *names: str) -> str:
     raise ValueError(f"no text in {' or '.join(names)}: every record needs one")
 
 
-def _slime_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Rows of a file that torch.save wrote; no code in it is run."""
+def _slime_rows(path: Path, field: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Rows of a file that torch.save wrote, with one more field of them; no code in it is run."""
     try:
         samples = torch.load(path, map_location="cpu", weights_only=True)["samples"]
         rows = [(row, row["tokens"], -row["response_length"], row["status"]) for row in samples]
@@ -180,5 +184,5 @@ def _slime_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         ) from None
     for number, (row, tokens, begin, status) in enumerate(rows):
         ids = {"prompt_ids": tokens[:begin], "response_ids": tokens[begin:]}
-        more = {name: row.get(name) for name in ("response", "reward", "loss_mask")}
+        more = {name: row.get(name) for name in ("response", "reward", "loss_mask", field)}
         yield number, ids | more | {"finish_reason": _SLIME_ENDS.get(status, status)}

@@ -20,7 +20,7 @@ _OF_OTHERS = "; vapo-megatron prepare-data turns the rows of verl, MATH, GSM8K a
 @dataclass(frozen=True, slots=True)
 class Problem:
     """A problem with its reference answer; place is "file:line" for messages, source its file, extra for functions,
-    reward what the row has other than section reward, as JSON."""
+    reward what the row has other than section reward, as JSON; privileged is what the critic alone reads."""
 
     id: str
     problem: str
@@ -29,23 +29,24 @@ class Problem:
     source: str
     extra: Mapping[str, Any] = field(default_factory=dict)
     reward: str = ""
+    privileged: str = ""
 
 
-def train_problems(data: DataConfig) -> list[Problem]:
+def train_problems(data: DataConfig, privileged: str | None = None) -> list[Problem]:
     """The problems of data.train; see read_problems. If files have weights, ids and sources begin with the file."""
     problems: list[Problem] = []
     for path in data.train_files:
-        rows = read_problems(path, data.fields_of(path), key="data.train", reward=data.reward_of(path))
+        rows = read_problems(path, data.fields_of(path), None, "data.train", data.reward_of(path), privileged)
         if data.weights:
             rows = [replace(row, id=f"{path}:{row.id}", source=str(path)) for row in rows]
         problems += rows
     return problems
 
 
-def eval_problems(entry: EvalSet, fields: FieldNames) -> list[Problem]:
+def eval_problems(entry: EvalSet, fields: FieldNames, privileged: str | None = None) -> list[Problem]:
     """The problems of one set of data.eval; see read_problems."""
     fields = FieldNames.model_validate(fields.model_dump() | entry.fields)
-    return read_problems(entry.path, fields, entry.limit, f"data.eval (set {entry.name})")
+    return read_problems(entry.path, fields, entry.limit, f"data.eval (set {entry.name})", None, privileged)
 
 
 def read_problems(
@@ -54,12 +55,13 @@ def read_problems(
     limit: int | None = None,
     key: str = "",
     reward: Mapping[str, Any] | None = None,
+    privileged: str | None = None,
 ) -> list[Problem]:
     """The problems of a file in its order, the first `limit` of them if given; key: the config key that names the
-    file; reward: the file's own keys of section reward.
+    file; reward: the file's own keys of section reward; privileged: critic.privileged_field, where it is read.
 
     Raises BadInput naming file, line and field for a missing or unreadable file, a file without rows, a row without
-    problem, answer or a field of fields.extra, and an id that comes twice.
+    problem, answer, a field of fields.extra or the privileged one, and an id that comes twice.
     """
     problems: list[Problem] = []
     places: dict[str, str] = {}
@@ -82,7 +84,8 @@ def read_problems(
                     f"{place}: field {fields.verifier}={changes['verifier']!r}: expected one of {', '.join(kinds)}"
                 )
         of_row = json.dumps(changes, sort_keys=True) if changes else ""
-        problems.append(Problem(name, problem, answer, place, path.name, extra, of_row))
+        text = privileged_text(row, privileged, place)
+        problems.append(Problem(name, problem, answer, place, path.name, extra, of_row, text))
     if not problems:
         raise BadInput(f"{path}: holds no rows; give at least one with the fields {fields.problem} and {fields.answer}")
     return problems
@@ -142,13 +145,27 @@ def _parquet_rows(path: Path, key: str) -> Iterator[tuple[int, dict[str, Any]]]:
         raise BadInput(f"{path}: cannot be read ({reason_of(error)}); give a valid .parquet file") from None
 
 
-def chosen_fields(row: Mapping[str, Any], names: Sequence[str], place: str) -> dict[str, Any]:
-    """Those fields of a row. Raises BadInput for one that is not there, or that JSON cannot hold."""
+def privileged_text(row: Mapping[str, Any], name: str | None, place: str) -> str:
+    """What the critic alone reads of a row (critic.privileged_field): a text as it is, anything else as JSON. Empty
+    without a name. Raises BadInput for a field that is not there, is empty, or that JSON cannot hold."""
+    if name is None:
+        return ""
+    value = chosen_fields(row, (name,), place, "critic.privileged_field")[name]
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    if value is None or not text.strip():
+        raise BadInput(f"{place}: field {name} of critic.privileged_field is empty; fill it or remove the row")
+    return text
+
+
+def chosen_fields(
+    row: Mapping[str, Any], names: Sequence[str], place: str, key: str = "data.fields.extra"
+) -> dict[str, Any]:
+    """Those fields of a row. Raises BadInput for one that is not there, or that JSON cannot hold. key: names them."""
     for name in names:
         if name not in row:
             raise BadInput(
                 f"{place}: no field {name!r} among {', '.join(sorted(row)) or 'none'}; name one of those in "
-                "data.fields.extra (vapo-megatron prepare-data: --keep)"
+                f"{key} (vapo-megatron prepare-data: --keep)"
             )
         try:
             json.dumps(row[name], allow_nan=False)

@@ -20,7 +20,8 @@ class Prompt:
 
     token_ids holds the prompt as the model reads it (chat template applied); answer is the ground-truth answer
     for the verifier; cursor numbers the prompts of a run in the order in which they were drawn; extra is what a user's
-    function is given besides; reward is what section reward has for this row alone, as JSON.
+    function is given besides; reward is what section reward has for this row alone, as JSON. privileged_ids are tokens
+    that the critic alone reads, before the prompt.
     """
 
     id: str
@@ -31,6 +32,7 @@ class Prompt:
     source: str = ""
     extra: Mapping[str, Any] = field(default_factory=dict, hash=False)
     reward: str = ""
+    privileged_ids: tuple[int, ...] = ()
 
 
 @dataclass(slots=True, eq=False)

@@ -132,6 +132,10 @@ class TextTokenizer:
         text = self.prompt_text(problem)
         return self._tokenizer.encode(text, add_special_tokens=not self._template.chat_template)
 
+    def encode_privileged(self, text: str) -> tuple[int, ...]:
+        """Token ids of what the critic alone reads, and of an empty line that parts it from the prompt; none of ''."""
+        return tuple(self._tokenizer.encode(f"{text}\n\n")) if text else ()
+
     def encode_response(self, response: str) -> list[int]:
         """Token ids of a response, without the end token (eos_id)."""
         return self._tokenizer.encode(response, add_special_tokens=False)

@@ -254,10 +254,12 @@ class Trainable:
         """This rank's part of some samples of a batch, or all of them if they are a Share; packed on demand."""
         share = samples
         if not isinstance(share, Share):
-            share = Share(self.plan(batch.lengths, samples, batch.segments)[self.mesh.dp_rank], len(samples))
+            lengths = batch.table().critic_lengths if self.name == "critic" else batch.lengths
+            share = Share(self.plan(lengths, samples, batch.segments)[self.mesh.dp_rank], len(samples))
         layout, total = self.config.layout, self.config.total_alignment
         replayed = self.spec.experts_per_token if self.replays else 0
-        return Packed(batch, share, layout.alignment, total, layout.cp, self.mesh.cp_rank, replayed)
+        how = (layout.alignment, total, layout.cp, self.mesh.cp_rank, replayed, self.name == "critic")
+        return Packed(batch, share, *how)
 
     @torch.no_grad()
     def score(

@@ -1,5 +1,7 @@
 """The checks that need neither transformers nor Megatron-Core: most mistakes are refused before those are imported."""
 
+from collections.abc import Mapping
+from operator import itemgetter
 from pathlib import Path
 from typing import Literal
 
@@ -109,15 +111,38 @@ def check_lengths(config: TrainConfig, spec: ModelSpec) -> None:
     ):
         if new_tokens is not None:
             check_context(prompt, key, new_tokens, config.rollout, spec.max_position_embeddings)
-    longest, key = prompt + config.sampling.max_new_tokens, "data.max_prompt_tokens + sampling.max_new_tokens"
+    longest, segments, key = longest_sample(config)
     if config.rollout.agent is not None:
-        longest, key = config.rollout.episode.max_tokens, "rollout.episode.max_tokens"
         check_context(0, key, longest, config.rollout, spec.max_position_embeddings)
-    for name, section in (("actor", config.actor), ("critic", config.critic)):
-        if name not in config.model_sizes:
-            continue
-        rewritten = config.rollout.episode.max_turns - 1 if config.rollout.agent is not None else 0
-        check_capacity(section, name, longest + rewritten * (section.layout.alignment - 1), key)
+    for name in config.model_sizes:
+        section = config.trainable(name)
+        check_capacity(section, name, longest + (segments - 1) * (section.layout.alignment - 1), key)
+
+
+def longest_sample(config: TrainConfig) -> tuple[int, int, str]:
+    """Tokens and segments of a sample at most, and the keys that say so; every turn may begin a segment."""
+    if config.rollout.agent is not None:
+        return config.rollout.episode.max_tokens, config.rollout.episode.max_turns, "rollout.episode.max_tokens"
+    longest = config.data.max_prompt_tokens + config.sampling.max_new_tokens
+    return longest, 1, "data.max_prompt_tokens + sampling.max_new_tokens"
+
+
+def check_privileged(config: TrainConfig, critic: ModelSpec | None, tokens_of_rows: Mapping[str, int]) -> None:
+    """Raises BadInput where the critic has no room for the privileged tokens of a row beside the longest sample."""
+    if critic is None or not tokens_of_rows:
+        return
+    row, tokens = max(tokens_of_rows.items(), key=itemgetter(1))
+    longest, segments, key = longest_sample(config)
+    section, context = config.critic, critic.max_position_embeddings
+    padded = longest + (segments - 1) * (section.layout.alignment - 1)
+    room = min(context - longest, (section.longest_sample - padded) // segments)
+    if tokens > room:
+        raise BadInput(
+            f"critic.privileged_field={section.privileged_field}: {row} has {tokens} tokens there, and {key} = "
+            f"{longest} leaves room for {room} of the critic's context ({context}) and of critic."
+            f"max_tokens_per_microbatch={section.max_tokens_per_microbatch}, before each of {segments} segments: "
+            "shorten the text, leave the row out, or raise the latter"
+        )
 
 
 def check_capacity(section: TrainableConfig, name: str, longest: int, what: str) -> None:

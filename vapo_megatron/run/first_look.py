@@ -35,7 +35,7 @@ def look_first(settings: TrainConfig | SftConfig | EvaluateConfig) -> None:
             pass
     else:
         if isinstance(settings, TrainConfig):
-            train_problems(settings.data)
+            train_problems(settings.data, settings.critic.privileged_field)
         for entry in settings.data.eval:
             eval_problems(entry, settings.data.fields)
 

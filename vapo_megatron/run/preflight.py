@@ -17,7 +17,7 @@ from vapo_megatron.config.run_directory import check_room
 from vapo_megatron.config.sft import SftConfig
 from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.data.prompts import eval_prompts, train_prompts
-from vapo_megatron.data.records import Records
+from vapo_megatron.data.records import KEY, Records
 from vapo_megatron.data.sample import Prompt
 from vapo_megatron.data.tokenizer import TextTokenizer
 from vapo_megatron.engines.engine_limits import engine_fp8
@@ -26,12 +26,12 @@ from vapo_megatron.errors import BadInput
 from vapo_megatron.megatron.platform import current_platform
 from vapo_megatron.megatron.precision import check_trainable
 from vapo_megatron.rewards.pool import VerifierPool
-from vapo_megatron.run.first_checks import check_capacity, check_sft_numbers, check_train_numbers
+from vapo_megatron.run.first_checks import check_capacity, check_privileged, check_sft_numbers, check_train_numbers
 from vapo_megatron.run.first_look import check_trackers
 from vapo_megatron.training.sft import load_demonstrations, planned_steps
 from vapo_megatron.training.user_functions import check_functions
 from vapo_megatron.weights.fp8 import BlockFp8
-from vapo_megatron.weights.spec import read_spec
+from vapo_megatron.weights.spec import ModelSpec, read_spec
 
 # Share of training rows with a problem of their own; the usual sets have a few rows twice.
 _FEWEST_DISTINCT = 0.9
@@ -104,12 +104,13 @@ def check_train(config: TrainConfig, world_size: int | None, facts: list[str] | 
         tokenizer.check_same(config.critic_source, config.critic_key)
     if config.algorithm.kl.reference_path is not None:
         tokenizer.check_same(config.reference_source, "algorithm.kl.reference_path")
-    imported = check_records(config, tokenizer, spec.vocab_size, report)
+    imported = check_records(config, tokenizer, spec.vocab_size, specs.get("critic"), report)
     check_room(Path(config.run.directory), run_bytes(config, specs) + record_bytes(config) + imported)
     if "actor" not in specs:
         return
     fp8 = engine_fp8(config.rollout, config.actor.precision, spec)
-    prompts = train_prompts(config.data, tokenizer)
+    prompts = train_prompts(config.data, tokenizer, config.critic.privileged_field)
+    check_privileged(config, specs.get("critic"), {f"row {row.id}": len(row.privileged_ids) for row in prompts})
     evaluations = {entry.name: eval_prompts(entry, config.data, tokenizer) for entry in config.data.eval}
     report += [f"{name}: {len(rows)} problems" for name, rows in {"data.train": prompts, **evaluations}.items()]
     check_functions(config.algorithm)
@@ -123,14 +124,20 @@ def check_train(config: TrainConfig, world_size: int | None, facts: list[str] | 
         print(f"vapo-megatron: caution: {caution}", file=sys.stderr, flush=True)
 
 
-def check_records(config: TrainConfig, tokenizer: TextTokenizer, words: int, facts: list[str]) -> int:
+def check_records(
+    config: TrainConfig, tokenizer: TextTokenizer, words: int, critic: ModelSpec | None, facts: list[str]
+) -> int:
     """Bytes that the responses take that value_pretraining.from names, which are read once here; none where the run
     goes on and has its copy. Raises BadInput where one cannot be used."""
     goes_on = config.run.resume == "auto" and latest_checkpoint(Path(config.run.directory)) is not None
     if not config.value_pretraining.records or goes_on:
         return 0
-    sizes = [(batch.samples, len(batch.tokens)) for batch in Records(config, tokenizer, words).batches()]
-    facts.append(f"value_pretraining.from: {sum(samples for samples, _ in sizes)} responses in {len(sizes)} files")
+    sizes = []
+    for batch in Records(config, tokenizer, words).batches():
+        sizes.append((batch.samples, len(batch.tokens)))
+        if batch.privileged_lengths is not None:
+            check_privileged(config, critic, {f"a row of {KEY}": int(batch.privileged_lengths.max())})
+    facts.append(f"{KEY}: {sum(samples for samples, _ in sizes)} responses in {len(sizes)} files")
     return BYTES_PER_TOKEN * sum(tokens for _, tokens in sizes)
 
 

@@ -272,7 +272,8 @@ def make_rollouts(
     if dist.get_rank() == 0:
         evaluation = [eval_prompts(entry, config.data, tokenizer) for entry in config.data.eval]
         prompts = PromptSource(
-            train_prompts(config.data, tokenizer), config.run.seed, config.data.shuffle, config.data.weights
+            train_prompts(config.data, tokenizer, config.critic.privileged_field),
+            *(config.run.seed, config.data.shuffle, config.data.weights),
         )
     if resumed is None:
         probe = broadcast_value(None if prompts is None else prompt_sequences(prompts))

@@ -7,7 +7,7 @@ order, so that they do not depend on which rank a sample is on.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import TypeVar
 
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from vapo_megatron.collectives import broadcast_value, on_rank_zero
-from vapo_megatron.data.batch import ExperienceBatch, SampleTable, offsets, stretches
+from vapo_megatron.data.batch import OVER, ExperienceBatch, SampleTable, offsets, stretches
 from vapo_megatron.data.microbatch import Share
 from vapo_megatron.megatron.probe import Probe
 from vapo_megatron.megatron.trainable import Trainable
@@ -79,8 +79,7 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 T = TypeVar("T")
-_OVER = {f.name: f.metadata["over"] for f in fields(ExperienceBatch)}
-_BY_TOKENS = ("tokens", "positions", "response_tokens")
+_BY_TOKENS = ("tokens", "positions", "response_tokens", "privileged")
 
 
 @dataclass(frozen=True)
@@ -160,11 +159,14 @@ class ShardedBatch:
         whole = self.table if len(chosen) == self.samples else self.table.select(chosen)
         if isinstance(model, Probe):
             return self._part_at_home(chosen, whole)
-        plan, mesh = model.plan(whole.lengths, range(whole.samples), whole.segments), model.mesh
+        is_critic, mesh = model.name == "critic", model.mesh
+        lengths = whole.critic_lengths if is_critic else whole.lengths
+        plan = model.plan(lengths, range(whole.samples), whole.segments)
         numbers = chosen.numpy()
         samples_of_ranks = [numbers[plan.samples_of(d)] for d in range(mesh.dp_size)]
         held = [
             *("routed_experts",) * model.replays,
+            *("privileged_tokens",) * is_critic,
             "tokens",
             "loss_mask",
             "segment_starts",
@@ -209,7 +211,7 @@ class ShardedBatch:
         It is called on rank 0, which is sent all fields. Raises what it raises, on every rank.
         """
         sent = self.first(
-            self.samples, *(name for name in _OVER if name != "hidden_states" and _OVER[name] in _BY_TOKENS)
+            self.samples, *(name for name in OVER if name != "hidden_states" and OVER[name] in _BY_TOKENS)
         )
         return on_rank_zero(lambda: work(self.table.batch(**sent)))
 
@@ -235,12 +237,7 @@ def _on_rank_zero_alone(samples: int, ranks: int) -> list[Samples]:
 
 def _rows(table: SampleTable, names: Iterable[str]) -> dict[str, Tensor]:
     """How many rows of some fields each sample has, int64 [S]."""
-    by_kind = {
-        "tokens": table.lengths,
-        "positions": table.lengths - 1,
-        "response_tokens": table.response_lengths,
-    }
-    return {name: by_kind[_OVER[name]] for name in names}
+    return {name: table.rows(OVER[name]) for name in names}
 
 
 def cut(table: SampleTable, ranks: int) -> Samples:
@@ -260,7 +257,7 @@ def scatter(batch: ExperienceBatch | None) -> ShardedBatch:
     if ranks == 1:
         assert batch is not None, "rank 0 has the batch"
         return ShardedBatch(batch.table(), cut(batch.table(), 1), batch)
-    sent = {} if batch is None else {name: t for name, t in batch.tensors().items() if _OVER[name] in _BY_TOKENS}
+    sent = {} if batch is None else {name: t for name, t in batch.tensors().items() if OVER[name] in _BY_TOKENS}
     kinds = {name: (tensor.dtype, tensor.shape[1:]) for name, tensor in sent.items()}
     table, kinds = broadcast_value((batch.table(), kinds) if batch is not None else None)
     homes = cut(table, ranks)

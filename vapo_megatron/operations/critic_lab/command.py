@@ -40,7 +40,7 @@ from vapo_megatron.megatron.platform import current_platform
 from vapo_megatron.monitoring.console import RunConsole
 from vapo_megatron.operations.critic_lab.probe_rollouts import Drawn, choose_prompts, draw
 from vapo_megatron.rewards.pool import VerifierPool
-from vapo_megatron.run.first_checks import check_train_numbers
+from vapo_megatron.run.first_checks import check_privileged, check_train_numbers
 from vapo_megatron.run.ranks import machine_default_ranks, start_ranks
 from vapo_megatron.training.models import load_frozen
 from vapo_megatron.training.score import values
@@ -59,15 +59,16 @@ def probe_critic(settings: ProbedRunConfig) -> None:
     """
     config, console = with_checkpoint(settings), RunConsole()
     ranks = config.cluster.ranks or machine_default_ranks([config.critic.layout.model_size])
-    spec = check_train_numbers(config, ranks)["actor"]
+    specs = check_train_numbers(config, ranks)
     devices = engine_devices(config.rollout, current_platform())
     EngineServer(config.model.path, config.rollout, config.model.dtype, Path(os.devnull), devices[0]).check_arguments()
     folder = Path(config.run.directory) / FOLDER
     check_room(folder)
     tokenizer = TextTokenizer(Path(config.model.path), config.data.prompt)
-    tokenizer.check_vocabulary(spec.vocab_size)
+    tokenizer.check_vocabulary(specs["actor"].vocab_size)
     tokenizer.check_same(config.critic_source, "critic.init_path")
     source, prompts = choose_prompts(config, tokenizer)
+    check_privileged(config, specs["critic"], {f"row {row.id}": len(row.privileged_ids) for row in prompts})
     probes = config.critic_probes
     states = len(prompts) * probes.responses_per_prompt * len(probes.quantiles)
     facts = {

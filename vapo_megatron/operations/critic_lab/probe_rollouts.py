@@ -57,7 +57,7 @@ def choose_prompts(config: ProbedRunConfig, tokenizer: TextTokenizer) -> tuple[s
     if not sets or (probes.set is not None and probes.set not in sets):
         raise BadInput(f"critic_probes.set={probes.set}: data.eval has {', '.join(sets) or 'no set'}: name one of them")
     entry = sets[probes.set or config.data.eval[0].name]
-    prompts = eval_prompts(entry, config.data, tokenizer)
+    prompts = eval_prompts(entry, config.data, tokenizer, config.critic.privileged_field)
     chosen = random.Random(probes.seed).sample(prompts, min(probes.prompts, len(prompts)))
     if len(chosen) < 2:
         raise BadInput(f"critic_probes.set={entry.name}: has {len(chosen)} prompt, expected two at least")
