@@ -5,7 +5,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -25,14 +25,14 @@ WRITTEN = 4
 
 
 class Engine:
-    """Writes four tokens that follow from the seed, or those of the script; the first call may hang, and a later one may
-    find it gone. Text before "add" is text, after it are the arguments of a call."""
+    """Writes four tokens that follow from the seed, or those of the script; the first call may hang, and a later one
+    may find it gone. Text before "add" is text, after it are the arguments of a call."""
 
     hangs, gone_at, calls, aborted = False, 0, 0, 0
     seconds = 0.0
-    script: list[list[int]] = []
-    prompts: list[list[int]] = []
-    urls: list[str] = []
+    script: ClassVar[list[list[int]]] = []
+    prompts: ClassVar[list[list[int]]] = []
+    urls: ClassVar[list[str]] = []
 
     def __init__(self, address: EngineAddress, timeout: float) -> None:
         self.address = address

@@ -63,7 +63,7 @@ async def fails_late(task: dict[str, Any], base_url: str, http_client: Any) -> f
         asked: dict[str, Any] = {"model": "policy", "messages": task["messages"], "stream": True}
         first = asyncio.create_task(policy.chat.completions.create(**asked))
         await asyncio.sleep(0.05)
-        with pytest.raises(APIError, match="rollout.episode.max_turns=1 are taken"):
+        with pytest.raises(APIError, match=r"rollout\.episode\.max_turns=1 are taken"):
             [_ async for _ in await policy.chat.completions.create(**asked)]
         [_ async for _ in await first]
     return 1.0

@@ -20,10 +20,11 @@ DROPPING = (
     "{% for c in m['tool_calls'] or [] %} call {{ c['function']['name'] }} {{ c['function']['arguments']['a'] }}"
     "{% endfor %} <eos> {% endfor %}{% if add_generation_prompt %}<bos> assistant {% endif %}"
 )
-# Adds words after the tools have answered.
+# Adds words after a tool has answered: to the question, or to the answer before it.
 ADDING = DROPPING.replace(
     "{{ m['content'] }}{% endif %}", "{{ m['content'] }}{% endif %}{{ ' w99' if messages|length > 2 and loop.first }}"
 )
+ADDING_BEFORE = DROPPING.replace("{% else %}{{", "{% else %}{{ 'w98 ' if m['role'] == 'assistant' }}{{")
 WORDS = ("user", "assistant", "tool", "system", "<think>", "</think>", "call", "add")
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
 
@@ -104,6 +105,21 @@ def test_a_tool_call_is_parsed_answered_and_kept_as_drawn(tmp_path: Path, templa
         assert second == f"{first} w1 add w2 <eos> {rest}"
     else:
         assert second == f"{first.replace('w4', 'w4 w99')} w1 call add w2 <eos> {rest}", "arguments are objects there"
+
+
+async def chats(task: dict[str, Any], base_url: str, http_client: Any) -> float:
+    messages = list(task["messages"])
+    await ask(http_client, base_url, messages)
+    await ask(http_client, base_url, [*messages, {"role": "tool", "content": "w8"}])
+    return 1.0
+
+
+@pytest.mark.parametrize(("template", "segments"), [(DROPPING, 1), (ADDING, 2), (ADDING_BEFORE, 2)])
+def test_a_template_that_adds_to_earlier_messages_begins_a_segment(
+    tmp_path: Path, template: str, segments: int
+) -> None:
+    (sample,) = play(tokenizer_with(tmp_path, template), f"{__name__}:chats", samples=1)
+    assert sample.episode["segments"] == segments and sample.episode["segments_by_template"] == segments - 1
 
 
 async def sends_tools(task: dict[str, Any], base_url: str, http_client: Any) -> float:

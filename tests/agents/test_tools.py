@@ -68,7 +68,8 @@ def test_a_call_that_hangs_is_ended(code: str) -> None:
         "import itertools\nfor n in itertools.count(): open(str(n), 'wb').write(bytes(1 << 23))",
         "import itertools, os\nfor n in itertools.count(): open(f'f{n}', 'w').close(); os.mkdir(str(n))",
         "import os\nwhile True: os.mkdir('d'); os.chdir('d')",
-        "import os, time\nfiles = []\nfor n in range(50):\n    files.append(open(str(n), 'wb'))\n    os.remove(str(n))\n"
+        "import os, time\nfiles = []\nfor n in range(50):\n    files.append(open(str(n), 'wb'))\n"
+        "    os.remove(str(n))\n"
         "    files[-1].write(bytes(1 << 23))\ntime.sleep(60)",
     ],
     ids=["files", "names", "folders", "removed files"],
