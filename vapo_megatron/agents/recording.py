@@ -152,27 +152,20 @@ def as_templates_read(message: Message) -> Message:
     content = message.get("content") or ""
     if isinstance(content, list):
         content = "".join(part.get("text", "") for part in content)
-    message = {**message, "content": content}
-    if calls := message.pop("tool_calls", None):
-        message["tool_calls"] = [{**call, "function": _with_object(call["function"])} for call in calls]
-    return message
-
-
-def _with_object(function: dict[str, Any]) -> dict[str, Any]:
-    arguments = function["arguments"]
-    with suppress(ValueError, TypeError):  # a policy may write what is no JSON
-        arguments = json.loads(arguments)
-    return {**function, "arguments": arguments}
+    message, calls = {**message, "content": content}, []
+    for call in message.pop("tool_calls", None) or ():
+        arguments = call["function"]["arguments"]
+        with suppress(ValueError, TypeError):  # a policy may write what is no JSON
+            arguments = json.loads(arguments)
+        calls.append({**call, "function": {**call["function"], "arguments": arguments}})
+    return message | ({"tool_calls": calls} if calls else {})
 
 
 def comparable(messages: Sequence[Message]) -> list[Compared]:
     """What identifies messages that are as templates read them."""
-    return [(message["role"], message["content"], _calls(message)) for message in messages]
-
-
-def _calls(message: Message) -> list[tuple[Any, Any]]:
-    functions = [call["function"] for call in message.get("tool_calls", ())]
-    return [(function["name"], function["arguments"]) for function in functions]
+    calls = [[call["function"] for call in message.get("tool_calls", ())] for message in messages]
+    functions = [[(function["name"], function["arguments"]) for function in called] for called in calls]
+    return [(m["role"], m["content"], called) for m, called in zip(messages, functions, strict=True)]
 
 
 # Stands for an assistant's message where a template is asked for what follows one. No tokenizer cuts it.

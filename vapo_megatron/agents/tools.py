@@ -9,8 +9,8 @@ import signal
 import stat
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 
 import bm25s
 import numpy as np
@@ -74,7 +74,8 @@ async def run_python(code: str, seconds: float = 10.0, memory_mib: int = 512) ->
         ):
             resource.setrlimit(kind, (most, most))
 
-    async with _folder() as folder:
+    folder = tempfile.mkdtemp(prefix="vapo-tool-")
+    try:
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-I", "-S", "-c", _GUARD),
             stdin=asyncio.subprocess.PIPE,
@@ -98,20 +99,11 @@ async def run_python(code: str, seconds: float = 10.0, memory_mib: int = 512) ->
             watch.cancel()
             _kill(process)
             await process.wait()
+    finally:  # shutil.rmtree is recursive, and folders may be deep
+        remove = ("sh", "-c", 'chmod -R u+rwX "$0"; rm -rf "$0"', folder)
+        removing = await asyncio.create_subprocess_exec(*remove, stderr=asyncio.subprocess.DEVNULL)
+        await asyncio.shield(removing.wait())
     return output.decode(errors="replace") + over, process.returncode == 0 and not over
-
-
-@asynccontextmanager
-async def _folder() -> AsyncIterator[str]:
-    """A folder that is removed afterwards, however deep and locked what is in it (shutil.rmtree is recursive)."""
-    folder = tempfile.mkdtemp(prefix="vapo-tool-")
-    try:
-        yield folder
-    finally:
-        remove = await asyncio.create_subprocess_exec(
-            "sh", "-c", 'chmod -R u+rwX "$0"; rm -rf "$0"', folder, stderr=asyncio.subprocess.DEVNULL
-        )
-        await asyncio.shield(remove.wait())
 
 
 async def _talk(process: asyncio.subprocess.Process, code: bytes) -> tuple[bytes, str]:
