@@ -54,6 +54,7 @@ setup(
     entry_points={"console_scripts": ["vapo-megatron = vapo_megatron.cli:main"]},
     install_requires=[
         "aiohttp>=3.9",
+        "bm25s>=0.3,<0.4",  # search tool of agents
         "huggingface-hub>=1.0",
         "jinja2>=3.1",
         "math-verify==0.9.0",

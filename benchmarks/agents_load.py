@@ -37,7 +37,9 @@ from vapo_megatron.weights.tiny import word_tokenizer
 WORDS, WRITTEN, GROUP = [f"w{n}" for n in range(200)], 64, 8
 IDS, LOGPROBS = np.arange(4, 4 + WRITTEN, dtype=np.int32), -np.ones(WRITTEN, np.float32)
 IDS[-1] = 2  # the end token
-TEMPLATE = "{% for m in messages %}<bos> {{ m['content'] }} <eos> {% endfor %}"
+TEMPLATE = (
+    "{% for m in messages %}{{ '' if m['role'] == 'assistant' else '<bos> ' }}{{ m['content'] }} <eos> {% endfor %}"
+)
 _FASTEST_TOOL, _SLOWEST_TOOL = 0.05, 0.5
 
 

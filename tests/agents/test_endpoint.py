@@ -1,79 +1,36 @@
 """The endpoint, with engines that answer at once: its ways in, its errors, its limits, and figures by turn."""
 
 import asyncio
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import numpy as np
 import pytest
+import stub_episodes
+from stub_episodes import WRITTEN, Engine, fresh_engine, make_tokenizer
 
-from vapo_megatron.agents.episodes import Agents, episode_metrics, is_whole
-from vapo_megatron.config.data import PromptTemplate
-from vapo_megatron.config.rollout import EpisodeConfig, RolloutConfig, SamplingConfig
-from vapo_megatron.data.sample import Prompt, Sample
+from vapo_megatron.agents.episodes import episode_metrics, is_whole
+from vapo_megatron.data.sample import Sample
 from vapo_megatron.data.tokenizer import TextTokenizer
-from vapo_megatron.engines.client import Completion
-from vapo_megatron.engines.dispatcher import Dispatcher
-from vapo_megatron.engines.request import GroupRequest
-from vapo_megatron.engines.server import EngineAddress
 from vapo_megatron.errors import TryAgain
-from vapo_megatron.weights.tiny import word_tokenizer
 
-TEMPLATE = "{% for m in messages %}<bos> {{ m['content'] }} <eos> {% endfor %}"
-WRITTEN = 4
-
-
-class Engine:
-    """Writes four tokens that follow from the seed; the first call may hang, and a later one may find it gone."""
-
-    hangs, gone_at, calls, aborted = False, 0, 0, 0
-
-    def __init__(self, address: EngineAddress, timeout: float) -> None:
-        self.address = address
-
-    async def generate(self, prompts: list[list[int]], params: list[dict[str, Any]], *_: Any) -> list[Completion]:
-        Engine.calls += 1
-        if Engine.hangs and Engine.calls == 1:
-            await asyncio.sleep(60)
-        if Engine.calls == Engine.gone_at:
-            raise TryAgain("the server is gone")
-        count = min(WRITTEN, params[0]["max_new_tokens"])
-        drawn = [4 + (params[0]["sampling_seed"] >> place) % 90 for place in range(WRITTEN - 1)]
-        ids, end = np.array([*drawn, 2][:count], np.int32), "stop" if count == WRITTEN else "length"
-        return [Completion(ids, -np.ones(count, np.float32), end, 0, 0, versions=((0, count),)) for _ in prompts]
-
-    async def abort(self, ids: list[str]) -> None:
-        Engine.aborted += len(ids)
-
-    async def close(self) -> None: ...
+TEMPLATE = (
+    "{% for m in messages %}{{ '' if m['role'] == 'assistant' else '<bos> ' }}{{ m['content'] }} <eos> {% endfor %}"
+)
 
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> TextTokenizer:
-    folder = tmp_path_factory.mktemp("words")
-    word_tokenizer([f"w{n}" for n in range(100)], 256, TEMPLATE).save_pretrained(folder)
-    return TextTokenizer(folder, PromptTemplate(chat_template=True))
+    return make_tokenizer(tmp_path_factory.mktemp("words"), TEMPLATE)
 
 
 @pytest.fixture(autouse=True)
-def fresh_engine() -> Iterator[None]:
-    Engine.hangs, Engine.gone_at, Engine.calls, Engine.aborted = False, 0, 0, 0
-    yield
+def fresh() -> None:
+    fresh_engine()
 
 
 def play(tokenizer: TextTokenizer, name: str, samples: int = 3, **limits: Any) -> list[Sample]:
-    settings = RolloutConfig(agent=f"{__name__}:{name}", episode=EpisodeConfig(**{"max_tokens": 200} | limits))
-    stub: Any = Engine
-    prompt = Prompt("row", "w3 w4", "w9", tuple(tokenizer.encode_prompt("w3 w4")), cursor=7)
-    with Dispatcher([EngineAddress("http://stub", "")], settings, [tokenizer.eos_id], client=stub) as dispatcher:
-        agents = Agents(dispatcher, tokenizer, settings)
-        try:
-            return dispatcher.loop.run(
-                agents.generate(GroupRequest(prompt, samples, SamplingConfig(max_new_tokens=12), 12, 11, 0))
-            )
-        finally:
-            agents.close()
+    return stub_episodes.play(tokenizer, f"{__name__}:{name}", samples, **limits)
 
 
 async def _talk(client: httpx.AsyncClient, task: dict[str, Any], base_url: str, turns: int = 3) -> list[httpx.Response]:

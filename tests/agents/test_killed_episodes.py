@@ -22,7 +22,9 @@ from vapo_megatron.engines.server import EngineAddress
 from vapo_megatron.engines.stream import GroupStream, Work, pack_groups, unpack_groups
 from vapo_megatron.weights.tiny import word_tokenizer
 
-TEMPLATE = "{% for m in messages %}<bos> {{ m['content'] }} <eos> {% endfor %}"
+TEMPLATE = (
+    "{% for m in messages %}{{ '' if m['role'] == 'assistant' else '<bos> ' }}{{ m['content'] }} <eos> {% endfor %}"
+)
 PROMPTS = [Prompt(str(n), f"w{n}", "", (1, 10 + n, 2), cursor=n) for n in range(40)]
 TURNS, STEPS = 4, 4
 

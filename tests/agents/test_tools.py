@@ -2,6 +2,7 @@
 
 import asyncio
 import resource
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,32 @@ def test_a_call_that_hangs_is_ended(code: str) -> None:
     assert not ended_well and "[stopped after 0.5 s]" in output
 
 
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import itertools\nfor n in itertools.count(): open(str(n), 'wb').write(bytes(1 << 23))",
+        "import itertools, os\nfor n in itertools.count(): open(f'f{n}', 'w').close(); os.mkdir(str(n))",
+        "import os\nwhile True: os.mkdir('d'); os.chdir('d')",
+        "import os, time\nfiles = []\nfor n in range(50):\n    files.append(open(str(n), 'wb'))\n"
+        "    os.remove(str(n))\n"
+        "    files[-1].write(bytes(1 << 23))\ntime.sleep(60)",
+    ],
+    ids=["files", "names", "folders", "removed files"],
+)
+def test_a_call_that_fills_the_disk_is_ended_and_leaves_nothing(
+    code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    output, ended_well = run(code, seconds=20.0)
+    assert not ended_well and "[stopped: it wrote more than 64 MiB]" in output
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_call_may_write_what_is_allowed() -> None:
+    code = "for n in range(5): open(str(n), 'wb').write(bytes(10 << 20))\nimport time; time.sleep(0.5); print('done')"
+    assert run(code) == ("done\n", True)
+
+
 def test_a_daemon_that_gets_past_the_guard_ends_with_its_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tools, "_GUARD", "import sys; exec(sys.stdin.read())")
     monkeypatch.setattr(resource, "RLIMIT_NPROC", resource.RLIMIT_CORE)  # this, too, would keep it from forking
@@ -76,4 +103,7 @@ def test_a_daemon_that_gets_past_the_guard_ends_with_its_call(tmp_path: Path, mo
 def test_search_puts_the_rarer_word_first() -> None:
     search = Search(["the cat sat", "the dog sat", "the the the", "a zebra sat on the cat"])
     assert search.find("zebra cat")[0] == "a zebra sat on the cat" and search.find("nothing here") == []
-    assert search.find("dog", most=1) == ["the dog sat"]
+    assert search.find("dog", most=1) == ["the dog sat"] and search.find("") == []
+    assert search.find("unheard zebra", most=9) == ["a zebra sat on the cat"]
+    with pytest.raises(ValueError, match="2 texts to search, none with a word"):
+        Search(["", "?!"])

@@ -353,6 +353,57 @@ def test_a_model_directory_that_lacks_something(
     assert_refused(command, code, capfd.readouterr().err, str(directory), *named)
 
 
+async def plays(task: dict[str, Any], base_url: str, http_client: Any) -> float:
+    """An agent that would be good."""
+    return 1.0
+
+
+def is_not_async(task: dict[str, Any], base_url: str, http_client: Any) -> float:
+    return 1.0
+
+
+class HasNoStep:
+    async def reset(self, task: dict[str, Any]) -> list[dict[str, Any]]:
+        return list(task["messages"])
+
+
+class HasTools(HasNoStep):
+    tools = ({"type": "function", "function": {"name": "add", "parameters": {}}},)
+
+    async def step(self, message: dict[str, Any]) -> tuple[list[dict[str, Any]], float, bool]:
+        return [], 1.0, True
+
+
+AGENTS: dict[str, list[str]] = {
+    "absent_module:run": ["absent_module:run", "cannot be imported"],
+    f"{__name__}:is_not_async": ["not an async function"],
+    f"{__name__}:HasNoStep": ["without the async methods reset and step"],
+    f"{__name__}:HasTools": ["sends tools", "ignores tools"],
+    f"{__name__}:plays rollout.episode.tool_parser=qwen25": ["tool_parser=qwen25", "ignores tools"],
+    f"{__name__}:plays algorithm.advantage.credit=turn rollout.episode.max_turns=1": ["credit=turn", "max_turns=1"],
+}
+
+
+@pytest.mark.parametrize("agent", AGENTS)
+def test_an_agent_that_cannot_be_trained_is_refused_before_ranks_start(
+    command: Command, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, agent: str
+) -> None:
+    counts: list[int] = []
+    monkeypatch.setattr(restarts, "start_ranks", lambda count, *_: counts.append(count))
+    monkeypatch.setattr(report, "write_report", lambda _: None)
+    fits = ["rollout.episode.max_tokens=64", "value_pretraining.enabled=false"]
+    code = command.exit_code("train", *f"rollout.agent={agent}".split(), *fits)
+    assert_refused(command, code, capfd.readouterr().err, *AGENTS[agent])
+    assert command.exit_code("train", f"rollout.agent={__name__}:plays", *fits) == 0 and counts == [2]
+    if "credit" not in agent:
+        config = CONFIGS["evaluate"](command.folder, command.model)
+        overrides = [*f"rollout.agent={agent}".split(), fits[0]]
+        capfd.readouterr()
+        shutil.rmtree(command.run_dir)
+        code = command.exit_code("evaluate", *overrides, config=config)
+        assert_refused(command, code, capfd.readouterr().err, *AGENTS[agent])
+
+
 LONG = {"id": "long", "problem": " plus ".join("12345678901234567890"), "answer": 1}
 ROWS = {
     "empty": ([], ["holds no rows"]),

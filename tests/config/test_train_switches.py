@@ -34,6 +34,10 @@ def load(tmp_path: Path, *overrides: str) -> TrainConfig:
         (["algorithm.dynamic_sampling.max_rounds=10", "batch.samples_per_prompt=1"], "dynamic_sampling.max_rounds=10"),
         (["algorithm.advantage.lambda_policy=1.5"], "lambda_policy"),
         (["algorithm.advantage.credit=turn"], "credit=turn with rollout.agent=null"),
+        (
+            ["algorithm.advantage.credit=turn", "rollout.agent=a:b", "rollout.episode.max_turns=1"],
+            "credit=turn with rollout.episode.max_turns=1",
+        ),
         ([AGENT, "algorithm.dynamic_sampling.max_rounds=10"], "rollout.agent=a:b with algorithm.dynamic_sampling"),
         ([AGENT, "preset=remax"], "rollout.agent=a:b with algorithm.advantage.estimator=remax"),
         ([AGENT, "data.prompt.chat_template=false"], "rollout.agent=a:b with data.prompt.chat_template=false"),

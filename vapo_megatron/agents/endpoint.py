@@ -1,6 +1,7 @@
 """An OpenAI-compatible endpoint on rank 0: one secret path per episode, and every token recorded as sampled."""
 
 import asyncio
+import math
 import secrets
 import time
 from dataclasses import dataclass, field, replace
@@ -11,7 +12,7 @@ import httpx
 import orjson
 from aiohttp import web
 
-from vapo_megatron.agents.recording import Message, Recording, Segment, comparable, text_after_answer
+from vapo_megatron.agents.recording import Message, Recording, Segment, as_templates_read, comparable, text_after_answer
 from vapo_megatron.config.rollout import EpisodeConfig
 from vapo_megatron.data.sample import Sample
 from vapo_megatron.data.tokenizer import TextTokenizer
@@ -22,6 +23,8 @@ from vapo_megatron.loop_thread import LoopThread
 
 _ADDRESS = "127.0.0.1"
 _LARGEST_REQUEST = 64 << 20
+_EVENTS = "text/event-stream"
+KEEP_ALIVE_S = 5.0  # a stream that has nothing to say yet sends a comment this often
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -37,6 +40,7 @@ class Episode:
         fault: why it must not be trained on, such as "template".
         failure: an error of the engines, which ends the run.
         turns: figures of each turn; answered: time of the last answer.
+        deadline, ends_at: when the call under way must have ended, and when the episode must (time of the loop).
     """
 
     request: GroupRequest
@@ -48,6 +52,8 @@ class Episode:
     failure: VapoError | None = None
     turns: list[dict[str, float]] = field(default_factory=list)
     answered: float = 0.0
+    deadline: asyncio.Timeout = field(default_factory=lambda: asyncio.Timeout(None))
+    ends_at: float = math.inf
     closed: bool = False
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
@@ -55,6 +61,11 @@ class Episode:
         """Count the seconds since the last answer as tool time of that turn."""
         if self.turns:
             self.turns[-1]["tool_seconds"] = now - self.answered
+
+    def begin_call(self, seconds: float | None) -> None:
+        """Limit what comes next, a response or the agent's work until its next request, to these seconds."""
+        if seconds is not None and not self.closed and not self.deadline.expired():
+            self.deadline.reschedule(min(self.ends_at, asyncio.get_running_loop().time() + seconds))
 
 
 class _Refused(Exception):
@@ -103,15 +114,31 @@ class Endpoint:
         app = web.Application(client_max_size=_LARGEST_REQUEST)
         app.router.add_post("/{secret}/v1/chat/completions", self._serve)
         # What is still asked for is of episodes that ended: nobody waits for its answer.
-        runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)  # 0 is forever
+        # 0 is forever. A client that goes away cancels its request.
+        runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1, handler_cancellation=True)
         await runner.setup()
         site = web.TCPSite(runner, _ADDRESS, 0)
         await site.start()
         self._runner, self._port = runner, runner.addresses[0][1]
 
-    async def _serve(self, request: web.Request) -> web.Response:
-        status, kind, content = await self.answer(request.path, await request.read())
-        return web.Response(status=status, body=content, content_type=kind)
+    async def _serve(self, request: web.Request) -> web.StreamResponse:
+        body, stream = await request.read(), None
+        answer = asyncio.ensure_future(self.answer(request.path, body))
+        try:
+            while not (await asyncio.wait([answer], timeout=KEEP_ALIVE_S))[0]:
+                if stream is None and _streams(body):
+                    stream = web.StreamResponse(headers={"Content-Type": _EVENTS})
+                    await stream.prepare(request)
+                if stream is not None:
+                    await stream.write(b": waiting\n\n")
+        finally:
+            answer.cancel()
+        status, kind, content = answer.result()
+        if stream is None:
+            return web.Response(status=status, body=content, content_type=kind)
+        await stream.write(content if kind == _EVENTS else b"data: %b\n\n" % content)
+        await stream.write_eof()
+        return stream
 
     async def answer(self, path: str, body: bytes) -> tuple[int, str, bytes]:
         """Status, content type and content of the answer to a request."""
@@ -133,7 +160,11 @@ class Endpoint:
         except (ValueError, TypeError) as error:
             return _error(f"no valid request: {error}", "invalid_request")
         if asked.get("stream"):
-            return HTTPStatus.OK, "text/event-stream", _as_stream(answer)
+            return (
+                HTTPStatus.OK,
+                _EVENTS,
+                _as_stream(answer, bool((asked.get("stream_options") or {}).get("include_usage"))),
+            )
         return HTTPStatus.OK, "application/json", orjson.dumps(answer)
 
     async def _turn(
@@ -142,22 +173,17 @@ class Endpoint:
         """Let the policy write one response and record it."""
         recording = episode.recording
         episode.end_tool(time.monotonic())
+        episode.begin_call(self._limits.call_timeout_s)
         if recording.turns >= self._limits.max_turns:
             episode.limit = episode.limit or "turns"
             raise _Refused(f"rollout.episode.max_turns={self._limits.max_turns} are taken", "limit")
-        compared = comparable(messages)
-        segment = recording.segment_of(compared, tools or [])
-        observed: list[int] = []
         try:
-            if segment is None:
-                prompt = self._tokenizer.encode_messages(messages, tools)
-                segment = Segment([], tools or [], prompt)
-                is_new = True
-            else:
-                is_new, observed = False, self._observation(segment, messages[len(segment.messages) :], tools)
+            shown = self._tokenizer.messages_text(messages, tools)
+            segment, observed = self._segment(recording, messages, tools or [], shown)
         except ValueError as error:
             episode.fault = "template"
             raise _Refused(f"the chat template cannot be applied: {error}", "template") from None
+        is_new = not segment.turns
         context = [*segment.prompt_ids, *segment.token_ids, *observed]
         max_tokens = body.get("max_completion_tokens") or body.get("max_tokens") or episode.request.max_new_tokens
         # All that models are to read of the episode; a segment that is new is not among the recorded ones yet.
@@ -178,19 +204,32 @@ class Endpoint:
         message: Message = {"role": "assistant", "content": content}
         if calls:
             message["tool_calls"] = calls
-        segment.write(turn, recording.turns, [*compared, *comparable([message])])
+        segment.write(turn, recording.turns, comparable([*messages, as_templates_read(message)]), shown)
         if is_new:
             recording.segments.append(segment)
         episode.answered = time.monotonic()
+        episode.begin_call(self._limits.call_timeout_s)
         figures = {"tokens_written": len(turn.response_ids), "tokens_observed": len(observed)}
         episode.turns.append(figures | {"engine_seconds": episode.answered - asked, "tool_seconds": 0.0})
         reason = "length" if turn.truncated else "tool_calls" if calls else "stop"
         return _completion(f"chatcmpl-{turn.seed:x}", message, reason, len(context), len(turn.response_ids))
 
-    def _observation(self, segment: Segment, new: list[Message], tools: list[Message] | None) -> list[int]:
-        """Tokens of the messages after the policy's last answer, without its end token if it drew one."""
-        text = text_after_answer(lambda messages: self._tokenizer.messages_text(messages, tools), new)
-        last = segment.turns[-1]
+    def _segment(
+        self, recording: Recording, messages: list[Message], tools: list[Message], shown: str
+    ) -> tuple[Segment, list[int]]:
+        """The segment that a request continues, and the tokens of its messages after the policy's last answer; or a new
+        segment, which has no turns yet. shown: the request as the chat template writes it."""
+        segment = recording.segment_of(comparable(messages), tools)
+        if segment is not None:
+            new = messages[len(segment.messages) :]
+            after = text_after_answer(lambda given: self._tokenizer.messages_text(given, tools), new)
+            if segment.is_kept_in(shown, after):
+                return segment, self._observation(segment.turns[-1], after)
+        prompt = self._tokenizer.encode_response(shown)
+        return Segment([], tools, prompt, by_template=segment is not None), []
+
+    def _observation(self, last: Sample, text: str) -> list[int]:
+        """Tokens of the text after the policy's last answer, without its end token if it drew one."""
         if not last.truncated:
             drawn = self._tokenizer.decode_all(last.response_ids[-1:].tolist())
             text = text.lstrip().removeprefix(drawn) if text.lstrip().startswith(drawn) else text
@@ -248,7 +287,7 @@ def _checked(body: Any) -> tuple[list[Message], list[Message] | None]:
     tools = body.get("tools")
     if tools is not None and not isinstance(tools, list):
         raise _Refused("expected tools as a list", "invalid_request")
-    return body["messages"], tools
+    return [as_templates_read(message) for message in body["messages"]], tools
 
 
 def _completion(name: str, message: Message, reason: str, prompt: int, written: int) -> dict[str, Any]:
@@ -267,18 +306,25 @@ def _error(message: str, code: str, status: int = 400) -> tuple[int, str, bytes]
     return status, "application/json", orjson.dumps({"error": error})
 
 
-def _as_stream(answer: dict[str, Any]) -> bytes:
+def _streams(body: bytes) -> bool:
+    """Whether a request, valid or not, asks for a stream."""
+    try:
+        return bool(orjson.loads(body).get("stream"))
+    except (ValueError, AttributeError):
+        return False
+
+
+def _as_stream(answer: dict[str, Any], with_usage: bool) -> bytes:
     """The whole answer as one chunk, for agents that stream."""
     (choice,) = answer["choices"]
     delta = dict(choice["message"])
     if "tool_calls" in delta:
         delta["tool_calls"] = [{"index": number, **call} for number, call in enumerate(delta["tool_calls"])]
     common = {name: answer[name] for name in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
-    chunks = [
-        orjson.dumps(common | {"choices": [{"index": 0, "delta": part, "finish_reason": reason}]})
-        for part, reason in ((delta, None), ({}, choice["finish_reason"]))
-    ]
-    return b"".join(b"data: %b\n\n" % chunk for chunk in (*chunks, b"[DONE]"))
+    parts: tuple[tuple[dict[str, Any], str | None], ...] = ((delta, None), ({}, choice["finish_reason"]))
+    chunks = [{"choices": [{"index": 0, "delta": part, "finish_reason": reason}]} for part, reason in parts]
+    chunks += [{"choices": [], "usage": answer["usage"]}] if with_usage else []
+    return b"".join(b"data: %b\n\n" % orjson.dumps(common | chunk) for chunk in chunks) + b"data: [DONE]\n\n"
 
 
 class DirectTransport(httpx.AsyncBaseTransport):
@@ -289,8 +335,10 @@ class DirectTransport(httpx.AsyncBaseTransport):
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         """Called by httpx. A caller that is cancelled, or that waits for longer than its timeout, cancels its turn."""
-        work = self._loop.start(self._endpoint.answer(request.url.path, await request.aread()))
-        seconds = request.extensions.get("timeout", {}).get("read")
+        body, seconds = await request.aread(), request.extensions.get("timeout", {}).get("read")
+        work = self._loop.start(self._endpoint.answer(request.url.path, body))
+        if seconds is not None and seconds > KEEP_ALIVE_S and _streams(body):
+            seconds = None  # a socket would bring a sign of life before
         try:
             status, kind, content = await asyncio.wait_for(asyncio.wrap_future(work), seconds)
         except TimeoutError:

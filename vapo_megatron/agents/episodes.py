@@ -55,6 +55,7 @@ def run_environment(kind: type) -> Callable[[dict[str, Any], str, Any], Awaitabl
         graded = {"reward": 0.0} if rewards and rewards[-1] is not None else {}
         return {"turn_rewards": [reward or 0.0 for reward in rewards]} | graded
 
+    run.tools = getattr(kind, "tools", None)  # type: ignore[attr-defined]  # for check_agent()
     return run
 
 
@@ -86,8 +87,9 @@ def run_verifiers_environment(name: str) -> Callable[[dict[str, Any], str, Any],
 
 
 _logger = logging.getLogger(__name__)
-# Why an episode is not trained on: too slow, the agent raised, the chat template failed, engines were stopped, no turn.
-CAUSES = ("timeout", "error", "template", "stopped", "no_turn")
+# Why an episode is not trained on: it or a call was too slow, the agent raised, the chat template failed or ignores
+# tools, engines were stopped, no turn.
+CAUSES = ("timeout", "call_timeout", "error", "template", "stopped", "no_turn")
 _KEY = "rollout.agent"
 _MOST_TURNS = 8  # turns of an episode that have figures of their own
 # Groups that break one after another, with none that is whole between them: the agent itself is wrong then.
@@ -123,6 +125,19 @@ def load_agent(path: str) -> Agent:
         raise BadInput(f"{_KEY}={path}: expected the three parameters task, base_url, http_client")
     function: Agent = agent
     return function
+
+
+def check_agent(config: RolloutConfig, tokenizer: TextTokenizer) -> None:
+    """Raises BadInput if there is an agent that cannot be run, or one with tools that the chat template ignores."""
+    if config.agent is None:
+        return
+    sends_tools, parser = bool(getattr(load_agent(config.agent), "tools", None)), config.episode.tool_parser
+    if (sends_tools or parser is not None) and not tokenizer.reads_tools:
+        key = f"{_KEY}={config.agent} sends tools" if sends_tools else f"rollout.episode.tool_parser={parser}"
+        raise BadInput(
+            f"{key}, and the chat template of {tokenizer.directory} ignores tools: use a model whose template shows "
+            "them, or put them into the messages and leave tools and tool_parser out"
+        )
 
 
 class Agents:
@@ -181,11 +196,13 @@ class Agents:
         base_url = await self._endpoint.open(episode)
         work = asyncio.wrap_future(self._thread.start(self._call(task_of(group.prompt, self._tokenizer), base_url)))
         answer, cause = None, ""
+        episode.ends_at = asyncio.get_running_loop().time() + self._limits.timeout_s
         try:
-            async with asyncio.timeout(self._limits.timeout_s):
+            async with asyncio.timeout_at(episode.ends_at) as episode.deadline:
+                episode.begin_call(self._limits.call_timeout_s)
                 answer = _checked(await work, episode.recording.turns)
         except TimeoutError:
-            cause = "timeout"
+            cause = "timeout" if episode.deadline.when() == episode.ends_at else "call_timeout"
         except asyncio.CancelledError:
             work.cancel()
             raise
@@ -197,7 +214,7 @@ class Agents:
             self._endpoint.close(base_url)
         if episode.failure is not None:
             raise episode.failure
-        cause = cause or episode.fault or ("" if episode.recording.segments else "no_turn")
+        cause = episode.fault or cause or ("" if episode.recording.segments else "no_turn")
         if cause:
             self.broken[cause] += 1
             return replace(empty_response(group, index), finish_reason="stop", grade_reason=BROKEN + cause)

@@ -1,6 +1,8 @@
 """The tokens of an episode, recorded from its requests; those of the policy as they were drawn."""
 
+import json
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +23,8 @@ class Segment:
         messages: of the last request and its answer, to compare with the next request.
         tools: of every request.
         prompt_ids: the first request's tokens.
+        shown: the last request as the chat template wrote it.
+        by_template: whether it began because the template rewrote the history.
         token_ids, logprobs, mask: what follows the prompt; mask is True on tokens that the policy wrote.
         turns: the policy's responses, as the dispatcher gave them.
         ends: of each turn, its number in the episode and the place of its last token in token_ids.
@@ -29,6 +33,8 @@ class Segment:
     messages: list[Compared]
     tools: list[Message]
     prompt_ids: list[int]
+    shown: str = ""
+    by_template: bool = False
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     mask: list[bool] = field(default_factory=list)
@@ -40,20 +46,33 @@ class Segment:
         count = len(self.messages)
         return tools == self.tools and len(messages) > count and messages[:count] == self.messages
 
+    def is_kept_in(self, shown: str, after: str) -> bool:
+        """Whether the chat template repeats the last request and its answer unchanged, except for whitespace and the
+        spelling of tool calls. Templates may drop the reasoning of earlier turns, for example.
+
+        shown: the next request as the template writes it; after: its part that follows the answer.
+        """
+        before, text, after = ("".join(part.split()) for part in (self.shown, shown, after))
+        if not text.startswith(before) or not text[len(before) :].endswith(after):
+            return False
+        repeated, (_, content, calls) = text[len(before) :].removesuffix(after), self.messages[-1]
+        answer = "".join(content.split())
+        return repeated.startswith(answer) if calls else repeated == answer
+
     def observe(self, token_ids: Sequence[int]) -> None:
         """Append tokens that the policy is given."""
         self.token_ids += token_ids
         self.logprobs += [0.0] * len(token_ids)
         self.mask += [False] * len(token_ids)
 
-    def write(self, turn: Sample, number: int, messages: list[Compared]) -> None:
+    def write(self, turn: Sample, number: int, messages: list[Compared], shown: str) -> None:
         """Append what the policy wrote in the turn of this number, and update the conversation."""
         self.token_ids += turn.response_ids.tolist()
         self.logprobs += turn.rollout_logprobs.tolist()
         self.mask += [True] * len(turn.response_ids)
         self.turns.append(turn)
         self.ends.append((number, len(self.token_ids) - 1))
-        self.messages = messages
+        self.messages, self.shown = messages, shown
 
 
 class Recording:
@@ -88,6 +107,7 @@ class Recording:
         return {
             "turns": float(self.turns),
             "segments": float(len(self.segments)),
+            "segments_by_template": float(sum(segment.by_template for segment in self.segments)),
             "tokens_written": float(written),
             "tokens_observed": float(sum(len(segment.mask) for segment in self.segments) - written),
             "tokens_rewritten": float(rewritten),
@@ -127,17 +147,25 @@ class Recording:
         }
 
 
-def comparable(messages: Sequence[Message]) -> list[Compared]:
-    """Messages in a form to compare: what a template reads, however a client spells it."""
-    return [_read(message) for message in messages]
-
-
-def _read(message: Message) -> Compared:
+def as_templates_read(message: Message) -> Message:
+    """A message with its content as text and the arguments of its calls as objects, however a client spells it."""
     content = message.get("content") or ""
     if isinstance(content, list):
         content = "".join(part.get("text", "") for part in content)
-    functions = [call["function"] for call in message.get("tool_calls") or ()]
-    return message["role"], content, [(function["name"], function["arguments"]) for function in functions]
+    message, calls = {**message, "content": content}, []
+    for call in message.pop("tool_calls", None) or ():
+        arguments = call["function"]["arguments"]
+        with suppress(ValueError, TypeError):  # a policy may write what is no JSON
+            arguments = json.loads(arguments)
+        calls.append({**call, "function": {**call["function"], "arguments": arguments}})
+    return message | ({"tool_calls": calls} if calls else {})
+
+
+def comparable(messages: Sequence[Message]) -> list[Compared]:
+    """What identifies messages that are as templates read them."""
+    calls = [[call["function"] for call in message.get("tool_calls", ())] for message in messages]
+    functions = [[(function["name"], function["arguments"]) for function in called] for called in calls]
+    return [(m["role"], m["content"], called) for m, called in zip(messages, functions, strict=True)]
 
 
 # Stands for an assistant's message where a template is asked for what follows one. No tokenizer cuts it.

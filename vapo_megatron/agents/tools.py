@@ -6,16 +6,22 @@ import os
 import re
 import resource
 import signal
+import stat
 import sys
 import tempfile
-from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
+
+import bm25s
+import numpy as np
 
 from vapo_megatron.signals import adopt_orphans, end_tree, end_with_parent
 
 _MOST_OUTPUT = 16 << 10
 _MIB = 1 << 20
+_MOST_WRITTEN = 64 * _MIB
+_LEAST_FILE = 64 << 10  # what a file or folder counts, however small
+_LOOK_SECONDS = 0.1
 _WORDS = re.compile(r"\w+")
 # Given to `python -c`: an audit hook refuses sockets, child processes, and files outside the call's folder, though
 # Python's own modules may be read. The limits hold whatever becomes of the hook.
@@ -48,7 +54,8 @@ async def run_python(code: str, seconds: float = 10.0, memory_mib: int = 512) ->
     """Run Python code in a separate process; returns its output, cut to 16 KiB, and whether it succeeded.
 
     The process has an empty folder, no environment, limits of time, memory, file size and open files, and no core file;
-    it and all its descendants are killed when the time is over. Network, child processes and files outside that folder
+    it and all its descendants are killed when the time is over, or within a tenth of a second after it has written more
+    than 64 MiB (a file or folder counts as 64 KiB at least). Network, child processes and files outside that folder
     are refused by an audit hook of the interpreter: that stops code that a policy writes, not an attacker with an
     exploit of CPython. Use a container for the latter.
     """
@@ -67,7 +74,8 @@ async def run_python(code: str, seconds: float = 10.0, memory_mib: int = 512) ->
         ):
             resource.setrlimit(kind, (most, most))
 
-    with tempfile.TemporaryDirectory(prefix="vapo-tool-") as folder:
+    folder = tempfile.mkdtemp(prefix="vapo-tool-")
+    try:
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-I", "-S", "-c", _GUARD),
             stdin=asyncio.subprocess.PIPE,
@@ -79,14 +87,22 @@ async def run_python(code: str, seconds: float = 10.0, memory_mib: int = 512) ->
             preexec_fn=limit,
         )
         output, over = b"", ""
+        watch = asyncio.create_task(_watch(process, folder))
         try:
             async with asyncio.timeout(seconds):
                 output, over = await _talk(process, code.encode(errors="replace"))
         except TimeoutError:
             over = f"\n[stopped after {seconds:g} s]"
         finally:
+            if watch.done():
+                over = f"\n[stopped: it wrote more than {_MOST_WRITTEN // _MIB} MiB]"
+            watch.cancel()
             _kill(process)
             await process.wait()
+    finally:  # shutil.rmtree is recursive, and folders may be deep
+        remove = ("sh", "-c", 'chmod -R u+rwX "$0"; rm -rf "$0"', folder)
+        removing = await asyncio.create_subprocess_exec(*remove, stderr=asyncio.subprocess.DEVNULL)
+        await asyncio.shield(removing.wait())
     return output.decode(errors="replace") + over, process.returncode == 0 and not over
 
 
@@ -115,27 +131,49 @@ def _kill(process: asyncio.subprocess.Process) -> None:
             os.killpg(process.pid, signal.SIGKILL)
 
 
+async def _watch(process: asyncio.subprocess.Process, folder: str) -> None:
+    """Kill a process that has written too much; returns then."""
+    while _written(process.pid, folder) <= _MOST_WRITTEN:
+        await asyncio.sleep(_LOOK_SECONDS)
+    _kill(process)
+
+
+def _written(pid: int, folder: str) -> int:
+    """Bytes in a folder and in files that a process removed and has open; up to the limit."""
+    total, left = 0, [folder, f"/proc/{pid}/fd"]
+    while left and total <= _MOST_WRITTEN:
+        with suppress(OSError), os.scandir(left.pop()) as entries:
+            for entry in entries:
+                is_open = entry.path.startswith("/proc/")
+                facts = entry.stat(follow_symlinks=is_open)
+                if stat.S_ISDIR(facts.st_mode) and not is_open:
+                    left.append(entry.path)
+                if not is_open or (stat.S_ISREG(facts.st_mode) and not facts.st_nlink):
+                    total += max(facts.st_size, _LEAST_FILE)
+                if total > _MOST_WRITTEN:
+                    break
+    return total
+
+
 class Search:
-    """BM25 (Robertson and Zaragoza 2009; k1 1.5, b 0.75) over texts held in memory."""
+    """BM25 (Robertson and Zaragoza 2009; k1 1.5, b 0.75), by the library bm25s, over texts held in memory.
+
+    Raises:
+        ValueError: no text has a word.
+    """
 
     def __init__(self, texts: Sequence[str]) -> None:
-        self._texts, self._counts = list(texts), [Counter(_WORDS.findall(text.lower())) for text in texts]
-        self._lengths = [sum(counts.values()) for counts in self._counts]
-        self._mean = sum(self._lengths) / max(len(self._lengths), 1)
-        self._documents = Counter(word for counts in self._counts for word in counts)
+        self._texts, self._index = list(texts), bm25s.BM25(k1=1.5, b=0.75)
+        words = [_WORDS.findall(text.lower()) for text in self._texts]
+        if not any(words):
+            raise ValueError(f"{len(words)} texts to search, none with a word in it")
+        self._index.index(words, show_progress=False)
 
     def find(self, query: str, most: int = 3) -> list[str]:
         """The best texts for a query, best first, without those that share no word with it."""
-        words = set(_WORDS.findall(query.lower()))
-        scores = [(self._score(words, place), -place) for place in range(len(self._texts))]
-        best = sorted((score for score in scores if score[0] > 0), reverse=True)[:most]
-        return [self._texts[-place] for _, place in best]
-
-    def _score(self, words: set[str], place: int) -> float:
-        counts, score = self._counts[place], 0.0
-        for word in words & counts.keys():
-            with_it = self._documents[word]
-            rarity = math.log1p((len(self._texts) - with_it + 0.5) / (with_it + 0.5))
-            norm = 1.5 * (0.25 + 0.75 * self._lengths[place] / self._mean)
-            score += rarity * counts[word] * 2.5 / (counts[word] + norm)
-        return score
+        words = sorted(set(_WORDS.findall(query.lower())))
+        if not words:
+            return []
+        scores = self._index.get_scores(words)
+        best = np.argsort(-scores, kind="stable")[:most]
+        return [self._texts[place] for place in best if scores[place] > 0]

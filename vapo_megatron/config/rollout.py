@@ -85,13 +85,19 @@ class HealthConfig(Section):
 
 
 class EpisodeConfig(Section):
-    """Limits of an agent's episode. Reaching max_turns or max_tokens truncates it; exceeding timeout_s breaks it."""
+    """Limits of an agent's episode. Reaching max_turns or max_tokens truncates it; exceeding a timeout breaks it."""
 
     max_turns: int = Field(16, ge=1, description="responses of the policy per episode")
     max_tokens: int = Field(
         8192, ge=8, description="tokens of an episode: prompts, responses and observations of all its segments"
     )
     timeout_s: float = Field(600.0, gt=0, description="seconds that an episode may take")
+    call_timeout_s: float | None = Field(
+        None,
+        gt=0,
+        description="seconds that one call within it may take: a response of the policy with its wait for an engine, "
+        "or the agent's tools between two of them; none: timeout_s alone",
+    )
     tool_parser: str | None = Field(
         None,
         pattern=r"^[\w.-]+$",

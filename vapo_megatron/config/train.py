@@ -105,8 +105,8 @@ class TrainConfig(Section):
         ),
         (
             "algorithm.advantage.credit=turn",
-            "rollout.agent=null",
-            "a response is one turn, name an agent or set credit=token",
+            "rollout.agent=null, rollout.episode.max_turns=1",
+            "there is one turn, name an agent with more of them or set credit=token",
         ),
         (
             "rollout.agent",

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ class TextTokenizer:
 
     def __init__(self, directory: Path, template: PromptTemplate) -> None:
         self._tokenizer = load_tokenizer(directory)
-        self._directory, self._template = directory, template
+        self.directory, self._template = directory, template
         if template.chat_template and not self._tokenizer.chat_template:
             raise BadInput(
                 f"{directory}: its tokenizer has no chat template and data.prompt.chat_template=true; "
@@ -48,12 +49,12 @@ class TextTokenizer:
         """Raise BadInput if a token has no row in the model's embedding."""
         if self.size > rows:
             raise BadInput(
-                f"{self._directory}: its tokenizer has {self.size} tokens and the model of config.json a vocabulary of "
+                f"{self.directory}: its tokenizer has {self.size} tokens and the model of config.json a vocabulary of "
                 f"{rows}: the two do not belong together, fetch the model's own tokenizer"
             )
         if strange := [end for end in self.eos_token_ids if not 0 <= end < rows]:
             raise BadInput(
-                f"{self._directory}/generation_config.json: eos_token_id {strange[0]} is outside the model's "
+                f"{self.directory}/generation_config.json: eos_token_id {strange[0]} is outside the model's "
                 f"vocabulary of {rows}: no response could end with it, give the model's own"
             )
 
@@ -62,7 +63,7 @@ class TextTokenizer:
         if not self._named_ends or self.eos_id in self._named_ends:
             return None
         return (
-            f"{self._directory}: generation_config.json ends responses with token "
+            f"{self.directory}: generation_config.json ends responses with token "
             f"{', '.join(map(str, self._named_ends))} and the tokenizer with {self.eos_id}: either ends one here, and "
             f"demonstrations end with {self.eos_id}"
         )
@@ -77,7 +78,7 @@ class TextTokenizer:
             differ = sum(theirs.get(token) != number for token, number in mine.items())
             raise BadInput(
                 f"{key}={other}: its tokenizer has {len(theirs)} tokens and gives {differ} of the {len(mine)} of "
-                f"{self._directory} another id, or none: give a model with the policy's tokenizer"
+                f"{self.directory} another id, or none: give a model with the policy's tokenizer"
             )
 
     def prompt_text(self, problem: str) -> str:
@@ -89,7 +90,7 @@ class TextTokenizer:
             return self.messages_text(self.messages(problem))
         except ValueError as error:
             raise BadInput(
-                f"{self._directory}: its chat template cannot be applied ({error}); mend "
+                f"{self.directory}: its chat template cannot be applied ({error}); mend "
                 "chat_template.jinja (or that of tokenizer_config.json), or set data.prompt.chat_template=false"
             ) from None
 
@@ -105,8 +106,23 @@ class TextTokenizer:
         """A conversation as the model reads it, up to where the assistant begins.
 
         Raises:
-            ValueError: the chat template cannot be applied.
+            ValueError: the chat template cannot be applied, or ignores the tools.
         """
+        if tools and not self.reads_tools:
+            raise ValueError("it ignores tools: use a model whose template shows them, or put them into the messages")
+        return self._render(messages, tools)
+
+    @cached_property
+    def reads_tools(self) -> bool:
+        """Whether the chat template shows the model the tools of a request."""
+        function = {"name": "probe", "description": "", "parameters": {"type": "object", "properties": {}}}
+        messages = self.messages(_PROBE)
+        try:
+            return self._render(messages, [{"type": "function", "function": function}]) != self._render(messages, None)
+        except ValueError:
+            return False
+
+    def _render(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> str:
         arguments: dict[str, Any] = {} if not tools else {"tools": tools}
         try:
             text = self._tokenizer.apply_chat_template(
@@ -116,10 +132,6 @@ class TextTokenizer:
             raise ValueError(reason_of(error)) from None
         assert isinstance(text, str)
         return text
-
-    def encode_messages(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None) -> list[int]:
-        """Token ids of messages_text()."""
-        return self._tokenizer.encode(self.messages_text(messages, tools), add_special_tokens=False)
 
     def decode_all(self, token_ids: Sequence[int]) -> str:
         """The text of token ids, special tokens included."""

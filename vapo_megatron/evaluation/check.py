@@ -8,7 +8,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from vapo_megatron.agents.episodes import load_agent
+from vapo_megatron.agents.episodes import check_agent
 from vapo_megatron.checkpoint.checkpoints import CHECKPOINT_FOLDER, HF_FOLDER
 from vapo_megatron.config.data import EvaluationDataConfig, ProblemsConfig
 from vapo_megatron.config.model import ModelConfig
@@ -87,8 +87,7 @@ def check_evaluation(settings: EvaluateConfig, platform: Platform) -> Evaluation
         return Evaluation(settings, _prompts(settings, None), None)
     assert settings.model is not None
     spec, tokenizer = _read_model(settings, settings.model)
-    if settings.rollout.agent is not None:
-        load_agent(settings.rollout.agent)
+    check_agent(settings.rollout, tokenizer)
     devices = engine_devices(settings.rollout, platform)
     model_dir = Path(settings.model.path)
     EngineServer(model_dir, settings.rollout, settings.model.dtype, Path(os.devnull), devices[0]).check_arguments()

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 
-from vapo_megatron.agents.episodes import load_agent
+from vapo_megatron.agents.episodes import check_agent
 from vapo_megatron.checkpoint.checkpoints import latest_checkpoint
 from vapo_megatron.checkpoint.dist_saver import bytes_per_weight, run_bytes
 from vapo_megatron.checkpoint.recorded_rollouts import BYTES_PER_TOKEN
@@ -114,8 +114,7 @@ def check_train(config: TrainConfig, world_size: int | None, facts: list[str] | 
     evaluations = {entry.name: eval_prompts(entry, config.data, tokenizer) for entry in config.data.eval}
     report += [f"{name}: {len(rows)} problems" for name, rows in {"data.train": prompts, **evaluations}.items()]
     check_functions(config.algorithm)
-    if config.rollout.agent is not None:
-        load_agent(config.rollout.agent)
+    check_agent(config.rollout, tokenizer)
     if not config.rollout.external_urls:
         first_engine(config, fp8).check_arguments()
     with VerifierPool(config.reward) as verifier:

@@ -68,7 +68,9 @@ def propose(plan: Plan) -> list[Proposal]:
 def propose_adapters(plan: Plan) -> list[Proposal]:
     """The fastest config that fits with adapters for the critic alone, and the fastest with the actor's too; those that
     there are. Beside kinds, what `propose` searches changes."""
-    whole: list[str] = [name for name in ("critic", "actor") if name in plan.models and plan.models[name].adapter is None]
+    whole: list[str] = [
+        name for name in ("critic", "actor") if name in plan.models and plan.models[name].adapter is None
+    ]
     proposals = []
     for count in range(1, len(whole) + 1):
         kinds: dict[str, Any] = {

@@ -1,0 +1,103 @@
+"""Agents on engines that answer at once, or as a script says."""
+
+import asyncio
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+
+from vapo_megatron.agents.episodes import Agents
+from vapo_megatron.config.data import PromptTemplate
+from vapo_megatron.config.rollout import EpisodeConfig, RolloutConfig, SamplingConfig
+from vapo_megatron.data.sample import Prompt, Sample
+from vapo_megatron.data.tokenizer import TextTokenizer
+from vapo_megatron.engines.client import Completion
+from vapo_megatron.engines.dispatcher import Dispatcher
+from vapo_megatron.engines.request import GroupRequest
+from vapo_megatron.engines.server import EngineAddress
+from vapo_megatron.errors import TryAgain
+from vapo_megatron.weights.tiny import word_tokenizer
+
+WRITTEN = 4
+
+
+class Engine:
+    """Writes four tokens that follow from the seed, or those of the script; the first call may hang, and a later one
+    may find it gone. Text before "add" is text, after it are the arguments of a call."""
+
+    hangs, gone_at, calls, aborted = False, 0, 0, 0
+    seconds = 0.0
+    script: ClassVar[list[list[int]]] = []
+    prompts: ClassVar[list[list[int]]] = []
+    urls: ClassVar[list[str]] = []
+
+    def __init__(self, address: EngineAddress, timeout: float) -> None:
+        self.address = address
+
+    async def generate(self, prompts: list[list[int]], params: list[dict[str, Any]], *_: Any) -> list[Completion]:
+        Engine.calls += 1
+        if Engine.hangs and Engine.calls == 1:
+            await asyncio.sleep(60)
+        if Engine.calls == Engine.gone_at:
+            raise TryAgain("the server is gone")
+        await asyncio.sleep(Engine.seconds)
+        Engine.prompts += prompts
+        Engine.urls += [self.address.url]
+        if Engine.script:
+            ids = np.array(Engine.script.pop(0), np.int32)
+            end = "stop" if ids[-1] == 2 else "length"
+            return [Completion(ids, -np.ones(len(ids), np.float32), end, 0, 0, versions=((0, len(ids)),))]
+        count = min(WRITTEN, params[0]["max_new_tokens"])
+        drawn = [4 + (params[0]["sampling_seed"] >> place) % 90 for place in range(WRITTEN - 1)]
+        ids, end = np.array([*drawn, 2][:count], np.int32), "stop" if count == WRITTEN else "length"
+        return [Completion(ids, -np.ones(count, np.float32), end, 0, 0, versions=((0, count),)) for _ in prompts]
+
+    async def abort(self, ids: list[str]) -> None:
+        Engine.aborted += len(ids)
+
+    async def parse_tool_calls(self, text: str, tools: Any, parser: str) -> tuple[str, list[dict[str, Any]]]:
+        before, called, arguments = text.partition("add ")
+        return before, [{"name": "add", "parameters": json.dumps({"a": arguments.strip()})}] if called else []
+
+    async def close(self) -> None: ...
+
+
+def fresh_engine() -> None:
+    """Make the engines as they are without a test's wishes."""
+    Engine.hangs, Engine.gone_at, Engine.calls, Engine.aborted, Engine.seconds = False, 0, 0, 0, 0.0
+    Engine.script, Engine.prompts, Engine.urls = [], [], []
+
+
+def make_tokenizer(folder: Path, template: str, words: Sequence[str] = ()) -> TextTokenizer:
+    """A tokenizer of words, w0 to w99 among them from id 4 on, with this chat template."""
+    word_tokenizer([*(f"w{n}" for n in range(100)), *words], 256, template).save_pretrained(folder)
+    return TextTokenizer(folder, PromptTemplate(chat_template=True))
+
+
+@contextmanager
+def agents_of(
+    tokenizer: TextTokenizer, agent: str, engines: int = 1, **settings: Any
+) -> Iterator[Callable[[int], list[Sample]]]:
+    """Plays groups of episodes: called with their number of episodes. settings: limits, and others of rollout."""
+    limits = {name: settings.pop(name) for name in list(settings) if name in EpisodeConfig.model_fields}
+    config = RolloutConfig(agent=agent, episode=EpisodeConfig(**{"max_tokens": 200} | limits), **settings)
+    stub: Any = Engine
+    prompt = Prompt("row", "w3 w4", "w9", tuple(tokenizer.encode_prompt("w3 w4")), cursor=7)
+    addresses = [EngineAddress(f"http://stub{number}", "") for number in range(engines)]
+    with Dispatcher(addresses, config, [tokenizer.eos_id], client=stub) as dispatcher:
+        agents = Agents(dispatcher, tokenizer, config)
+        try:
+            yield lambda samples: dispatcher.loop.run(
+                agents.generate(GroupRequest(prompt, samples, SamplingConfig(max_new_tokens=12), 12, 11, 0))
+            )
+        finally:
+            agents.close()
+
+
+def play(tokenizer: TextTokenizer, agent: str, samples: int = 3, **settings: Any) -> list[Sample]:
+    """One group of episodes."""
+    with agents_of(tokenizer, agent, **settings) as group:
+        return group(samples)
