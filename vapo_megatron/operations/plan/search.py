@@ -67,7 +67,8 @@ def propose(plan: Plan) -> list[Proposal]:
 def propose_adapters(plan: Plan) -> list[Proposal]:
     """The fastest config that fits with adapters for the critic alone, and the fastest with the actor's too; those that
     there are. Beside kinds, what `propose` searches changes."""
-    whole: list[str] = [name for name in ("critic", "actor") if name in plan.models and plan.models[name].adapter is None]
+    names: tuple[str, ...] = ("critic", "actor")
+    whole = [name for name in names if name in plan.models and plan.models[name].adapter is None]
     proposals = []
     for count in range(1, len(whole) + 1):
         kinds = {name: getattr(plan.config, name).model_copy(update={"kind": "adapter"}) for name in whole[:count]}
