@@ -1,11 +1,10 @@
-"""Layouts that fit, ranked by the run's duration."""
+"""Layouts that fit, ranked by the seconds of the run."""
 
 import json
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice, product
-from typing import Any
 
 from pydantic import ValidationError
 
@@ -22,7 +21,7 @@ from vapo_megatron.operations.plan.plan import Plan, make_plan, pass_seconds
 _BUDGET_STEP = 1024
 _RECOMPUTE = [RecomputeConfig(granularity=kind) for kind in ("none", "selective", "full")]
 _FRACTIONS = (0.85, 0.8, 0.75, 0.7, 0.65, 0.6, 0.5, 0.4, 0.3)
-# Memory that a proposal leaves free on every GPU: the memory model errs by about this much for deep pipelines.
+# What a proposal leaves free on every GPU: the model of memory errs by about so much where pipelines are deep.
 _HEADROOM = 5 * GIB
 # The fastest layouts of each model that are planned together, and sizes of engines with each pair; proposals at most.
 _EACH, _ENGINES, _BEST = 12, 3, 3
@@ -68,14 +67,11 @@ def propose(plan: Plan) -> list[Proposal]:
 def propose_adapters(plan: Plan) -> list[Proposal]:
     """The fastest config that fits with adapters for the critic alone, and the fastest with the actor's too; those that
     there are. Beside kinds, what `propose` searches changes."""
-    whole: list[str] = [
-        name for name in ("critic", "actor") if name in plan.models and plan.models[name].adapter is None
-    ]
+    names: tuple[str, ...] = ("critic", "actor")
+    whole = [name for name in names if name in plan.models and plan.models[name].adapter is None]
     proposals = []
     for count in range(1, len(whole) + 1):
-        kinds: dict[str, Any] = {
-            name: getattr(plan.config, name).model_copy(update={"kind": "adapter"}) for name in whole[:count]
-        }
+        kinds = {name: getattr(plan.config, name).model_copy(update={"kind": "adapter"}) for name in whole[:count]}
         with suppress(BadInput, ValidationError):  # what adapters rule out, those of experts for example
             config = PlanConfig.model_validate(plan.config.model_copy(update=kinds).model_dump())
             for best in propose(make_plan(config, plan.world))[:1]:
