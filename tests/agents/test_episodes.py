@@ -180,6 +180,8 @@ def test_a_rewritten_history_begins_a_segment_of_the_same_sample(
         assert sample.response_ids[start : start + len(again)].tolist() == again
         assert not sample.loss_mask[start : start + len(again)].any()
         assert sample.loss_mask.sum() == len(sample.loss_mask) - len(again)
+    for sample in samples:
+        sample.reward = 0.0
     packed = pack_groups({7: samples})
     for kept in (samples, unpack_groups(packed, lambda _: group(tokenizer).prompt, tokenizer.decode)[7]):
         batch = from_samples(kept)
