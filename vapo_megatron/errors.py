@@ -33,7 +33,7 @@ class RunFailed(VapoError):
 
 
 class TryAgain(VapoError):
-    """The run was interrupted by something passing (a lost node, a dead engine, a full disk). Exit code 75 (EX_TEMPFAIL).
+    """The run was interrupted by something passing (a lost node, a dead engine, a full disk). Exit code 75.
 
     What host memory holds of its state is kept for the next start.
     """

@@ -25,8 +25,8 @@ from vapo_megatron.checkpoint.manifest import (
     write_json,
 )
 from vapo_megatron.checkpoint.recorded_rollouts import BYTES_PER_TOKEN, RecordedRollouts, remove_unneeded, write_rollout
-from vapo_megatron.config.atomic import CannotWrite
 from vapo_megatron.config.algorithm import AlgorithmConfig
+from vapo_megatron.config.atomic import CannotWrite
 from vapo_megatron.data.batch import ExperienceBatch, from_samples
 from vapo_megatron.data.sample import Prompt, Sample
 from vapo_megatron.errors import BadInput

@@ -56,8 +56,10 @@ class RecordedRollouts:
         return f"{RECORD_FOLDER}/rollouts_{len(self.files):05d}.safetensors"
 
     def add(self, name: str, facts: FileFacts) -> None:
-        """Append a rollout that write_rollout() wrote. Raises BadInput where it is missing or damaged, CannotWrite where the
-        file system refuses to map it."""
+        """Append a rollout that write_rollout() wrote.
+
+        Raises BadInput where it is missing or damaged, CannotWrite where the file system refuses to map it.
+        """
         rollout = _mapped(self._run_dir / name)
         table = rollout.table()
         if self.files:
