@@ -19,7 +19,7 @@ STOP_SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGHUP)
 
 _libc = ctypes.CDLL(None)
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
-_TREE_SECONDS = 2.0  # for the kernel to end what was killed
+_TREE_SECONDS = 5.0  # for the kernel to end what was killed
 
 _received: list[str] = []
 _terminals: list[int] = []
@@ -90,8 +90,14 @@ def end_tree(pid: int) -> None:
     with suppress(ProcessLookupError):
         os.kill(pid, signal.SIGSTOP)  # it starts nothing more, and still adopts
     with suppress(psutil.Error):
-        root, end = psutil.Process(pid), time.monotonic() + _TREE_SECONDS
-        while any([_killed(child) for child in root.children(recursive=True)]) and time.monotonic() < end:
+        root, end, gone = psutil.Process(pid), time.monotonic() + _TREE_SECONDS, set[psutil.Process]()
+        while time.monotonic() < end:
+            # Until it has stopped it may start another one; so may one that ends by itself after it was listed.
+            starts_none = root.status() in (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE)
+            left = set(root.children(recursive=True)) - gone
+            if starts_none and not left:
+                break
+            gone |= {child for child in left if not _killed(child)}
             time.sleep(0.001)
     with suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)

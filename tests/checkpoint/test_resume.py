@@ -33,7 +33,7 @@ from safetensors.numpy import load
 from tiny_runs import make_model, sft_config
 
 from vapo_megatron.checkpoint import recorded_rollouts
-from vapo_megatron.checkpoint.checkpoints import final_step, list_checkpoints
+from vapo_megatron.checkpoint.checkpoints import list_checkpoints
 from vapo_megatron.checkpoint.host_memory import host_memory, host_memory_of
 from vapo_megatron.checkpoint.manifest import GROUPS_FILE
 from vapo_megatron.checkpoint.resume import open_resumed
@@ -43,7 +43,6 @@ from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.errors import BadInput
 from vapo_megatron.run.start import is_finished, prepare_start
 from vapo_megatron.training.models import load_models
-from vapo_megatron.weights import hf_writer
 from vapo_megatron.weights.adapters import base_identity
 
 RESUME = "run.resume=auto"
@@ -479,32 +478,6 @@ def test_a_recorded_rollout_that_the_disk_refuses_interrupts_the_run(shared: Wor
     end = live(shared, config, 1, partial(refuse_sync, recorded_rollouts, "recorded_rollouts", 2))
     assert end.code == 75, end
     assert "rollouts_00000.safetensors: cannot be written (Input/output error): make room there, then start" in end.said
-
-
-@pytest.mark.parametrize("model", ["step_", "final"])
-def test_a_run_goes_on_without_the_outputs_that_the_disk_refuses(
-    shared: World, straight: Callable[[int], Path], capfd: pytest.CaptureFixture[str], model: str
-) -> None:
-    """The final model is not one of them."""
-    more = ("run.steps=5", "export.every=1", "checkpoint.every=5", "checkpoint.every_minutes=null")
-    config = config_of(shared, f"without_{model}", LAYOUTS[1], RESUME, *more)
-    run_dir = Path(config.run.directory)
-    shutil.copytree(straight(1), run_dir)
-    shutil.rmtree(run_dir / "evaluation")
-    (run_dir / "evaluation").touch()
-    (run_dir / "evaluation.json").unlink()
-    (run_dir / "evaluation.json").mkdir()
-    end = live(shared, config, 1, partial(refuse_sync, hf_writer, f"hf/{model}"))
-    said = " ".join("".join(capfd.readouterr()).split())
-    assert end.code == (75 if model == "final" else 0), end
-    assert "step_000004_sums.jsonl is not kept: " in said and "evaluation.json is not kept: " in said
-    failures = [row.get("tracking/failures") for row in metrics(run_dir) if row["step"] in (4, 5)]
-    if model == "final":
-        assert "hf/final/actor: cannot be written (Input/output error): make room" in end.said
-        assert failures[0] == 2.0
-    else:
-        assert final_step(run_dir) == 5
-        assert "hf/step_000004/actor is not kept: " in said and failures == [3.0, 5.0]
 
 
 @pytest.mark.parametrize("steps", [3, 2])

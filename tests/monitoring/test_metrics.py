@@ -13,8 +13,11 @@ from typing import NoReturn
 
 import pytest
 
+from vapo_megatron.config.atomic import atomic_write
+from vapo_megatron.config.run import MonitoringConfig
 from vapo_megatron.errors import BadInput, RunFailed, TryAgain
 from vapo_megatron.monitoring.metrics import MetricsWriter, read_metrics
+from vapo_megatron.monitoring.recorder import Recorder
 
 
 def test_a_row_is_in_the_file_as_soon_as_it_is_written(tmp_path: Path) -> None:
@@ -104,3 +107,15 @@ def test_a_run_whose_directory_is_removed_does_not_end_as_if_all_were_well(tmp_p
         shutil.rmtree(tmp_path / "run")
         with pytest.raises(RunFailed, match="was deleted during the run"):
             writer.write(2, {"reward/mean": 0.5})
+
+
+def test_an_output_that_the_disk_refuses_is_left_out_named_and_counted(tmp_path: Path) -> None:
+    (tmp_path / "evaluation").touch()
+    alarms: list[str] = []
+    with Recorder(tmp_path, MonitoringConfig(tensorboard=False), is_main_rank=True) as recorder:
+        recorder.console.alarm = alarms.append  # type: ignore[method-assign]
+        with recorder.optional("sums.jsonl"), atomic_write(tmp_path / "evaluation" / "sums.jsonl"):
+            pass
+        row = recorder.write(1)
+    assert row["tracking/failures"] == 1.0
+    assert len(alarms) == 1 and alarms[0].startswith("sums.jsonl is not kept: ")

@@ -155,7 +155,9 @@ def looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("looks_often")
 def test_a_rank_that_is_stopped_for_good_counts_as_killed(tmp_path: Path) -> None:
     began = time.monotonic()
-    with pytest.raises(RankKilled, match=r"^rank1 \(process \d+\) was stopped by a signal \(SIGSTOP\) .*start the"):
+    with pytest.raises(
+        RankKilled, match=r"^rank1 \(process \d+\) was stopped by a signal \(SIGSTOP\) .*start the same"
+    ):
         start_ranks(2, partial(stopped_on_one, tmp_path, 60.0), 60)
     assert time.monotonic() - began < 30
     for path in tmp_path.iterdir():

@@ -169,7 +169,9 @@ def test_a_request_to_stop_ends_ranks_of_which_one_is_stopped_and_keeps_their_co
             os.kill(os.getpid(), signal.SIGSTOP)
         dist.barrier()
 
-    with pytest.raises(TryAgain, match=r"rank1 .* was stopped .*; the state is saved in host memory, .*step_000006"):
+    with pytest.raises(
+        TryAgain, match=r"rank1 .* was stopped .*; the state is saved in host memory, .*step_000006: a st"
+    ):
         launch.launch(config, body, lambda *_: None)
     assert (tmp_path / "starts").read_text() == "x"
     copy = restarts.find_left_copy(config, SimpleNamespace(take=lambda: None))  # type: ignore[arg-type]
