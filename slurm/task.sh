@@ -143,12 +143,12 @@ rank=$!
 looks=0 # in a row at which something other than a debugger (t) had the rank stopped
 {
     while kill -0 "$rank"; do
-        wait "$rank" # comes back for a trap too, and again and again while the rank is stopped
         if [[ $(sed 's/.*) //' "/proc/$rank/stat") == T* ]]; then
             ((++looks < 8)) || kill -KILL "$rank"
             sleep 2
-        elif [[ $looks -lt 8 ]]; then
-            looks=0
+        else
+            [[ $looks -ge 8 ]] || looks=0
+            wait "$rank" # comes back for a trap too, and at once while the rank is stopped
         fi
     done
     wait "$rank"

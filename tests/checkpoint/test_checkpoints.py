@@ -78,6 +78,27 @@ def test_a_newer_unit_replaces_one_of_its_name(
     assert (first / "file").read_text() == "newer" and list(first.parent.iterdir()) == [first]
 
 
+def test_a_checkpoint_that_was_about_to_be_replaced_is_found_after_a_kill(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoints, "exchanged", lambda *_: False)
+    first = save(tmp_path, CheckpointName(2))
+    (first / "file").write_text("older")
+    rename = Path.rename
+
+    def killed_after_it(path: Path, target: Path) -> Path:
+        rename(path, target)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Path, "rename", killed_after_it)
+        commit_checkpoint(open_checkpoint(tmp_path, CheckpointName(2)), CheckpointName(2))
+    assert not list_checkpoints(tmp_path)
+    remove_leftovers(tmp_path)
+    assert list(list_checkpoints(tmp_path).values()) == [first] == list(first.parent.iterdir())
+    assert (first / "file").read_text() == "older"
+
+
 def test_removing_takes_the_name_away_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     paths = [save(tmp_path, CheckpointName(step)) for step in (1, 2)]
     monkeypatch.setattr("shutil.rmtree", lambda *_, **__: None)  # killed before anything is deleted

@@ -165,11 +165,13 @@ def test_a_signal_costs_no_group_that_was_collected(count: int, shared: World, s
 
 
 def test_adapters_go_on_as_well_and_only_on_their_base(shared: World) -> None:
-    """Of actor and critic, on one base: killed in an update and gone on with, the run equals one that never was."""
+    """Of actor and critic, on one base: killed in an update and gone on with, the run equals one that never was. The
+    critic reads the answer as well."""
     adapters = (
         "actor.kind=adapter",
         "critic.kind=adapter",
         "model.adapter.rank=4",
+        "critic.privileged_field=answer",
         "run.steps=2",
         "evaluation.every=2",
     )

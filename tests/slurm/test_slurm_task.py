@@ -202,7 +202,7 @@ def test_a_rank_that_is_stopped_for_good_is_killed_and_recorded(
     task = Task(tmp_path, sys.executable, "-c", "import os, time; print(os.getpid(), flush=True); time.sleep(300)")
     rank = int(task.line())
     os.kill(rank, signal.SIGSTOP)
-    time.sleep(3)
+    time.sleep(7)
     used = psutil.Process(task.process.pid).cpu_times()
     assert used.user + used.system < 1, "the shell that waits for it keeps a core busy"
     os.kill(rank, signal.SIGCONT)  # forgotten

@@ -78,7 +78,7 @@ def commit_checkpoint(folder: Path, name: CheckpointName) -> Path:
     elif not exchanged(folder, target):
         old = target.rename(folder.with_name(f"{folder.name}.old"))
         try:
-            folder.rename(target)  # a kill just before leaves the checkpoint before this one
+            folder.rename(target)  # a kill just before: see remove_leftovers
         except OSError:
             old.rename(target)
             raise
@@ -88,11 +88,15 @@ def commit_checkpoint(folder: Path, name: CheckpointName) -> Path:
 
 
 def remove_leftovers(run_dir: Path) -> None:
-    """Remove what saves that were interrupted, and removals that were, have left."""
+    """Remove what interrupted saves and removals have left; a checkpoint that was about to be replaced has its name
+    again."""
     folder = run_dir / CHECKPOINT_FOLDER
     if folder.is_dir():
-        for path in folder.iterdir():
-            if path.name.startswith("."):
+        for path in folder.glob(".*"):
+            target = folder / path.name[1:].partition(".")[0]
+            if path.suffix == ".old" and not target.exists():
+                path.rename(target)
+            else:
                 shutil.rmtree(path, ignore_errors=True)
 
 

@@ -147,6 +147,7 @@ SectionT = TypeVar("SectionT", bound=Section)
 # rounding. All other keys define the run.
 _HARMLESS = (
     *("preset", "run.name", "run.root", "run.steps", "run.overwrite", "run.resume", "run.allow_config_change"),
+    *("run.profile", "robustness"),
     *("cluster", "evaluation", "data.eval", "data.steps", "data.epochs", "export", "monitoring", "checkpoint"),
     *("actor.layout", "actor.recompute", "actor.max_tokens_per_microbatch"),
     *("critic.layout", "critic.recompute", "critic.max_tokens_per_microbatch"),

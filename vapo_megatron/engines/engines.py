@@ -197,7 +197,7 @@ class Engines:
             before_asking()
             excess = {}
         else:
-            self._warned.growth(0.0)
+            self._warned.growth(0.0, self.limits.mean)
         if lost is not None:
             self._placement.fail(str(lost))
         for url in mine.keys() & excess.keys():
@@ -229,7 +229,7 @@ class Engines:
                 f"log-probs of engine and trainer differ after the weight sync of version {self.version} {excess}: "
                 f"{some_of(named) or 'every tensor is equal, so the two compute differently'}"
             )
-        if growth := self._warned.growth(difference.mean):
+        if growth := self._warned.growth(difference.mean, self.limits.mean):
             raise RunFailed(
                 f"log-probs of engine and trainer differ more and more, though every tensor is equal: {growth}: no "
                 "rounding does that, look for what the two compute differently, or allow it by rollout.sync.tolerance"

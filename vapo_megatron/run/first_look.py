@@ -4,6 +4,7 @@ import os
 from importlib.util import find_spec
 from pathlib import Path
 
+from vapo_megatron.config.critic_probes import CriticPretrainingConfig
 from vapo_megatron.config.run import MonitoringConfig
 from vapo_megatron.config.run_directory import check_place
 from vapo_megatron.config.sft import SftConfig
@@ -35,7 +36,8 @@ def look_first(settings: TrainConfig | SftConfig | EvaluateConfig) -> None:
             pass
     else:
         if isinstance(settings, TrainConfig):
-            train_problems(settings.data, settings.critic.privileged_field)
+            trains_on_rows = not isinstance(settings, CriticPretrainingConfig)  # else on records, with their own fields
+            train_problems(settings.data, settings.critic.privileged_field if trains_on_rows else None)
         for entry in settings.data.eval:
             eval_problems(entry, settings.data.fields)
 

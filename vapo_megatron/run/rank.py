@@ -110,10 +110,12 @@ def pretrain_critic_rank(config: CriticPretrainingConfig, run_dir: Path, start: 
     resumed = open_resumed(start.checkpoint, start.copy) if start.checkpoint is not None else None
     with ExitStack() as stack:
         stack.callback(watch(config, run_dir).close)
-        critic = load_critic(config, resumed)
+        with (timer := PhaseTimer())("load_models"):
+            critic = load_critic(config, resumed)
         if resumed is not None and is_main_rank:
             restore_run_files(run_dir, resumed, config)
-        recorder = stack.enter_context(Recorder(run_dir, config.monitoring, is_main_rank, int(resumed is not None)))
+        start_step = int(resumed is not None)
+        recorder = stack.enter_context(Recorder(run_dir, config.monitoring, is_main_rank, start_step, timer=timer))
         updates = SkippedUpdates(resumed.progress.updates if resumed is not None else None)
         critic.accepts = updates.accepts
         saved = {"critic": SavedModel(critic, source)}
@@ -130,7 +132,8 @@ def pretrain_critic_rank(config: CriticPretrainingConfig, run_dir: Path, start: 
         pretrain_value(critic, memory, None, pretraining, algorithm, config.batch, state, recorder, records)
         memory.enter("export_critic")
         folder = run_dir / HF_FOLDER / "value_pretrained" / "critic"
-        save_hf(critic.chunks, critic.spec, critic.mesh, critic.head, source, folder)
+        with recorder.timer("export"):
+            save_hf(critic.chunks, critic.spec, critic.mesh, critic.head, source, folder)
         state.end_pretraining(None)
         recorder.console.note(f"a run starts from it: critic.init=value_checkpoint critic.init_path={folder}")
 

@@ -143,6 +143,5 @@ def _check_fit(settings: Settings, checkpoint: Path) -> None:
 def _check_prompts(config: TrainConfig, progress: Progress) -> None:
     """Raises BadInput where the run would draw other prompts, or in another order, than up to its saved state."""
     tokenizer = TextTokenizer(Path(config.model.path), config.data.prompt)
-    PromptSource(
-        train_prompts(config.data, tokenizer), config.run.seed, config.data.shuffle, config.data.weights
-    ).restore(progress.prompts)
+    prompts = train_prompts(config.data, tokenizer, config.critic.privileged_field)
+    PromptSource(prompts, config.run.seed, config.data.shuffle, config.data.weights).restore(progress.prompts)

@@ -47,13 +47,16 @@ def _name_of(entry: dict[str, Any]) -> str:
 _KNOWN = 3  # times that a phase was ended before its own history counts
 _PATIENCE_SECONDS = 5.0
 _OVER = "over"  # the phase of a rank that is done
-# Engines write responses, those of an evaluation too, and may take hours; only `longest` bounds that at first.
+# Engines write responses, those of an evaluation too, and may take hours, as may reading records and the rest of a
+# save; only `longest` bounds that at first.
 _GENERATION = {"rollout", "rollout_greedy", "evaluation", "wait_for_engines", logs.ATTENDING}
+_LONG = _GENERATION | {"import_records", "wait_for_save"}
+_NEVER_KNOWN = {logs.NO_PHASE, logs.ATTENDING, "wait_for_save"}  # most saves are over before they are waited for
 # Without a history, a part of any other phase, or the way to the next one, is done within so many times floor_s
 # (kernels are compiled meanwhile); more where disks, or the start of an engine, are waited for.
 _FIRST = 1.0
 _FIRST_OF = dict.fromkeys(
-    ("load_models", "start_engines", "weight_sync", "sync_check", "export", "save_checkpoint", "wait_for_save"), 2.0
+    ("load_models", "start_engines", "weight_sync", "sync_check", "export", "save_checkpoint"), 2.0
 )
 
 
@@ -144,11 +147,11 @@ class Watchdog:
 
     def standstill(self, phase: str) -> float:
         """Seconds without progress after which a phase without a history hangs."""
-        return self._longest if phase in _GENERATION else self._config.floor_s * _FIRST_OF.get(phase, _FIRST)
+        return self._longest if phase in _LONG else self._config.floor_s * _FIRST_OF.get(phase, _FIRST)
 
     def _knows(self, phase: str) -> bool:
         """Whether the phase has a history to be measured by."""
-        return phase not in (logs.NO_PHASE, logs.ATTENDING) and self._ended.get(phase, 0) >= _KNOWN
+        return phase not in _NEVER_KNOWN and self._ended.get(phase, 0) >= _KNOWN
 
     def _silence(self) -> float:
         """Seconds for which the rank after this one has said nothing: it is stopped, or its node is gone."""

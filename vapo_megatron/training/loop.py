@@ -35,7 +35,7 @@ def train(config: TrainConfig, models: Models, rollouts: Rollouts, state: RunSta
         pretrain_value(
             models.critic, models.memory, rollouts, pretraining, whole, config.batch, state, recorder, records
         )
-        export_critic(models, engines, config.export, state)
+        export_critic(models, engines, config.export, state, recorder)
         sync_weights(models, rollouts, recorder)
         state.end_pretraining(rollouts)
 

@@ -50,10 +50,11 @@ def export(models: Models, engines: Engines, config: ExportConfig, state: RunSta
             save_models(models, engines, chosen_models(models, config), state, name, recorder.optional)
 
 
-def export_critic(models: Models, engines: Engines, config: ExportConfig, state: RunState) -> None:
+def export_critic(models: Models, engines: Engines, config: ExportConfig, state: RunState, recorder: Recorder) -> None:
     """Collective: write the pretrained critic, where critics are exported."""
     chosen = [model for model in chosen_models(models, config) if model.name != "actor"]
-    save_models(models, engines, chosen, state, "value_pretrained")
+    with recorder.timer("export"):
+        save_models(models, engines, chosen, state, "value_pretrained")
 
 
 def export_final(models: Models, engines: Engines, config: ExportConfig, state: RunState, recorder: Recorder) -> None:

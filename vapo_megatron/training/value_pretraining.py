@@ -63,7 +63,8 @@ def pretrain_value(
         RunFailed: no held-out response has a return: the critic could not be judged, nor could it learn much.
     """
     if records is not None:
-        import_records(records, rollouts, state)
+        with recorder.timer("import_records"):
+            import_records(records, rollouts, state)
     else:
         assert rollouts is not None, "engines draw what is not recorded"
         iterations = config.rollouts(size.prompts_per_step * size.samples_per_prompt)

@@ -114,3 +114,10 @@ def test_a_difference_that_keeps_growing_is_refused() -> None:
     assert warned == [""] * 5
     assert "by 0.4 on average, by 0.11 at the first warning, and above 3 times that for 3 weight syncs" in refused
     assert "every tensor is equal" in refused and "rollout.sync.tolerance" in refused and "\n" not in refused
+
+
+def test_means_within_their_limit_are_no_growth() -> None:
+    """The first warning may come from the quantile alone."""
+    warned = Warned()
+    assert [warned.growth(mean, 0.1) for mean in (0.02, 0.09, 0.09, 0.09, 0.09)] == [None] * 5
+    assert [bool(warned.growth(mean, 0.1)) for mean in (0.11, 0.11, 0.11)] == [False, False, True]

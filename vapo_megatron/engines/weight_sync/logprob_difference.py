@@ -77,11 +77,11 @@ class Warned:
         self._first: float | None = None
         self._grown = 0
 
-    def growth(self, mean: float) -> str | None:
-        """Add a sync's mean difference, 0 where it is within the limit; how much they grew, in words, if that is no
-        rounding."""
+    def growth(self, mean: float, allowed: float) -> str | None:
+        """Add a sync's mean difference, 0 where no limit is exceeded; how much they grew, in words, if that is no
+        rounding. allowed: the limit of means."""
         self._first = self._first or mean or None
-        self._grown = self._grown + 1 if mean > _GROWTH * (self._first or 0.0) else 0
+        self._grown = self._grown + 1 if mean > max(_GROWTH * (self._first or 0.0), allowed) else 0
         if self._grown < _SYNCS:
             return None
         return (
