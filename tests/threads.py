@@ -43,7 +43,7 @@ class _World:
     def broadcast_object_list(self, box: list[Any], src: int) -> None:
         box[:] = copy.deepcopy(self.meet(box)[src])
 
-    def all_gather_object(self, found: list[Any], given: Any) -> None:
+    def all_gather_object(self, found: list[Any], given: Any, group: Any = None) -> None:
         found[:] = self.meet(given)
 
 
@@ -60,7 +60,7 @@ def on_threads(size: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
             world.barrier.abort()
 
     collectives = {name: getattr(world, name) for name in vars(_World) if not name.startswith("_") and name != "meet"}
-    seat = {"is_initialized": lambda: True, "get_world_size": lambda: size, "get_rank": lambda: world.here.rank}
+    seat = {"is_initialized": lambda: True, "get_world_size": lambda *_: size, "get_rank": lambda: world.here.rank}
     with patch.multiple(dist, **collectives, **seat):
         threads = [threading.Thread(target=rank, args=(number,)) for number in range(size)]
         for thread in threads:

@@ -238,6 +238,7 @@ def test_what_is_not_finished_goes_on_under_the_next_weights() -> None:
         stream = GroupStream(made, prompts, Ledger(rule), work)
         (first,) = stream.take(lambda _: None)
         assert first[0].prompt.cursor == 0 and slow.asked == [1] and not slow.running
+        stream.advance()
         packed = pack_groups(stream.state()[1])
         state = json.loads(json.dumps(stream.state()[0]))
         stream.close()

@@ -117,10 +117,10 @@ def attempt(
     checkpoint: Any = None
     if before is not None:
         rollouts.prompts.cursor = before.progress.prompts["cursor"]
-        manifest = SimpleNamespace(record=before.record)
+        manifest = SimpleNamespace(metrics={}, record=before.record)
         checkpoint = SimpleNamespace(progress=before.progress, manifest=manifest, read=lambda name: b"{}")
     state = RunState(config.run, config.checkpoint, run_dir, checkpoints, models.updates, checkpoint)  # type: ignore[arg-type]
-    state.steps = lambda: iter(())  # type: ignore[method-assign]
+    state.steps = lambda rollouts: iter(())  # type: ignore[method-assign]
     train_step, score, engines = critic.train_step, critic.score, rollouts.engines
 
     def noted_step(batch: ExperienceBatch, samples: range, *args: Any) -> Any:

@@ -21,6 +21,7 @@ from vapo_megatron.monitoring.recorder import Recorder
 from vapo_megatron.training import loop
 from vapo_megatron.training.advantages import estimate_advantages
 from vapo_megatron.training.models import load_models
+from vapo_megatron.training.rollouts import Rollouts
 from vapo_megatron.training.score import score
 from vapo_megatron.training.skipped_updates import SkippedUpdates
 from vapo_megatron.training.state import RunState
@@ -128,7 +129,7 @@ def test_every_step_has_a_seed_of_its_own_in_every_attempt(tmp_path: Path) -> No
         run = RunConfig(name="run", seed=run_seed, steps=4)
         state = RunState(run, CheckpointConfig(), tmp_path, cast(Checkpointer, None), SkippedUpdates())
         state.step = first - 1
-        return [state.seed for _ in state.steps()]
+        return [state.seed for _ in state.steps(cast(Rollouts, None))]
 
     assert len({*seeds(1), *seeds(2)}) == 8
     assert seeds(1, first=3) == seeds(1)[2:], "a run that goes on from step 2"

@@ -10,7 +10,7 @@ import torch
 from batches import make_batch, spread, with_observation
 
 from vapo_megatron.algorithms.advantages import reinforce_pp
-from vapo_megatron.algorithms.gae import decoupled_gae, length_adaptive_lambda, monte_carlo_returns
+from vapo_megatron.algorithms.gae import length_adaptive_lambda, monte_carlo_returns
 from vapo_megatron.config.algorithm import AlgorithmConfig
 from vapo_megatron.config.run import MonitoringConfig
 from vapo_megatron.data.batch import ExperienceBatch, from_samples
@@ -70,8 +70,8 @@ def test_observations_change_nothing_but_what_models_read(estimator: str) -> Non
     assert with_them.batch.lengths.tolist() == [7 + 2, 14 + 6, 31 + 5, 9] == with_them.whole.lengths.tolist()
 
 
-def test_gae_is_that_of_all_tokens_with_the_mask() -> None:
-    """The formula of algorithms/gae.py, on the tokens as they stand in the sequence."""
+def test_gae_steps_over_observations() -> None:
+    """The recursion written out, on the tokens as they stand in the sequence."""
     config = AlgorithmConfig.model_validate({"advantage": {"gamma": 0.97, "length_adaptive_alpha": 0.3}})
     batch = step(OBSERVED, config)[0].batch
     assert batch.loss_mask is not None and batch.values is not None
@@ -82,7 +82,15 @@ def test_gae_is_that_of_all_tokens_with_the_mask() -> None:
     values[mask], rewards[mask] = batch.values, 0.0
     rewards[[5, 20, 50, 57]] = batch.rewards
     lam = length_adaptive_lambda(torch.tensor([4, 9, 30, 2]), 0.3)
-    advantages, returns = decoupled_gae(rewards, values, bounds, lam, 1.0, 0.97, mask)
+    advantages, returns = torch.zeros(58, dtype=torch.float64), torch.zeros(58, dtype=torch.float64)
+    for sample, (a, b) in enumerate(pairwise(bounds.tolist())):
+        next_value = next_advantage = next_return = 0.0
+        for token in reversed([token for token in range(a, b) if mask[token]]):
+            reward, value = float(rewards[token]), float(values[token])
+            next_advantage = reward + 0.97 * next_value - value + 0.97 * float(lam[sample]) * next_advantage
+            next_value, next_return = value, reward + 0.97 * next_return
+            advantages[token], returns[token] = next_advantage, next_return
+    advantages, returns = advantages.float(), returns.float()
     assert batch.advantages is not None and torch.allclose(batch.advantages, advantages[mask], atol=1e-6)
     assert batch.returns is not None and torch.allclose(batch.returns, returns[mask], atol=1e-6)
 

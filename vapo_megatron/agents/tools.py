@@ -12,9 +12,6 @@ import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
 
-import bm25s
-import numpy as np
-
 from vapo_megatron.signals import adopt_orphans, end_tree, end_with_parent
 
 _MOST_OUTPUT = 16 << 10
@@ -163,6 +160,8 @@ class Search:
     """
 
     def __init__(self, texts: Sequence[str]) -> None:
+        import bm25s  # with NumPy, which code that only runs Python in a sandbox does not need
+
         self._texts, self._index = list(texts), bm25s.BM25(k1=1.5, b=0.75)
         words = [_WORDS.findall(text.lower()) for text in self._texts]
         if not any(words):
@@ -175,5 +174,5 @@ class Search:
         if not words:
             return []
         scores = self._index.get_scores(words)
-        best = np.argsort(-scores, kind="stable")[:most]
+        best = sorted(range(len(scores)), key=lambda place: -scores[place])[:most]
         return [self._texts[place] for place in best if scores[place] > 0]

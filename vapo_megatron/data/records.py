@@ -70,7 +70,8 @@ class Records:
                     group = groups.setdefault(ids, [])
                     place = group[0].group if group else len(groups) - 1
                     text = privileged_text(row, field, f"{path}:{number}")
-                    prompt = Prompt(str(place), "", "", ids, privileged_ids=self._tokenizer.encode_privileged(text))
+                    privileged = self._tokenizer.encode_privileged(text) if text else ()
+                    prompt = Prompt(str(place), "", "", ids, privileged_ids=privileged)
                     group.append(self._sample(row, prompt, place, len(group)))
                 except ValueError as error:
                     raise BadInput(f"{path}:{number}: {error}") from None
