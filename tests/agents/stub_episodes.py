@@ -26,7 +26,7 @@ WRITTEN = 4
 
 class Engine:
     """Writes four tokens that follow from the seed, or those of the script; the first call may hang, and a later one
-    may find it gone. Text before "add" is text, after it are the arguments of a call."""
+    may find it gone. Text before "add" is text, after each "add" are the arguments of a call."""
 
     hangs, gone_at, calls, aborted = False, 0, 0, 0
     seconds = 0.0
@@ -59,8 +59,8 @@ class Engine:
         Engine.aborted += len(ids)
 
     async def parse_tool_calls(self, text: str, tools: Any, parser: str) -> tuple[str, list[dict[str, Any]]]:
-        before, called, arguments = text.partition("add ")
-        return before, [{"name": "add", "parameters": json.dumps({"a": arguments.strip()})}] if called else []
+        before, *calls = text.split("add ")
+        return before, [{"name": "add", "parameters": json.dumps({"a": arguments.strip()})} for arguments in calls]
 
     async def close(self) -> None: ...
 

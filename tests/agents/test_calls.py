@@ -143,6 +143,40 @@ def test_calls_within_their_limit_may_take_longer_together(tokenizer: TextTokeni
     assert sample.reward == 5.0 and episode_metrics([sample])["agent/engine_seconds"] > 0.5
 
 
+async def gives_up_and_works(task: dict[str, Any], base_url: str, http_client: Any) -> float:
+    with pytest.raises(httpx.ReadTimeout):
+        await http_client.post(f"{base_url}/chat/completions", json={"messages": task["messages"]}, timeout=0.6)
+    await asyncio.sleep(0.6)
+    return await in_this_process(task, base_url, http_client)
+
+
+def test_the_work_after_an_abandoned_request_has_a_limit_of_its_own(tokenizer: TextTokenizer) -> None:
+    Engine.hangs = True
+    (sample,) = play(tokenizer, f"{__name__}:gives_up_and_works", samples=1, call_timeout_s=1.0)
+    assert sample.reward == 5.0
+
+
+async def has_a_timeout_of_its_own(task: dict[str, Any], base_url: str, http_client: Any) -> float:
+    await in_this_process(task, base_url, http_client)
+    raise TimeoutError("the tool's socket")
+
+
+def test_an_agents_own_timeout_is_an_error_of_the_agent(
+    tokenizer: TextTokenizer, caplog: pytest.LogCaptureFixture
+) -> None:
+    name = f"{__name__}:has_a_timeout_of_its_own"
+    (sample,) = play(tokenizer, name, samples=1, call_timeout_s=60.0)
+    assert sample.grade_reason == "broken: error" and "the tool's socket" in caplog.text
+    (sample,) = play(tokenizer, f"{__name__}:reaches_a_limit", samples=1, call_timeout_s=60.0, max_turns=1)
+    assert is_whole([sample]) and sample.truncated
+
+
+async def reaches_a_limit(task: dict[str, Any], base_url: str, http_client: Any) -> float:
+    for _ in range(2):
+        await http_client.post(f"{base_url}/chat/completions", json={"messages": task["messages"]})
+    raise TimeoutError("after the limit")
+
+
 async def breaks_at_times(task: dict[str, Any], base_url: str, http_client: Any) -> float:
     global groups
     groups += 1

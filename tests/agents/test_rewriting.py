@@ -1,5 +1,6 @@
 """What a chat template makes of earlier turns, and of tools."""
 
+import timeit
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +8,7 @@ import numpy as np
 import pytest
 from stub_episodes import Engine, fresh_engine, make_tokenizer, play
 
-from vapo_megatron.agents.recording import as_templates_read
+from vapo_megatron.agents.recording import Segment, as_templates_read
 from vapo_megatron.data.tokenizer import TextTokenizer
 
 # As Qwen3's: reasoning stays in the turns since the last question, and is dropped before.
@@ -25,7 +26,14 @@ ADDING = DROPPING.replace(
     "{{ m['content'] }}{% endif %}", "{{ m['content'] }}{% endif %}{{ ' w99' if messages|length > 2 and loop.first }}"
 )
 ADDING_BEFORE = DROPPING.replace("{% else %}{{", "{% else %}{{ 'w98 ' if m['role'] == 'assistant' }}{{")
-WORDS = ("user", "assistant", "tool", "system", "<think>", "</think>", "call", "add")
+# As Llama 3.1's, DeepSeek R1's and Mistral's.
+ONE_CALL = "{% for m in messages if (m['tool_calls'] or [])|length > 1 %}{{ raise_exception('one call') }}{% endfor %}"
+ONE_CALL += DROPPING
+JOINS = ("{{ c['function']['arguments']['a'] }}", "{{ 'with ' + c['function']['arguments'] }}")
+JOINING = DROPPING.replace(*JOINS)
+NINE = "{% for m in messages if m['tool_call_id'] and m['tool_call_id']|length != 9 %}{{ raise_exception('id') }}"
+NINE += "{% endfor %}" + DROPPING
+WORDS = ("user", "assistant", "tool", "system", "<think>", "</think>", "call", "add", "with", '{"a":', '"w2"}')
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
 
 
@@ -107,6 +115,59 @@ def test_a_tool_call_is_parsed_answered_and_kept_as_drawn(tmp_path: Path, templa
         assert second == f"{first.replace('w4', 'w4 w99')} w1 call add w2 <eos> {rest}", "arguments are objects there"
 
 
+async def calls_tools(task: dict[str, Any], base_url: str, http_client: Any) -> float:
+    messages, ids = list(task["messages"]), []
+    for _ in range(2):
+        calls = (await ask(http_client, base_url, messages, TOOLS))["tool_calls"]
+        messages += [{"role": "tool", "tool_call_id": call["id"], "content": "w7"} for call in calls]
+        ids += [call["id"] for call in calls]
+    assert all(len(name) == 9 and name.isalnum() for name in ids) and len({*ids}) == 4
+    await ask(http_client, base_url, messages, TOOLS)
+    return 1.0
+
+
+@pytest.mark.parametrize("template", [ONE_CALL, JOINING, NINE], ids=["one call", "joins arguments", "ids of nine"])
+def test_calls_that_a_template_cannot_repeat_stay_as_drawn(tmp_path: Path, template: str) -> None:
+    tokenizer = tokenizer_with(tmp_path, template)
+    turns = ("w1 add w2 add w3 <eos>", "add w4 add w5 <eos>", "w9 <eos>")
+    Engine.script = script(tokenizer, *turns)
+    (sample,) = play(tokenizer, f"{__name__}:calls_tools", samples=1, tool_parser="words")
+    assert sample.reward == 1.0 and sample.episode["segments"] == 1
+    rest = "<bos> tool w7 <eos> <bos> tool w7 <eos> <bos> assistant"
+    opening = tokenizer.decode_all(Engine.prompts[0])
+    assert tokenizer.decode_all(Engine.prompts[2]) == f"{opening} {turns[0]} {rest} {turns[1]} {rest}"
+
+
+def test_a_template_that_joins_arguments_to_text_begins_a_segment_with_them(tmp_path: Path) -> None:
+    tokenizer = tokenizer_with(tmp_path, ADDING.replace(*JOINS))
+    Engine.script = script(tokenizer, "w1 add w2 <eos>", "w9 <eos>")
+    (sample,) = play(tokenizer, f"{__name__}:calls_a_tool", samples=1, tool_parser="words")
+    assert sample.reward == 1.0 and sample.episode["segments_by_template"] == 1
+    assert 'w99 <eos> <bos> assistant w1 call add with {"a": "w2"} <eos>' in tokenizer.decode_all(Engine.prompts[1])
+
+
+async def rewrites_a_call(task: dict[str, Any], base_url: str, http_client: Any) -> float:
+    calls = [{"id": "123456789", "type": "function", "function": {"name": "add", "arguments": '{"a": "w2"}'}}] * 2
+    await ask(http_client, base_url, [*task["messages"], {"role": "assistant", "content": "", "tool_calls": calls}])
+    return 1.0
+
+
+def test_a_new_segment_needs_a_template_that_can_write_it(tmp_path: Path) -> None:
+    (sample,) = play(tokenizer_with(tmp_path, ONE_CALL), f"{__name__}:rewrites_a_call", samples=1)
+    assert sample.grade_reason == "broken: template" and not Engine.prompts
+
+
+def test_a_long_history_is_compared_letter_by_letter_first() -> None:
+    before = "some words of a long history\n" * 20_000
+    segment = Segment([("assistant", "w1 w2", [])], [], [], shown=before)
+    texts = [before + "w1 w2 <eos>", before.replace("\n", "\n\n") + "w1\nw2<eos>"]
+    for text in texts:
+        assert segment.is_kept_in(text, "<eos>") and not segment.is_kept_in(text.replace("w1", "w3"), "<eos>")
+        assert not segment.is_kept_in("x" + text, "<eos>") and not segment.is_kept_in(text + ".", "<eos>")
+    same, spaced = (min(timeit.repeat(lambda t=t: segment.is_kept_in(t, "<eos>"), number=1)) for t in texts)
+    assert same * 5 < spaced
+
+
 async def chats(task: dict[str, Any], base_url: str, http_client: Any) -> float:
     messages = list(task["messages"])
     await ask(http_client, base_url, messages)
@@ -141,8 +202,12 @@ def test_messages_are_spelled_as_templates_read_them() -> None:
     call = {"id": "1", "function": {"name": "add", "arguments": '{"a": [1]}'}}
     spelled = as_templates_read({"role": "assistant", "content": None, "tool_calls": [call]})
     assert spelled["content"] == "" and spelled["tool_calls"][0]["function"]["arguments"] == {"a": [1]}
+    call["function"] = {"name": "add", "arguments": {"a": "é"}}
+    (text,) = as_templates_read({"role": "assistant", "tool_calls": [call]}, as_json=True)["tool_calls"]
+    assert text["function"]["arguments"] == '{"a": "é"}'
     call["function"] = {"name": "add", "arguments": "{no json"}
-    assert as_templates_read({"role": "assistant", "tool_calls": [call]})["tool_calls"] == [call]
+    for as_json in (False, True):
+        assert as_templates_read({"role": "assistant", "tool_calls": [call]}, as_json)["tool_calls"] == [call]
     parts = [{"type": "text", "text": "w1 "}, {"type": "text", "text": "w2"}]
     assert as_templates_read({"role": "tool", "content": parts, "tool_calls": None}) == {
         "role": "tool",

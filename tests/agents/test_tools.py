@@ -1,9 +1,12 @@
 """Tools against what a policy may write."""
 
 import asyncio
+import os
 import resource
 import tempfile
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -81,6 +84,21 @@ def test_a_call_that_fills_the_disk_is_ended_and_leaves_nothing(
     output, ended_well = run(code, seconds=20.0)
     assert not ended_well and "[stopped: it wrote more than 64 MiB]" in output
     assert not list(tmp_path.iterdir())
+
+
+def test_a_file_that_vanishes_leaves_the_others_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {"a": 5 << 20, "b": 1 << 20, "c": 2 << 20}
+    for name, size in sizes.items():
+        (tmp_path / name).write_bytes(bytes(size))
+    scan = os.scandir
+
+    def scan_and_remove(path: str) -> Any:
+        entries = sorted(scan(path), key=lambda entry: entry.name)
+        (tmp_path / "a").unlink(missing_ok=True)
+        return nullcontext(entries)
+
+    monkeypatch.setattr(os, "scandir", scan_and_remove)
+    assert tools._written(0, str(tmp_path)) == sizes["b"] + sizes["c"]
 
 
 def test_a_call_may_write_what_is_allowed() -> None:

@@ -4,6 +4,7 @@ import asyncio
 import math
 import secrets
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from http import HTTPStatus
 from typing import Any
@@ -151,7 +152,10 @@ class Endpoint:
             async with episode.lock:  # one turn at a time: the next may continue this one
                 if episode.closed:
                     raise _Refused("the episode has ended", "not_found", 404)
-                answer = await self._turn(episode, messages, tools, asked)
+                try:
+                    answer = await self._turn(episode, messages, tools, asked)
+                finally:  # a request that its agent gave up ends here, too
+                    episode.begin_call(self._limits.call_timeout_s)
         except _Refused as error:
             return _error(str(error), error.code, error.status)
         except VapoError as error:
@@ -160,11 +164,8 @@ class Endpoint:
         except (ValueError, TypeError) as error:
             return _error(f"no valid request: {error}", "invalid_request")
         if asked.get("stream"):
-            return (
-                HTTPStatus.OK,
-                _EVENTS,
-                _as_stream(answer, bool((asked.get("stream_options") or {}).get("include_usage"))),
-            )
+            with_usage = bool((asked.get("stream_options") or {}).get("include_usage"))
+            return HTTPStatus.OK, _EVENTS, _as_stream(answer, with_usage)
         return HTTPStatus.OK, "application/json", orjson.dumps(answer)
 
     async def _turn(
@@ -178,8 +179,7 @@ class Endpoint:
             episode.limit = episode.limit or "turns"
             raise _Refused(f"rollout.episode.max_turns={self._limits.max_turns} are taken", "limit")
         try:
-            shown = self._tokenizer.messages_text(messages, tools)
-            segment, observed = self._segment(recording, messages, tools or [], shown)
+            segment, observed, shown = self._segment(recording, messages, tools or [])
         except ValueError as error:
             episode.fault = "template"
             raise _Refused(f"the chat template cannot be applied: {error}", "template") from None
@@ -201,32 +201,44 @@ class Endpoint:
             episode.fault = "stopped"
             raise _Refused(str(error), "stopped", HTTPStatus.SERVICE_UNAVAILABLE) from None
         segment.observe(observed)
-        message: Message = {"role": "assistant", "content": content}
-        if calls:
-            message["tool_calls"] = calls
+        message: Message = {"role": "assistant", "content": content} | ({"tool_calls": calls} if calls else {})
         segment.write(turn, recording.turns, comparable([*messages, as_templates_read(message)]), shown)
         if is_new:
             recording.segments.append(segment)
         episode.answered = time.monotonic()
-        episode.begin_call(self._limits.call_timeout_s)
         figures = {"tokens_written": len(turn.response_ids), "tokens_observed": len(observed)}
         episode.turns.append(figures | {"engine_seconds": episode.answered - asked, "tool_seconds": 0.0})
         reason = "length" if turn.truncated else "tool_calls" if calls else "stop"
         return _completion(f"chatcmpl-{turn.seed:x}", message, reason, len(context), len(turn.response_ids))
 
     def _segment(
-        self, recording: Recording, messages: list[Message], tools: list[Message], shown: str
-    ) -> tuple[Segment, list[int]]:
+        self, recording: Recording, messages: list[Message], tools: list[Message]
+    ) -> tuple[Segment, list[int], str]:
         """The segment that a request continues, and the tokens of its messages after the policy's last answer; or a new
-        segment, which has no turns yet. shown: the request as the chat template writes it."""
-        segment = recording.segment_of(comparable(messages), tools)
+        segment, which has no turns yet. Last, the request as the chat template writes it; empty if it cannot, which
+        only a new segment needs."""
+        segment, shown = recording.segment_of(comparable(messages), tools), ""
+        try:
+            shown = self._text(messages, tools)
+        except ValueError:  # what a segment has is not rendered again
+            if segment is None:
+                raise
         if segment is not None:
             new = messages[len(segment.messages) :]
-            after = text_after_answer(lambda given: self._tokenizer.messages_text(given, tools), new)
+            after = text_after_answer(lambda given: self._text(given, tools), new)
             if segment.is_kept_in(shown, after):
-                return segment, self._observation(segment.turns[-1], after)
+                return segment, self._observation(segment.turns[-1], after), shown
         prompt = self._tokenizer.encode_response(shown)
-        return Segment([], tools, prompt, by_template=segment is not None), []
+        return Segment([], tools, prompt, by_template=segment is not None), [], shown
+
+    def _text(self, messages: list[Message], tools: list[Message]) -> str:
+        """Messages by the chat template; the arguments of calls are objects, or JSON if it cannot read these."""
+        try:
+            return self._tokenizer.messages_text(messages, tools)
+        except ValueError:
+            with suppress(ValueError):
+                return self._tokenizer.messages_text([as_templates_read(m, as_json=True) for m in messages], tools)
+            raise
 
     def _observation(self, last: Sample, text: str) -> list[int]:
         """Tokens of the text after the policy's last answer, without its end token if it drew one."""
@@ -257,14 +269,10 @@ class Endpoint:
             return self._tokenizer.decode(ids), []
         text = self._tokenizer.decode_all(ids if turn.truncated else ids[:-1])
         text, calls = await self._dispatcher.parse_tool_calls(turn.engine, text, tools, self._limits.tool_parser)
-        return text, [
-            {
-                "id": f"call_{turn.seed:x}_{number}",
-                "type": "function",
-                "function": {"name": call["name"], "arguments": call["parameters"]},
-            }
-            for number, call in enumerate(calls)
-        ]
+        functions = [{"name": call["name"], "arguments": call["parameters"]} for call in calls]
+        # Mistral's templates raise on ids that are not of nine letters and digits.
+        names = [f"{response_seed(turn.seed, 0, number):09x}"[-9:] for number in range(len(calls))]
+        return text, [{"id": name, "type": "function", "function": f} for name, f in zip(names, functions, strict=True)]
 
 
 def _checked(body: Any) -> tuple[list[Message], list[Message] | None]:

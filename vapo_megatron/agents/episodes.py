@@ -201,14 +201,14 @@ class Agents:
             async with asyncio.timeout_at(episode.ends_at) as episode.deadline:
                 episode.begin_call(self._limits.call_timeout_s)
                 answer = _checked(await work, episode.recording.turns)
-        except TimeoutError:
-            cause = "timeout" if episode.deadline.when() == episode.ends_at else "call_timeout"
         except asyncio.CancelledError:
             work.cancel()
             raise
         except Exception as error:  # the user's code may raise anything
-            cause = "" if episode.limit else "error"
-            if cause:
+            if episode.deadline.expired():  # a TimeoutError may also be the agent's own
+                cause = "timeout" if episode.deadline.when() == episode.ends_at else "call_timeout"
+            elif not episode.limit:
+                cause = "error"
                 _logger.warning("%s: an episode of row %s broke: %s", _KEY, group.prompt.id, reason_of(error))
         finally:
             self._endpoint.close(base_url)

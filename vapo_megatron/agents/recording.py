@@ -23,7 +23,7 @@ class Segment:
         messages: of the last request and its answer, to compare with the next request.
         tools: of every request.
         prompt_ids: the first request's tokens.
-        shown: the last request as the chat template wrote it.
+        shown: the last request as the chat template wrote it; empty if it could not.
         by_template: whether it began because the template rewrote the history.
         token_ids, logprobs, mask: what follows the prompt; mask is True on tokens that the policy wrote.
         turns: the policy's responses, as the dispatcher gave them.
@@ -50,9 +50,12 @@ class Segment:
         """Whether the chat template repeats the last request and its answer unchanged, except for whitespace and the
         spelling of tool calls. Templates may drop the reasoning of earlier turns, for example.
 
-        shown: the next request as the template writes it; after: its part that follows the answer.
+        shown: the next request as the template writes it, empty as above; after: its part that follows the answer.
         """
-        before, text, after = ("".join(part.split()) for part in (self.shown, shown, after))
+        if not self.shown or not shown:
+            return True
+        same = len(self.shown) if shown.startswith(self.shown) else 0
+        before, text, after = ("".join(part.split()) for part in (self.shown[same:], shown[same:], after))
         if not text.startswith(before) or not text[len(before) :].endswith(after):
             return False
         repeated, (_, content, calls) = text[len(before) :].removesuffix(after), self.messages[-1]
@@ -147,8 +150,9 @@ class Recording:
         }
 
 
-def as_templates_read(message: Message) -> Message:
-    """A message with its content as text and the arguments of its calls as objects, however a client spells it."""
+def as_templates_read(message: Message, as_json: bool = False) -> Message:
+    """A message with its content as text and the arguments of its calls as objects, however a client spells it.
+    as_json: arguments as text, for templates that read them so."""
     content = message.get("content") or ""
     if isinstance(content, list):
         content = "".join(part.get("text", "") for part in content)
@@ -157,6 +161,8 @@ def as_templates_read(message: Message) -> Message:
         arguments = call["function"]["arguments"]
         with suppress(ValueError, TypeError):  # a policy may write what is no JSON
             arguments = json.loads(arguments)
+        if as_json and not isinstance(arguments, str):
+            arguments = json.dumps(arguments, ensure_ascii=False)
         calls.append({**call, "function": {**call["function"], "arguments": arguments}})
     return message | ({"tool_calls": calls} if calls else {})
 

@@ -142,11 +142,12 @@ def _written(pid: int, folder: str) -> int:
         with suppress(OSError), os.scandir(left.pop()) as entries:
             for entry in entries:
                 is_open = entry.path.startswith("/proc/")
-                facts = entry.stat(follow_symlinks=is_open)
-                if stat.S_ISDIR(facts.st_mode) and not is_open:
-                    left.append(entry.path)
-                if not is_open or (stat.S_ISREG(facts.st_mode) and not facts.st_nlink):
-                    total += max(facts.st_size, _LEAST_FILE)
+                with suppress(OSError):  # others are still to be counted
+                    facts = entry.stat(follow_symlinks=is_open)
+                    if stat.S_ISDIR(facts.st_mode) and not is_open:
+                        left.append(entry.path)
+                    if not is_open or (stat.S_ISREG(facts.st_mode) and not facts.st_nlink):
+                        total += max(facts.st_size, _LEAST_FILE)
                 if total > _MOST_WRITTEN:
                     break
     return total
