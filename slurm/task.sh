@@ -140,14 +140,14 @@ set -m
     exec "$@"
 ) </dev/null &
 rank=$!
-looks=0 # in a row at which something other than a debugger (t) had the rank stopped
+looks=0 most_looks=64 # in a row, four a second, at which something other than a debugger (t) had the rank stopped
 {
     while kill -0 "$rank"; do
         if [[ $(sed 's/.*) //' "/proc/$rank/stat") == T* ]]; then
-            ((++looks < 8)) || kill -KILL "$rank"
-            sleep 2
+            ((++looks < most_looks)) || kill -KILL "$rank"
+            sleep 0.25 # no longer: a kill is recorded before srun ends this task because another one failed
         else
-            [[ $looks -ge 8 ]] || looks=0
+            [[ $looks -ge most_looks ]] || looks=0
             wait "$rank" # comes back for a trap too, and at once while the rank is stopped
         fi
     done
@@ -160,7 +160,7 @@ looks=0 # in a row at which something other than a debugger (t) had the rank sto
 # A task that was killed because another one failed says nothing about its node.
 if [[ -z $ending || $code -lt 128 ]]; then
     why=$([[ $code != 137 ]] || killed_for_memory)
-    [[ $looks -lt 8 ]] || why=": a signal (SIGSTOP) had it stopped for good"
+    [[ $looks -lt most_looks ]] || why=": a signal (SIGSTOP) had it stopped for good"
     [[ $code -lt 128 ]] || echo "task.sh: task $SLURM_PROCID on $SLURMD_NODENAME was ended by signal $((code - 128))$why" >&2
     record "$code"
 fi
