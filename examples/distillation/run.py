@@ -1,6 +1,7 @@
 """A small student learns the quickstart's task from a teacher, from the verifier, and from both.
 
-    python -m examples.distillation.run [--seed 1] [--steps 60] [--sft-steps 300] [--out runs/distillation]
+    python -m examples.distillation.run [--seed 1] [--steps 60] [--sft-steps 300] [--responses 256] [--problems 160]
+        [--out runs/distillation]
 
 The teacher is the quickstart's model, fine-tuned on solutions without guesses or slips. The student has half its width
 and the quickstart's cold start. Runs that are finished are not repeated.
@@ -75,7 +76,7 @@ def fine_tune(folder: Path, seed: int, name: str, model: str, data: str, steps: 
         vapo_megatron("sft", QUICKSTART / "sft.yaml", *ONE_RANK, *place, *paths, f"data.steps={steps}")
 
 
-def train(folder: Path, seed: int, name: str, *overrides: str) -> dict[int, float]:
+def train(folder: Path, seed: int, name: str, problems: int, *overrides: str) -> dict[int, float]:
     """A run of the quickstart's config; its accuracy on unseen problems by step."""
     task, run_dir = folder / "task", folder / name.replace(" ", "_")
     if not (run_dir / "hf" / "final").is_dir():
@@ -83,7 +84,7 @@ def train(folder: Path, seed: int, name: str, *overrides: str) -> dict[int, floa
             *("train", QUICKSTART / "vapo.yaml", *ONE_RANK, "critic.layout.tp=1", "value_pretraining.enabled=false"),
             *(f"run.root={folder}", f"run.name={run_dir.name}", f"run.seed={seed}", "run.resume=auto"),
             f"data.train={task / 'train.jsonl'}",
-            f"data.eval=[{{name: unseen, path: {task / 'eval.jsonl'}, samples: 4}}]",
+            f"data.eval=[{{name: unseen, path: {task / 'eval.jsonl'}, samples: 4, limit: {problems}}}]",
             *overrides,
         )
     return {int(row["step"]): row[ACCURACY] for row in read_metrics(run_dir) if ACCURACY in row}
@@ -91,7 +92,9 @@ def train(folder: Path, seed: int, name: str, *overrides: str) -> dict[int, floa
 
 def main(
     seed: Annotated[int, typer.Option(help="of the task, the models and the runs")] = 1,
-    steps: Annotated[int, typer.Option(help="rollouts of 256 responses")] = 60,
+    steps: Annotated[int, typer.Option(help="rollouts")] = 60,
+    responses: Annotated[int, typer.Option(help="of a rollout, 8 to a prompt")] = 256,
+    problems: Annotated[int, typer.Option(help="unseen ones in an evaluation, with 4 responses each")] = 160,
     sft_steps: Annotated[int, typer.Option(help="steps of fine-tuning of teacher and student")] = 300,
     rate: Annotated[float, typer.Option(help="the student's learning rate")] = 1e-3,
     out: Annotated[Path, typer.Option(help="folder for data, models and runs")] = Path("runs/distillation"),
@@ -103,17 +106,18 @@ def main(
     fine_tune(folder, seed, "teacher", "model", "clean.jsonl", sft_steps)
     fine_tune(folder, seed, "student", "student", "sft.jsonl", sft_steps)
     teacher, student = (f"{folder / name / 'hf' / 'final' / 'actor'}" for name in ("teacher", "student"))
+    prompts = f"batch.prompts_per_step={responses // 8}"
     # Nothing is learnt at a rate this small: the accuracy before training is the teacher's.
-    still = (f"model.path={teacher}", "preset=grpo", "run.steps=1", "actor.optimizer.lr=1e-12", "evaluation.every=1")
-    goal = train(folder, seed, "teacher accuracy", *still)[0]
+    still = ("preset=grpo", "run.steps=1", "actor.optimizer.lr=1e-12", "evaluation.every=1")
+    goal = train(folder, seed, "teacher accuracy", problems, f"model.path={teacher}", prompts, *still)[0]
     curves = {}
     for name, overrides in MODES.items():
         of_teacher = (f"algorithm.kl.reference_path={teacher}",) if "teacher" in name else ()
-        pace = (f"run.steps={steps}", "evaluation.every=4", f"actor.optimizer.lr={rate}")
-        curves[name] = train(folder, seed, name, f"model.path={student}", *overrides, *of_teacher, *pace)
+        pace = (prompts, f"run.steps={steps}", "evaluation.every=4", f"actor.optimizer.lr={rate}")
+        curves[name] = train(folder, seed, name, problems, f"model.path={student}", *overrides, *of_teacher, *pace)
     print(f"| responses | {' | '.join(curves)} |\n|---|{'---|' * len(curves)}")
     for step in next(iter(curves.values())):
-        print(f"| {256 * step:,} | {' | '.join(f'{curve[step]:.3f}' for curve in curves.values())} |")
+        print(f"| {responses * step:,} | {' | '.join(f'{curve[step]:.3f}' for curve in curves.values())} |")
     print(f"\nThe teacher is right in {goal:.3f} of its responses. Runs: {folder}")
 
 

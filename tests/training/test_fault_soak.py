@@ -163,7 +163,7 @@ def test_a_run_under_a_fault_of_each_sort(
     said = capfd.readouterr().err
     again = rf"; ranks are started again in this process, from {memory}/checkpoints/step_00000(\d)"
     assert re.findall(rf"was killed by SIGKILL.*{again}", said) and "has changed since it was saved" in said, said
-    assert re.findall(rf"did not arrive; .*{again}", said), said
+    assert re.findall(rf"was stopped by a signal .*{again}", said), said
     assert soak.seconds["rank: stopped"][0] < 150, "the watchdog names it, before the limit of collectives comes"
 
 
