@@ -38,8 +38,8 @@ def test_the_example_trains_three_ways_and_repeats_nothing(tmp_path: Path) -> No
         path = str(folder / "teacher" / "hf" / "final" / "actor")
         assert (config["algorithm"]["kl"]["reference_path"] == path) == teacher, name
         assert config["reward"]["correct"] == reward
-        step = read_metrics(folder / name)[-1]
-        assert step["actor/grad_norm"] > 0, name
+        # A verifier has nothing to say where every answer of so short a cold start is wrong.
+        assert not teacher or read_metrics(folder / name)[-1]["actor/grad_norm"] > 0, name
     written = {path: path.stat().st_mtime_ns for path in folder.glob("*/metrics.jsonl")}
     assert run(tmp_path) == table
     assert {path: path.stat().st_mtime_ns for path in folder.glob("*/metrics.jsonl")} == written
