@@ -54,9 +54,9 @@ def compare(
     got: list[tuple[list[tuple[float, float]], float]], expected: tuple[list[tuple[float, float]], float]
 ) -> None:
     for steps, total in got:
-        for step, ((loss, norm), (expected_loss, expected_norm)) in enumerate(zip(steps, expected[0], strict=True)):
+        for (loss, norm), (expected_loss, expected_norm) in zip(steps, expected[0], strict=True):
             assert loss == pytest.approx(expected_loss, rel=2e-5, abs=2e-6)
-            assert norm == pytest.approx(expected_norm, rel=1e-4 if step else 2e-5)  # see test_train_step
+            assert norm == pytest.approx(expected_norm, rel=2e-5)
         assert total == pytest.approx(expected[1], rel=5e-5)
 
 

@@ -35,7 +35,8 @@ from vapo_megatron.weights.spec import read_spec
 
 # Of the log-probs that ratios are taken to.
 ROLLOUT = {"highest": 0.0, "spread": 4.0}
-OPTIMIZER = OptimizerSettings(lr=1e-2, warmup_steps=0)
+# With an eps of 1e-8 the first steps are nearly signs of gradients, which one CPU rounds otherwise than another.
+OPTIMIZER = OptimizerSettings(lr=1e-2, warmup_steps=0, eps=1e-5)
 NO_RECOMPUTE = RecomputeConfig()
 STEPS = 3
 
@@ -133,7 +134,7 @@ def reference(
         ],
         lr=1e-2,
         betas=(0.9, 0.95),
-        eps=1e-8,
+        eps=OPTIMIZER.eps,
     )
 
     def outputs() -> torch.Tensor:
@@ -186,10 +187,9 @@ def test_training_equals_transformers_and_adamw(
 ) -> None:
     expected_steps, expected_sum = reference(model_dir, head)
     for steps, total in run_ranks(world_size, train, model_dir, layout, max_tokens, head):
-        for step, ((loss, norm), (expected_loss, expected_norm)) in enumerate(zip(steps, expected_steps, strict=True)):
+        for (loss, norm), (expected_loss, expected_norm) in zip(steps, expected_steps, strict=True):
             assert loss == pytest.approx(expected_loss, rel=2e-5, abs=2e-6)
-            # AdamW's first steps divide by the gradient's size, so that the rounding of one CPU or another counts.
-            assert norm == pytest.approx(expected_norm, rel=1e-4 if step else 2e-5)
+            assert norm == pytest.approx(expected_norm, rel=2e-5)
         assert total == pytest.approx(expected_sum, rel=5e-5)
 
 
