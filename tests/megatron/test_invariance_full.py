@@ -185,7 +185,8 @@ def test_bf16_splits_are_as_near_to_fp32_as_one_rank_in_bf16(
         for kind in ("gradients", "weights"):
             for key, exact in reference[name][kind].items():
                 rounding = np.linalg.norm(single[name][kind][key] - exact)
-                if kind == "weights" and exact.size == 1:
-                    # The value head's bias, one number kept in bf16: either of its two neighbours there is right.
-                    rounding = max(rounding, 2**-8 * abs(exact.item()))
+                if kind == "weights":
+                    # They are kept in bf16: a few numbers may happen to lie near theirs on one rank. Of the value
+                    # head's bias, one number, either neighbour is right.
+                    rounding = max(rounding, 2 ** -(8 if exact.size == 1 else 9) * np.linalg.norm(exact))
                 assert np.linalg.norm(found[name][kind][key] - exact) <= 2 * rounding + 1e-6, f"{name}, {kind} of {key}"
