@@ -21,6 +21,9 @@ from vapo_megatron.engines.server import EngineAddress
 from vapo_megatron.errors import TryAgain
 from vapo_megatron.weights.tiny import word_tokenizer
 
+TEMPLATE = (
+    "{% for m in messages %}{{ '' if m['role'] == 'assistant' else '<bos> ' }}{{ m['content'] }} <eos> {% endfor %}"
+)
 WRITTEN = 4
 
 

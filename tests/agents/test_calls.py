@@ -9,16 +9,12 @@ from typing import Any
 import httpx
 import pytest
 from openai import APIError, AsyncOpenAI
-from stub_episodes import WRITTEN, Engine, agents_of, fresh_engine, make_tokenizer, play
+from stub_episodes import TEMPLATE, WRITTEN, Engine, agents_of, fresh_engine, make_tokenizer, play
 
 from vapo_megatron.agents import endpoint
 from vapo_megatron.agents.episodes import episode_metrics, is_whole
 from vapo_megatron.data.tokenizer import TextTokenizer
 from vapo_megatron.errors import RunFailed
-
-TEMPLATE = (
-    "{% for m in messages %}{{ '' if m['role'] == 'assistant' else '<bos> ' }}{{ m['content'] }} <eos> {% endfor %}"
-)
 
 
 @pytest.fixture(scope="module")

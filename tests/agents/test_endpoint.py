@@ -7,16 +7,12 @@ import httpx
 import numpy as np
 import pytest
 import stub_episodes
-from stub_episodes import WRITTEN, Engine, fresh_engine, make_tokenizer
+from stub_episodes import TEMPLATE, WRITTEN, Engine, fresh_engine, make_tokenizer
 
 from vapo_megatron.agents.episodes import episode_metrics, is_whole
 from vapo_megatron.data.sample import Sample
 from vapo_megatron.data.tokenizer import TextTokenizer
 from vapo_megatron.errors import TryAgain
-
-TEMPLATE = (
-    "{% for m in messages %}{{ '' if m['role'] == 'assistant' else '<bos> ' }}{{ m['content'] }} <eos> {% endfor %}"
-)
 
 
 @pytest.fixture(scope="module")
