@@ -63,8 +63,8 @@ def environment_of_checks(site: Path | None, own: os._Environ[str] | dict[str, s
     """What the checks run in.
 
     Args:
-        site: a folder of packages that stands before the installed ones; its kernels may be of a version other than
-            the one that SGLang asks for.
+        site: a folder of packages that stands before the installed ones; its kernels and PyTorch may be of versions
+            other than those that SGLang asks for.
         own: this process's environment.
     """
     paths = [str(site) if site else "", str(_ROOT), own.get("PYTHONPATH", "")]
@@ -78,6 +78,8 @@ def environment_of_checks(site: Path | None, own: os._Environ[str] | dict[str, s
     environment = {**defaults, **own, "PYTHONUNBUFFERED": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     if site is not None:
         environment["SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK"] = "1"
+        # SGLang's compiled radix tree misreads tensors of another PyTorch than the one it was built for.
+        environment["SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND"] = "python"
     if shutil.which("nvcc", path=environment.get("PATH")) is None:
         toolkits = sorted(Path("/usr/local").glob("cuda*/bin/nvcc"))
         if toolkits:

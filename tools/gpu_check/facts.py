@@ -5,6 +5,7 @@ Exit code 1 where something is missing that a run needs.
 
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 
 import torch
 
@@ -23,6 +24,8 @@ def main() -> int:
     for line in lines:
         print(f"{line.status}: {line.found}{f' -> {line.remedy}' if line.remedy else ''}")
     faults = [line.found for line in lines if line.status == "fault"]
+    if gpu and find_spec("cutlass") is None:
+        faults.append("nvidia-cutlass-dsl, which SGLang's layers import on every GPU: no engine starts")
     if faults:
         print(f"missing: {'; '.join(faults)}")
         return 1

@@ -5,6 +5,7 @@ buffers, optimizer states and cached shards stay valid. On CUDA, copies go throu
 on the CPU the same code moves the same bytes.
 """
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -208,12 +209,13 @@ class MemoryPlan:
         offloaded for rollouts."""
         self._models, self._shares_device = dict(models), shares_device
         self._phase: Phase | None = None
+        self._seconds = 0.0
         self._held: dict[Phase, dict[tuple[str, Part], Footprint]] = {}
 
     def enter(self, phase: Phase) -> None:
         """Have on the device exactly what a phase needs of every model; parts leave before others arrive."""
         self.settle()
-        self._phase = phase
+        self._phase, started = phase, time.perf_counter()
         if phase == "rollout" and not self._shares_device:
             return
         needed = ONLOADED[phase]
@@ -223,6 +225,7 @@ class MemoryPlan:
             model.onload_only(*(model.onloaded & needed.get(name, frozenset())))
         for name, model in self._models.items():
             model.onload_only(*needed.get(name, frozenset()))
+        self._seconds += time.perf_counter() - started
 
     def settle(self) -> None:
         """Record what the current phase holds."""
@@ -235,8 +238,9 @@ class MemoryPlan:
             }
 
     def metrics(self) -> dict[str, float]:
-        """GiB of this rank: memory/<phase>/<place>_gib as each phase last ended, and memory/<model>/<part>_gib."""
-        metrics: dict[str, float] = {}
+        """GiB of this rank: memory/<phase>/<place>_gib as each phase last ended, and memory/<model>/<part>_gib. And the
+        seconds of its moves since the last call, but for what arrives during the next phase."""
+        metrics, self._seconds = {"time/offload": self._seconds}, 0.0
         for phase, parts in self._held.items():
             metrics[f"memory/{phase}/device_gib"] = sum(p.device for p in parts.values()) / _GIB
             metrics[f"memory/{phase}/host_gib"] = sum(p.host for p in parts.values()) / _GIB
