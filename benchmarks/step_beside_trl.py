@@ -1,9 +1,9 @@
 """A whole GRPO step beside TRL's: the same model, prompts, sampling and numbers of tokens, on all cores of a machine.
 
     make bench ONLY=step_beside_trl                 # installs TRL beside the packages of .venv, in .venv-trl
-    python -m benchmarks.step_beside_trl [--trl PYTHON] [--steps 10] [--rounds 2] [--json FILE]
+    python -m benchmarks.step_beside_trl [--trl PYTHON] [--model 1m] [--longest 64] [--steps 10] [--rounds 2] [--json FILE]
 
-A random Qwen3 of 0.85 M parameters (4 layers, hidden 128, 256 words), float32, 16 prompts x 16 responses of at most 64
+A random Qwen3 of 0.85 M parameters (4 layers, hidden 128, 256 words; --model 30m: 29 M, 9 layers, hidden 512), float32, 16 prompts x 16 responses of at most 64
 tokens at temperature 1, one optimizer step, no reference, no critic. Ours is `vapo-megatron train` with the preset grpo
 on two ranks and two engines; TRL's is its GRPOTrainer on two threads. They take turns; the first steps of each do not
 count. A figure is their seconds over ours for the same number of response tokens; medians over steps, quartiles in
@@ -34,14 +34,18 @@ from vapo_megatron.weights.tiny import save_tiny_model, word_tokenizer
 ROOT = Path(__file__).parents[1]
 SKIPPED = 3
 PARTS = ("generation", "update", "rest", "step")
+MODELS: dict[str, dict[str, int]] = {
+    "1m": {"layers": 4, "intermediate_size": 384},
+    "30m": {"layers": 9, "hidden_size": 512, "head_dim": 64, "heads": 8, "kv_heads": 4, "intermediate_size": 1536},
+}
 Steps = list[dict[str, float]]
 
 
-def make_inputs(folder: Path, prompts: int, tokens: int) -> None:
+def make_inputs(folder: Path, prompts: int, tokens: int, model: str = "1m") -> None:
     """The model and a file of prompts, which both sides read."""
     words = [f"w{number}" for number in range(252)]
     template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
-    shape = TinyModel(vocab_size=256, layers=4, intermediate_size=384, tied=False)
+    shape = TinyModel(vocab_size=256, tied=False, **MODELS[model])
     save_tiny_model(shape, word_tokenizer(words, 512, template), folder / "model")
     random = np.random.default_rng(0)
     rows = [{"problem": " ".join(random.choice(words, tokens)), "answer": "7"} for _ in range(prompts)]
@@ -124,6 +128,7 @@ def main() -> None:
     """A row for each side and part, and the ratios."""
     arguments = parser(__doc__)
     arguments.add_argument("--trl", type=Path, default=ROOT / ".venv-trl" / "bin" / "python", help="its Python")
+    arguments.add_argument("--model", choices=MODELS, default="1m", help="parameters")
     arguments.add_argument("--prompts", type=int, default=16)
     arguments.add_argument("--prompt", type=int, default=16, help="tokens of a prompt")
     arguments.add_argument("--group", type=int, default=16)
@@ -136,7 +141,7 @@ def main() -> None:
     found: dict[str, Steps] = {"ours": [], "TRL": []}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        make_inputs(folder, given.prompts, given.prompt)
+        make_inputs(folder, given.prompts, given.prompt, given.model)
         for number in range(given.rounds):
             found["ours"] += ours(folder, given, number)
             found["TRL"] += theirs(folder, given)
@@ -164,7 +169,7 @@ def main() -> None:
         ratio_figure(f"{part}, TRL over ours", per_token["TRL"][part], per_token["ours"][part])
         for part in ("generation", "update", "step")
     ]
-    title = f"{given.prompts} x {given.group} responses of at most {given.longest} tokens, {given.engines} engines"
+    title = f"{given.model} parameters, {given.prompts} x {given.group} responses of at most {given.longest} tokens, {given.engines} engines"
     publish(title, rows, given.json, figures)
     phases = [step["phases"] for step in found["ours"]]
     print(
