@@ -1,13 +1,14 @@
 """A whole GRPO step beside TRL's: the same model, prompts, sampling and numbers of tokens, on all cores of a machine.
 
     make bench ONLY=step_beside_trl                 # installs TRL beside the packages of .venv, in .venv-trl
-    python -m benchmarks.step_beside_trl [--trl PYTHON] [--model 1m] [--longest 64] [--steps 10] [--rounds 2] [--json FILE]
+    python -m benchmarks.step_beside_trl [--model 1m] [--longest 64] [--steps 10] [--rounds 2] [--json FILE]
 
-A random Qwen3 of 0.85 M parameters (4 layers, hidden 128, 256 words; --model 30m: 29 M, 9 layers, hidden 512), float32, 16 prompts x 16 responses of at most 64
-tokens at temperature 1, one optimizer step, no reference, no critic. Ours is `vapo-megatron train` with the preset grpo
-on two ranks and two engines; TRL's is its GRPOTrainer on two threads. They take turns; the first steps of each do not
-count. A figure is their seconds over ours for the same number of response tokens; medians over steps, quartiles in
-brackets. TRL 1.16 no longer has PPO, so a step with a critic has nothing to be compared with.
+A random Qwen3 of 0.85 M parameters (4 layers, hidden 128, 256 words; --model 30m: 29 M, 9 layers, hidden 512), float32,
+16 prompts x 16 responses of at most 64 tokens at temperature 1, one optimizer step, no reference, no critic. A response
+ends by chance, after 256 tokens on average: --longest 400 makes lengths unequal. Ours is `vapo-megatron train` with the
+preset grpo on two ranks and two engines; TRL's is its GRPOTrainer on two threads. They take turns; the first steps of
+each do not count. A figure is their seconds over ours for the same number of response tokens; medians over steps,
+quartiles in brackets. TRL 1.16 no longer has PPO, so a step with a critic has nothing to be compared with.
 
     generation    from the requests until all responses have arrived
     update        forward, backward and optimizer, including the scoring of old log-probs, if any
@@ -169,7 +170,8 @@ def main() -> None:
         ratio_figure(f"{part}, TRL over ours", per_token["TRL"][part], per_token["ours"][part])
         for part in ("generation", "update", "step")
     ]
-    title = f"{given.model} parameters, {given.prompts} x {given.group} responses of at most {given.longest} tokens, {given.engines} engines"
+    responses = f"{given.prompts} x {given.group} responses of at most {given.longest} tokens"
+    title = f"{given.model} parameters, {responses}, {given.engines} engines"
     publish(title, rows, given.json, figures)
     phases = [step["phases"] for step in found["ours"]]
     print(
