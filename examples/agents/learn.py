@@ -1,27 +1,32 @@
 """From a random model to an agent that uses its tool, on a laptop: cold start, value pretraining, training, evaluation.
 
     python examples/agents/learn.py --method turn --seed 1
+    python examples/agents/learn.py --method all --seed 1 --seed 2 --seed 3 --seed 4 --seed 5    # the table
 
-The task is lookup.py's. Methods differ in what gives a turn its credit: VAPO by turns, VAPO by tokens, GRPO.
+The task is lookup.py's. Methods differ in what gives a turn its credit: VAPO by turns, VAPO by tokens, GRPO. Runs that
+have ended are not run again.
 """
 
 import subprocess
 import sys
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
+from examples.ablation.intervals import interval, paired, shown  # noqa: E402
 from examples.agents.lookup import make_task  # noqa: E402
 from vapo_megatron.monitoring.metrics import read_metrics  # noqa: E402
 from vapo_megatron.signals import end_with_parent  # noqa: E402
 
 Method = Literal["turn", "token", "grpo"]
+ACCURACY, PRETRAINING = "evaluation/unseen_avg@4", "time/value_pretraining"
+EPISODES = 256  # of a rollout of lookup.yaml
 # Of the methods, what differs from lookup.yaml. Rewards, clipping and learning rates are the same for all.
-OVERRIDES: dict[str, tuple[str, ...]] = {
+OVERRIDES: dict[Method, tuple[str, ...]] = {
     "turn": (),
     "token": ("algorithm.advantage.credit=token",),
     "grpo": (
@@ -39,17 +44,11 @@ def command(name: str, config: str, *overrides: str) -> None:
         raise typer.Exit(code)
 
 
-def main(
-    method: Annotated[Method, typer.Option(help="what gives a turn its credit")] = "turn",
-    seed: Annotated[int, typer.Option(help="of the task, the models and the runs")] = 1,
-    out: Annotated[Path, typer.Option(help="folder for data, model and runs; a cold start in it is used again")] = Path(
-        "runs/agents"
-    ),
-    steps: Annotated[int, typer.Option(help="rollouts of 256 episodes that the policy is trained on")] = 20,
-    overrides: Annotated[list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE")] = None,
-) -> None:
-    """Train a tiny agent end to end, and print its accuracy by episodes."""
-    out = (out / f"seed{seed}").resolve()
+def learn(method: Method, seed: int, out: Path, steps: int, overrides: list[str]) -> list[dict[str, Any]]:
+    """The metrics of a method's run, by step; it is run first unless it has ended."""
+    run = out / method
+    if (run / "metrics.jsonl").is_file() and (rows := read_metrics(run)) and rows[-1]["step"] >= steps:
+        return rows
     task, policy = out / "task", out / "sft" / "hf" / "final" / "actor"
     shared = (f"run.seed={seed}", f"run.root={out}")
     if not policy.is_dir():
@@ -58,12 +57,58 @@ def main(
     command(
         *("train", "lookup.yaml", f"model.path={policy}", f"data.train={task / 'train.jsonl'}", f"run.name={method}"),
         f"data.eval=[{{name: unseen, path: {task / 'eval.jsonl'}, samples: 4}}]",
-        *(f"run.steps={steps}", *OVERRIDES[method], *shared, *(overrides or [])),
+        *(f"run.steps={steps}", *OVERRIDES[method], *shared, *overrides),
     )
-    rows = read_metrics(out / method)
-    for row in rows:
-        if (accuracy := row.get("evaluation/unseen_avg@4")) is not None:
-            typer.echo(f"{method}, seed {seed}, step {row['step']}: {accuracy:.3f} of unseen problems")
+    return read_metrics(run)
+
+
+def table(runs: dict[Method, dict[int, list[dict[str, Any]]]]) -> str:
+    """Accuracy by evaluation, the difference from GRPO at the end, episodes and seconds; means over seeds."""
+    lines = []
+    last = {method: {seed: accuracies(rows)[-1] for seed, rows in by_seed.items()} for method, by_seed in runs.items()}
+    for method, by_seed in runs.items():
+        measured = [interval(column) for column in zip(*map(accuracies, by_seed.values()), strict=True)]
+        pretraining = [row[PRETRAINING] for rows in by_seed.values() for row in rows if PRETRAINING in row]
+        before = f" + {sum(pretraining) / len(pretraining):.0f} s of value pretraining" if pretraining else ""
+        seconds = interval([sum(row.get("time/step", 0.0) for row in rows) for rows in by_seed.values()])
+        cells = [f"{mean:.3f}" + (f" ± {half:.3f}" if len(by_seed) > 1 else "") for mean, half in measured]
+        cells.append("" if method == "grpo" else shown(paired(last[method], last.get("grpo", {}))))
+        cells.append(f"{seconds.mean:.0f} s{before}")
+        lines.append(f"| {method} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def accuracies(rows: list[dict[str, Any]]) -> list[float]:
+    """Of unseen problems, evaluation by evaluation; the first is the cold start's."""
+    return [row[ACCURACY] for row in rows if ACCURACY in row]
+
+
+def main(
+    method: Annotated[
+        Literal["turn", "token", "grpo", "all"], typer.Option(help="what gives a turn its credit")
+    ] = "turn",
+    seeds: Annotated[
+        list[int] | None, typer.Option("--seed", help="of the task, the models and the runs; repeatable; none: 1")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="folder for data, model and runs; what is in it is used again")] = Path(
+        "runs/agents"
+    ),
+    steps: Annotated[int, typer.Option(help="rollouts of 256 episodes that the policy is trained on")] = 20,
+    overrides: Annotated[list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE")] = None,
+) -> None:
+    """Train tiny agents end to end, and print their accuracy by episodes."""
+    methods: list[Method] = list(OVERRIDES) if method == "all" else [method]
+    runs: dict[Method, dict[int, list[dict[str, Any]]]] = {name: {} for name in methods}
+    for seed in seeds or [1]:
+        for name in methods:
+            runs[name][seed] = learn(name, seed, (out / f"seed{seed}").resolve(), steps, overrides or [])
+            for row in runs[name][seed]:
+                if ACCURACY in row:
+                    typer.echo(f"{name}, seed {seed}, step {row['step']}: {row[ACCURACY]:.3f} of unseen problems")
+    evaluated = [row["step"] * EPISODES for row in runs[methods[0]][(seeds or [1])[0]] if ACCURACY in row]
+    heads = [f"after {episodes:,} episodes" if episodes else "cold start" for episodes in evaluated]
+    heads += ["less GRPO at the end", "training"]
+    typer.echo(f"\n| method | {' | '.join(heads)} |\n|{'---|' * (len(heads) + 1)}\n{table(runs)}")
 
 
 if __name__ == "__main__":
