@@ -18,8 +18,9 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="torch sees fewer than two CUDA GPUs"),
 ]
-# As in test_gpu_precision.py: of log-probs and entropies, and of gradient norms relative.
-TOLERANCE, FP8_TOLERANCE, NORM, FP8_NORM = 0.1, 0.6, 0.05, 0.25
+# As in test_gpu_precision.py: the largest difference of log-probs and entropies, in FP8 the mean; and of gradient norms
+# relative.
+TOLERANCE, FP8_TOLERANCE, NORM, FP8_NORM = 0.1, 0.35, 0.05, 0.4
 LAYOUTS = {
     "dp2": LayoutConfig(),
     "tp2 sp": LayoutConfig(tp=2, sequence_parallel=True),
@@ -63,17 +64,18 @@ def steps(model_dir: Path, layout: LayoutConfig, precision: dict[str, Any]) -> F
     return [score.flatten().tolist() for score in scores], norms
 
 
-def check(ranks: list[Found], expected: Found, tolerance: float, norm: float) -> None:
+def check(ranks: list[Found], expected: Found, fp8: bool = False) -> None:
     for scores, norms in ranks:
         assert (scores, norms) == ranks[0]
-        assert norms == pytest.approx(expected[1], rel=norm)
+        assert norms == pytest.approx(expected[1], rel=FP8_NORM if fp8 else NORM)
         for score, exact in zip(scores, expected[0], strict=True):
-            assert (torch.tensor(score) - torch.tensor(exact)).abs().max() < tolerance
+            apart = (torch.tensor(score) - torch.tensor(exact)).abs()
+            assert apart.mean() < FP8_TOLERANCE if fp8 else apart.max() < TOLERANCE
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_two_gpus_train_as_one_does(model_dir: Path, one_gpu: Found, layout: LayoutConfig) -> None:
-    check(run_ranks(2, steps, model_dir, layout, {}, deadline=300, cuda=True), one_gpu, TOLERANCE, NORM)
+    check(run_ranks(2, steps, model_dir, layout, {}, deadline=300, cuda=True), one_gpu)
 
 
 def test_two_gpus_train_in_fp8_as_one_does(model_dir: Path, one_gpu: Found) -> None:
@@ -82,4 +84,4 @@ def test_two_gpus_train_in_fp8_as_one_does(model_dir: Path, one_gpu: Found) -> N
         pytest.skip("no FP8 here: it needs Transformer Engine and compute capability 8.9")
     precision = {"fp8": "tensorwise"}
     ranks = run_ranks(2, steps, model_dir, LayoutConfig(), precision, deadline=300, cuda=True)
-    check(ranks, one_gpu, FP8_TOLERANCE, FP8_NORM)
+    check(ranks, one_gpu, fp8=True)
