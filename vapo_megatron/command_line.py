@@ -35,6 +35,7 @@ def run_app(app: typer.Typer, name: str) -> None:
     """
     if not sys.warnoptions:
         warnings.simplefilter("ignore")
+        os.environ["PYTHONWARNINGS"] = "ignore"  # of spawned ranks: imports warn before any code of ours runs there
     try:
         with told_in_one_line(name):
             _refuse_no_folder()

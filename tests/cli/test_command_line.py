@@ -51,6 +51,28 @@ def test_a_working_directory_that_was_deleted_is_one_line(tmp_path: Path) -> Non
     _assert_one_line(_run("-c", script), "vapo-megatron: the working directory was deleted")
 
 
+@pytest.mark.parametrize(("asked", "shown"), [("", 0), ("default", 2)])
+def test_warnings_of_libraries_are_hidden_in_spawned_ranks_too_unless_asked_for(
+    asked: str, shown: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """GPUs' ranks are spawned: what they import warns before any code of ours has run there."""
+    monkeypatch.setenv("PYTHONWARNINGS", asked)
+    script = """
+import subprocess, sys, typer, warnings
+from vapo_megatron.command_line import run_app
+app = typer.Typer()
+@app.command()
+def main():
+    warnings.warn("here")
+    subprocess.run([sys.executable, "-c", "import warnings; warnings.warn('there')"], check=True)
+sys.argv[1:] = []
+run_app(app, "program")
+"""
+    ended = _run("-c", script)
+    assert ended.returncode == 0
+    assert ended.stderr.count("UserWarning") == shown, ended.stderr
+
+
 @pytest.mark.parametrize("tool", TOOLS)
 def test_a_tool_refuses_an_option_before_it_imports_torch(tool: str) -> None:
     script = f"import runpy, sys; sys.argv = ['{tool}', '--nonsense']\n"
