@@ -39,7 +39,7 @@ class _Verifier:
 
     def __init__(self, config: RewardConfig) -> None:
         self._config, self._kind = config, config.verifier
-        self._name = f"reward.function={config.function}"
+        self._name = f"reward.{'function' if config.function else 'verifier'}={config.function or config.verifier}"
         self.first_failure: Grade | None = None
         self.is_silent = False
         if config.judge is not None and self._kind == "judge":
@@ -62,20 +62,20 @@ class _Verifier:
             prepared = prepare(case.ground_truth, case.response, self._config.answer_format)
             return prepared if isinstance(prepared, Grade) else asdict(prepared)
         message = {"ground_truth": case.ground_truth, "response": case.response}
-        if self._kind == "function":
-            return message | {"problem": case.problem, "extra": dict(case.extra)}
+        if self._kind.startswith("code"):
+            return message
         if self._kind == "judge":
             answer = final_part(case.response).strip()
             return message | {"problem": case.problem, "response": answer} if answer else Grade(False, "no_answer")
-        return message
+        return message | {"problem": case.problem, "extra": dict(case.extra)}
 
     def key(self, index: int, message: dict[str, Any]) -> tuple[object, ...]:
         """The same for all cases of a batch that share a grade."""
-        return (id(self), index) if self._kind == "function" else (id(self), *message.values())
+        return (id(self), index) if "extra" in message else (id(self), *message.values())
 
     def scored(self, grade: Grade) -> Grade:
         """The grade with its reward. The first failure is printed."""
-        if grade.reason in FAILED and self._kind in ("function", "judge"):
+        if grade.reason in FAILED and self._kind not in ("math", "code", "code_share"):
             self.first_failure = self.first_failure or grade
             if not self.is_silent:
                 self.is_silent = True

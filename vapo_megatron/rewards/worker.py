@@ -66,13 +66,13 @@ def _reap() -> None:
 
 
 def _load(message: dict[str, Any]) -> Handler:
-    if message["verifier"].startswith("code"):
+    if message["verifier"] in ("code", "code_share"):
         from vapo_megatron.rewards.code import grade_code
 
         limits = message["response_timeout_s"], message["memory_mib"], message["verifier"] == "code_share"
         return lambda case: grade_code(case["ground_truth"], case["response"], *limits)
 
-    if message["function"] is None:
+    if message["verifier"] == "math":
         from vapo_megatron.rewards.math import Comparison, settle
 
         importlib.import_module("vapo_megatron.rewards.symbolic")  # the slow import, before the first deadline runs

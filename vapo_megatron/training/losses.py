@@ -6,7 +6,7 @@ formulas are those of vapo_megatron.algorithms; here they only meet the layout, 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, assert_never
 
 import torch
 from torch import Tensor
@@ -73,7 +73,7 @@ class PolicyLoss:
 
     def _surrogate(self, logprobs: Tensor, entropies: Tensor, local: LocalTokens) -> Tensor:
         config, old, advantages = self.config, self._old(logprobs, local), local.gather(self.advantages)
-        if config.function is not None:
+        if config.kind == "function":
             terms = PolicyTerms(
                 logprobs=logprobs,
                 entropies=entropies,
@@ -84,21 +84,22 @@ class PolicyLoss:
                 values=None if self.values is None else local.gather(self.values),
                 mask=local.gather(self.weights) > 0,
             )
+            assert config.function is not None, "the config refuses it"
             return user_policy_loss(config.function, terms)
         if config.kind == "reinforce":
             return policy_loss.reinforce(logprobs, advantages)
         if config.kind == "cispo":
             return policy_loss.cispo(logprobs, old, advantages, config.clip_high)
-        if config.kind == "sao":
+        if config.kind == "sao" or config.kind == "dppo":
+            clipped = policy_loss.sao if config.kind == "sao" else policy_loss.dppo
             rollout = local.gather(self.rollout_logprobs)
-            return policy_loss.sao(logprobs, rollout, advantages, config.clip_low, config.clip_high)
-        if config.kind == "dppo":
-            rollout = local.gather(self.rollout_logprobs)
-            return policy_loss.dppo(logprobs, rollout, advantages, config.clip_low, config.clip_high)
+            return clipped(logprobs, rollout, advantages, config.clip_low, config.clip_high)
         if config.kind == "gspo":
             sequence = local.sequence_mean(logprobs - old)
             return policy_loss.gspo(logprobs, sequence, advantages, config.clip_low, config.clip_high)
-        return policy_loss.ppo_clip(logprobs, old, advantages, config.clip_low, config.clip_high, config.dual_clip)
+        if config.kind == "ppo_clip":
+            return policy_loss.ppo_clip(logprobs, old, advantages, config.clip_low, config.clip_high, config.dual_clip)
+        assert_never(config.kind)
 
     def _old(self, logprobs: Tensor, local: LocalTokens) -> Tensor:
         return logprobs.detach() if self.old_logprobs is None else local.gather(self.old_logprobs)
@@ -123,7 +124,7 @@ class PolicyLoss:
     def _bounded(self, log_ratio: Tensor, logprobs: Tensor, local: LocalTokens) -> tuple[Tensor, Tensor, Tensor]:
         """1 on the tokens that a low, high or dual bound of this kind of loss acts on, else 0."""
         config, none = self.config, torch.zeros_like(log_ratio)
-        if config.kind in ("reinforce", "function"):
+        if config.kind == "reinforce" or config.kind == "function":
             return none, none, none
         if config.kind == "cispo":
             return policy_loss.cispo_clip_indicators(log_ratio, config.clip_high)
@@ -133,10 +134,11 @@ class PolicyLoss:
         if config.kind == "dppo":
             rollout, advantages = local.gather(self.rollout_logprobs), local.gather(self.advantages)
             return policy_loss.dppo_clip_indicators(logprobs, rollout, advantages, config.clip_low, config.clip_high)
-        if config.kind == "gspo":
-            log_ratio = local.sequence_mean(log_ratio)
-        advantages = local.gather(self.advantages)
-        return policy_loss.clip_indicators(log_ratio, advantages, config.clip_low, config.clip_high, config.dual_clip)
+        if config.kind == "gspo" or config.kind == "ppo_clip":
+            apart = local.sequence_mean(log_ratio) if config.kind == "gspo" else log_ratio
+            advantages = local.gather(self.advantages)
+            return policy_loss.clip_indicators(apart, advantages, config.clip_low, config.clip_high, config.dual_clip)
+        assert_never(config.kind)
 
 
 def values_of(outputs: Tensor, config: ValueLossConfig) -> Tensor:
