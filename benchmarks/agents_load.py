@@ -28,10 +28,10 @@ from vapo_megatron.config.data import PromptTemplate
 from vapo_megatron.config.rollout import EpisodeConfig, RolloutConfig, SamplingConfig
 from vapo_megatron.data.sample import Prompt
 from vapo_megatron.data.tokenizer import TextTokenizer
-from vapo_megatron.engines.client import Completion
 from vapo_megatron.engines.dispatcher import Dispatcher
 from vapo_megatron.engines.request import GroupRequest
-from vapo_megatron.engines.server import EngineAddress
+from vapo_megatron.engines.server.client import Completion
+from vapo_megatron.engines.server.process import EngineAddress
 from vapo_megatron.weights.tiny import word_tokenizer
 
 WORDS, WRITTEN, GROUP = [f"w{n}" for n in range(200)], 64, 8

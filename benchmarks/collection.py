@@ -31,11 +31,11 @@ from vapo_megatron.config.rollout import RolloutConfig, SamplingConfig
 from vapo_megatron.data.prompts import PromptSource, train_prompts
 from vapo_megatron.data.sample import Prompt, Sample
 from vapo_megatron.data.tokenizer import TextTokenizer
-from vapo_megatron.engines.client import Completion, EngineClient
 from vapo_megatron.engines.dispatcher import Dispatcher
 from vapo_megatron.engines.ledger import Ledger, StepRule
 from vapo_megatron.engines.request import GroupRequest, response_seed
-from vapo_megatron.engines.server import EngineServer
+from vapo_megatron.engines.server.client import Completion, EngineClient
+from vapo_megatron.engines.server.process import EngineServer
 from vapo_megatron.engines.stream import GroupStream, Work
 from vapo_megatron.errors import TryAgain
 from vapo_megatron.rewards.grading import grade_samples

@@ -6,7 +6,7 @@ Lengths are log-normal and cut at 20,000. Each part is measured at the size that
 samples where it works through all, with its share of them elsewhere. Two ranks of this machine take part and
 communicate over loopback; network time is computed separately, at --gbps per node of eight ranks.
 
-    parse       rank 0: columns of numbers become arrays (engines/client.py); requests are in benchmarks.rollout_host
+    parse       rank 0: columns of numbers become arrays (server/client.py); requests are in benchmarks.rollout_host
     batch       rank 0: samples become the batch
     scatter     rank 0: the batch is sent to the samples' home ranks; the other rank represents all others
     plan        every rank: all samples are distributed, for actor and critic, and each mini-batch of --minibatches for
@@ -36,9 +36,9 @@ from vapo_megatron.config.run import MonitoringConfig
 from vapo_megatron.data.batch import ExperienceBatch, SampleTable, from_samples
 from vapo_megatron.data.microbatch import pack
 from vapo_megatron.data.sample import Prompt, Sample
-from vapo_megatron.engines.client import EngineClient
 from vapo_megatron.engines.inside import columns
-from vapo_megatron.engines.server import EngineAddress
+from vapo_megatron.engines.server.client import EngineClient
+from vapo_megatron.engines.server.process import EngineAddress
 from vapo_megatron.monitoring.recorder import Recorder
 from vapo_megatron.monitoring.timers import MemoryGauge, host_gauge
 from vapo_megatron.training.advantages import estimate_advantages

@@ -3,8 +3,8 @@
     python -m benchmarks.rollout_host [--tokens 3000000] [--length 6000] [--group 16] [--engines 2] [--json FILE]
 
 Stub engines, separate processes on loopback, answer each request at once with made-up responses. "columns" is what the
-trainer does: engines/client.py asks for columns of numbers (engines/inside/columns.py), from which samples and the
-batch are made. "JSON" is what it did before: SGLang's own answers become Python numbers, with the cyclic garbage
+trainer does: engines/server/client.py asks for columns of numbers (engines/inside/columns.py), from which samples and
+the batch are made. "JSON" is what it did before: SGLang's own answers become Python numbers, with the cyclic garbage
 collector off, and these become arrays.
 Columns of the table, per million tokens:
 
@@ -31,9 +31,9 @@ from aiohttp import web
 from benchmarks.common import anonymous_bytes, growth, in_turns, parser, publish, ratio_figure
 from vapo_megatron.data.batch import from_samples
 from vapo_megatron.data.sample import Prompt, Sample
-from vapo_megatron.engines.client import EngineClient
 from vapo_megatron.engines.inside import columns
-from vapo_megatron.engines.server import EngineAddress
+from vapo_megatron.engines.server.client import EngineClient
+from vapo_megatron.engines.server.process import EngineAddress
 
 PROMPT = Prompt("", "", "", tuple(range(200)))
 PARAMS = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "max_new_tokens": 20_000, "stop_token_ids": [151_643]}

@@ -35,12 +35,12 @@ from vapo_megatron.config.rollout import AsynchronousConfig, PartialResponsesCon
 from vapo_megatron.config.run import BatchConfig
 from vapo_megatron.data.prompts import PromptSource
 from vapo_megatron.data.sample import Prompt, Sample
-from vapo_megatron.engines.client import EngineClient, PauseMode
 from vapo_megatron.engines.dispatcher import Dispatcher
 from vapo_megatron.engines.inside import columns
 from vapo_megatron.engines.ledger import StepRule, step_rule
 from vapo_megatron.engines.request import response_seed
-from vapo_megatron.engines.server import EngineAddress
+from vapo_megatron.engines.server.client import EngineClient, PauseMode
+from vapo_megatron.engines.server.process import EngineAddress
 from vapo_megatron.operations.plan.rollout import BETWEEN_PROMPTS
 from vapo_megatron.operations.plan.simulation import Outcome, Scenario, simulate
 from vapo_megatron.training.rollouts import Rollouts, age_metrics

@@ -36,7 +36,7 @@ from vapo_megatron.config.load import load_config
 from vapo_megatron.config.rollout import RolloutConfig
 from vapo_megatron.config.sft import SftConfig
 from vapo_megatron.config.train import TrainConfig
-from vapo_megatron.engines.server import EngineAddress, EngineServer
+from vapo_megatron.engines.server.process import EngineAddress, EngineServer
 from vapo_megatron.errors import VapoError
 from vapo_megatron.run import launch, rank
 from vapo_megatron.training import sft

@@ -9,7 +9,7 @@ from typing import Any
 import attempts
 import psutil
 
-from vapo_megatron.engines.client import EngineClient
+from vapo_megatron.engines.server.client import EngineClient
 
 _RESET_SECONDS = 0.05
 _SLOW_SECONDS = 0.5

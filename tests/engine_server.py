@@ -9,7 +9,7 @@ from tiny_qwen3 import make_model
 from transformers import Qwen3ForCausalLM
 
 from vapo_megatron.config.rollout import RolloutConfig
-from vapo_megatron.engines.server import EngineServer
+from vapo_megatron.engines.server.process import EngineServer
 
 # On a GPU, compile kernels when they are met: DeepGEMM otherwise spends minutes on all that an engine may ever need.
 os.environ.setdefault("SGLANG_JIT_DEEPGEMM_PRECOMPILE", "0")

@@ -14,7 +14,7 @@ from pathlib import Path
 import vapo_megatron
 from vapo_megatron.engines.inside.heartbeat import HEALTH_PATH, lost_processes
 from vapo_megatron.engines.remote_engines import PROTOCOL
-from vapo_megatron.engines.server import EngineAddress
+from vapo_megatron.engines.server.process import EngineAddress
 
 
 class StubServer:

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from graphlib import TopologicalSorter
 from itertools import pairwise
 from pathlib import Path
 
@@ -103,6 +104,19 @@ def test_a_package_imports_only_those_below_it() -> None:
                 if other not in MAY_IMPORT[package] | BASE | {package}:
                     wrong.append(f"{named(path)} imports {name}")
     assert not wrong
+    TopologicalSorter(folders_below()).prepare()  # a CycleError names the folders that import each other in a circle
+
+
+def folders_below() -> dict[str, set[str]]:
+    """The folders that the modules of each folder import from; the modules at the top of the package are left out."""
+    folders = {str(path.parent.relative_to(ROOT)).replace("/", ".") for path in PACKAGE.glob("*/**/__init__.py")}
+    below: dict[str, set[str]] = {folder: set() for folder in folders}
+    for path in PACKAGE.glob("*/**/*.py"):
+        folder = str(path.parent.relative_to(ROOT)).replace("/", ".")
+        for name in imports(path):
+            holders = (name.rsplit(".", count)[0] for count in range(name.count(".") + 1))
+            below[folder] |= {next((holder for holder in holders if holder in folders), folder)} - {folder}
+    return below
 
 
 @pytest.mark.parametrize("library", LIBRARIES)

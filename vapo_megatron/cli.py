@@ -171,7 +171,7 @@ def compare(
     second: Annotated[Path, typer.Argument(metavar="RUN", help="that of another one", show_default=False)],
 ) -> None:
     """Compare two evaluations of the same problems: difference of avg@k, its interval, a paired test."""
-    from vapo_megatron.operations.compare import compare_runs, comparison_table
+    from vapo_megatron.operations.report.compare import compare_runs, comparison_table
 
     comparison_table(first, second, compare_runs(first, second))
 

@@ -23,7 +23,7 @@ from vapo_megatron.data.sample import Prompt
 from vapo_megatron.data.tokenizer import TextTokenizer
 from vapo_megatron.engines.dispatcher import Dispatcher
 from vapo_megatron.engines.request import GroupRequest
-from vapo_megatron.engines.server import EngineServer
+from vapo_megatron.engines.server.process import EngineServer
 from vapo_megatron.engines.stream import pack_groups, unpack_groups
 from vapo_megatron.errors import BadInput
 from vapo_megatron.evaluation.evaluator import Evaluator, generate_with

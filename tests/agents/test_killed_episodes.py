@@ -14,11 +14,11 @@ from vapo_megatron.config.rollout import EpisodeConfig, RolloutConfig, SamplingC
 from vapo_megatron.data.prompts import PromptSource
 from vapo_megatron.data.sample import Prompt
 from vapo_megatron.data.tokenizer import TextTokenizer
-from vapo_megatron.engines.client import Completion
 from vapo_megatron.engines.dispatcher import Dispatcher
 from vapo_megatron.engines.ledger import Ledger, StepRule
 from vapo_megatron.engines.request import GroupRequest
-from vapo_megatron.engines.server import EngineAddress
+from vapo_megatron.engines.server.client import Completion
+from vapo_megatron.engines.server.process import EngineAddress
 from vapo_megatron.engines.stream import GroupStream, Work, pack_groups, unpack_groups
 from vapo_megatron.weights.tiny import word_tokenizer
 

@@ -10,7 +10,7 @@ from tiny_runs import problems, train_config, write_config, write_rows
 from vapo_megatron.checkpoint.resume import check_config_change
 from vapo_megatron.config.load import dump_config, load_config
 from vapo_megatron.config.train import TrainConfig
-from vapo_megatron.engines.server import EngineServer
+from vapo_megatron.engines.server.process import EngineServer
 from vapo_megatron.errors import BadInput, RunFailed
 from vapo_megatron.run import restarts
 

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from vapo_megatron.engines.engine_environment import engine_environment
+from vapo_megatron.engines.server.environment import engine_environment
 
 
 def environment(own: dict[str, str], devices: list[int], scratch: Path, **facts: bool) -> dict[str, str]:

@@ -12,11 +12,11 @@ import pytest
 from vapo_megatron.config.rollout import RolloutConfig, SamplingConfig
 from vapo_megatron.data.prompts import PromptSource
 from vapo_megatron.data.sample import FinishReason, Prompt, Sample
-from vapo_megatron.engines.client import Completion
 from vapo_megatron.engines.dispatcher import Dispatcher
 from vapo_megatron.engines.ledger import Ledger, StepRule
 from vapo_megatron.engines.request import GenerationRequest, GroupRequest
-from vapo_megatron.engines.server import EngineAddress
+from vapo_megatron.engines.server.client import Completion
+from vapo_megatron.engines.server.process import EngineAddress
 from vapo_megatron.engines.stream import GroupStream, Work, pack_groups, unpack_groups
 from vapo_megatron.errors import RunFailed, TryAgain
 

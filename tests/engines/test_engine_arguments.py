@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from vapo_megatron.config.rollout import RolloutConfig
-from vapo_megatron.engines.server import EngineServer
+from vapo_megatron.engines.server.process import EngineServer
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from vapo_megatron.engines import keeper as keeper_module
 from vapo_megatron.engines.inside import heartbeat
 from vapo_megatron.engines.inside.heartbeat import Heartbeat, beats_with, register
 from vapo_megatron.engines.keeper import EngineKeeper, ask_health, end_server, is_named, what_is_wrong
-from vapo_megatron.engines.server import EngineAddress, EngineServer
+from vapo_megatron.engines.server.process import EngineAddress, EngineServer
 
 HEALTH = HealthConfig(answer_s=2, max_failures=2)
 DEADLINE = 30

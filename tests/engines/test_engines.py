@@ -19,7 +19,7 @@ from vapo_megatron.data.sample import Prompt
 from vapo_megatron.engines.engines import Engines
 from vapo_megatron.engines.placement import TARGETS_FILE, Placement
 from vapo_megatron.engines.request import GenerationRequest
-from vapo_megatron.engines.server import DIRECT
+from vapo_megatron.engines.server.process import DIRECT
 from vapo_megatron.engines.weight_sync.logprob_difference import Limits, LogprobDifference, probe_batch
 from vapo_megatron.errors import RunFailed
 from vapo_megatron.megatron.mesh import make_mesh

@@ -9,8 +9,8 @@ from tiny_qwen3 import largest_difference, make_moe, token_logprobs
 from transformers import Qwen3MoeForCausalLM
 
 from vapo_megatron.config.rollout import RolloutConfig
-from vapo_megatron.engines.client import EngineClient
-from vapo_megatron.engines.server import EngineServer
+from vapo_megatron.engines.server.client import EngineClient
+from vapo_megatron.engines.server.process import EngineServer
 from vapo_megatron.engines.weight_sync.session import WeightSync
 from vapo_megatron.engines.weight_sync.transports import (
     DistributedTransport,

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from vapo_megatron.config.rollout import RolloutConfig
-from vapo_megatron.engines import server
-from vapo_megatron.engines.ports import BESIDE_SERVER, free_port
-from vapo_megatron.engines.server import EngineServer
+from vapo_megatron.engines.server import process
+from vapo_megatron.engines.server.environment import BESIDE_SERVER, free_port
+from vapo_megatron.engines.server.process import EngineServer
 from vapo_megatron.errors import TryAgain
 
 
@@ -34,7 +34,7 @@ def test_a_servers_port_is_none_that_the_kernel_hands_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, server_args: dict[str, int], beside: tuple[int, ...]
 ) -> None:
     asked: list[tuple[int, ...]] = []
-    monkeypatch.setattr(server, "free_port", lambda beside: asked.append(beside) or free_port(beside))
+    monkeypatch.setattr(process, "free_port", lambda beside: asked.append(beside) or free_port(beside))
     config = RolloutConfig.model_validate({"tp": 2, "server_args": server_args})
     with EngineServer("model", config, "float32", tmp_path / "log")._bound() as listener:
         port = listener.getsockname()[1]

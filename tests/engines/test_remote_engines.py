@@ -22,13 +22,13 @@ from tiny_runs import make_model, problems, write_config, write_rows
 from vapo_megatron.config.rollout import RolloutConfig, SamplingConfig
 from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.data.sample import Prompt
-from vapo_megatron.engines.client import EngineClient
 from vapo_megatron.engines.dispatcher import Dispatcher
 from vapo_megatron.engines.inside.broadcast_group import BroadcastGroup
 from vapo_megatron.engines.keeper import ask_health
 from vapo_megatron.engines.remote_engines import PROTOCOL, serve_engine, take_over_engines, what_must_agree
 from vapo_megatron.engines.request import GenerationRequest
-from vapo_megatron.engines.server import EngineAddress, EngineServer
+from vapo_megatron.engines.server.client import EngineClient
+from vapo_megatron.engines.server.process import EngineAddress, EngineServer
 from vapo_megatron.engines.weight_sync.session import WeightSync
 from vapo_megatron.engines.weight_sync.transports import DistributedTransport
 from vapo_megatron.errors import BadInput, RunFailed, TryAgain

@@ -13,11 +13,11 @@ from transformers import Qwen3ForCausalLM
 
 from vapo_megatron.config.rollout import AsynchronousConfig, RolloutConfig, SamplingConfig
 from vapo_megatron.data.sample import Prompt
-from vapo_megatron.engines.client import EngineClient, PauseMode
 from vapo_megatron.engines.dispatcher import Dispatcher
 from vapo_megatron.engines.keeper import ask_health
 from vapo_megatron.engines.request import GenerationRequest
-from vapo_megatron.engines.server import EngineServer
+from vapo_megatron.engines.server.client import EngineClient, PauseMode
+from vapo_megatron.engines.server.process import EngineServer
 from vapo_megatron.engines.weight_sync.session import WeightSync
 from vapo_megatron.engines.weight_sync.transports import SharedMemoryTransport
 from vapo_megatron.errors import RunFailed

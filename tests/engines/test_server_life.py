@@ -16,7 +16,7 @@ from vapo_megatron.data.sample import Prompt
 from vapo_megatron.engines.dispatcher import Dispatcher
 from vapo_megatron.engines.keeper import ask_health
 from vapo_megatron.engines.request import GenerationRequest
-from vapo_megatron.engines.server import EngineServer, _locked, cause_in_log, remove_left_folders
+from vapo_megatron.engines.server.process import EngineServer, _locked, cause_in_log, remove_left_folders
 from vapo_megatron.errors import RunFailed, TryAgain
 
 pytestmark = pytest.mark.full
@@ -26,7 +26,7 @@ OWNER = """
 import os, sys, time
 from pathlib import Path
 from vapo_megatron.config.rollout import RolloutConfig
-from vapo_megatron.engines.server import EngineServer
+from vapo_megatron.engines.server.process import EngineServer
 
 config = RolloutConfig(max_total_tokens=2048, start_timeout_s=120)
 server = EngineServer(sys.argv[1], config, "float32", Path(sys.argv[2]))
@@ -45,7 +45,7 @@ EARLY_END = """
 import os, signal, sys, time
 from pathlib import Path
 from vapo_megatron.config.rollout import RolloutConfig
-from vapo_megatron.engines import server
+from vapo_megatron.engines.server import process
 
 
 def start_guard(group, *_):
@@ -53,8 +53,8 @@ def start_guard(group, *_):
     time.sleep(2)
     os.kill(os.getpid(), signal.SIGKILL)
 
-server.start_guard = start_guard
-server.EngineServer(sys.argv[1], RolloutConfig(), "float32", Path(sys.argv[2])).start()
+process.start_guard = start_guard
+process.EngineServer(sys.argv[1], RolloutConfig(), "float32", Path(sys.argv[2])).start()
 """
 
 

@@ -14,11 +14,11 @@ from vapo_megatron.config.rollout import RolloutConfig, SamplingConfig
 from vapo_megatron.data.batch import from_samples
 from vapo_megatron.data.prompts import PromptSource
 from vapo_megatron.data.sample import FinishReason, Prompt, Sample
-from vapo_megatron.engines.client import Completion
 from vapo_megatron.engines.dispatcher import Dispatcher
 from vapo_megatron.engines.ledger import Ledger, StepRule
 from vapo_megatron.engines.request import GroupRequest
-from vapo_megatron.engines.server import EngineAddress
+from vapo_megatron.engines.server.client import Completion
+from vapo_megatron.engines.server.process import EngineAddress
 from vapo_megatron.engines.stream import GroupStream, StopAsked, Work, pack_groups, unpack_groups
 from vapo_megatron.rewards.grading import TRUNCATED, grade_samples
 from vapo_megatron.rewards.pool import VerifierPool

@@ -11,7 +11,7 @@ from vapo_megatron.data.sample import Prompt
 from vapo_megatron.errors import BadInput
 from vapo_megatron.evaluation.responses import Response
 from vapo_megatron.evaluation.sets import problem_results
-from vapo_megatron.operations.compare import compare_runs, shown_p_value, sign_flip_p_value
+from vapo_megatron.operations.report.compare import compare_runs, shown_p_value, sign_flip_p_value
 
 
 def _run(folder: Path, correct: dict[str, int], name: str = "aime", digest: str = "d", top_p: float = 0.7) -> Path:

@@ -14,8 +14,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from tools.export_fp8 import app
 from vapo_megatron.config.rollout import RolloutConfig
-from vapo_megatron.engines.client import EngineClient
-from vapo_megatron.engines.server import EngineServer
+from vapo_megatron.engines.server.client import EngineClient
+from vapo_megatron.engines.server.process import EngineServer
 from vapo_megatron.engines.weight_sync.session import WeightSync
 from vapo_megatron.engines.weight_sync.transports import SharedMemoryTransport
 from vapo_megatron.weights.tiny import CHATML_TEMPLATE, word_tokenizer

@@ -16,10 +16,10 @@ from typing import Any, TypeVar
 
 from vapo_megatron.config.rollout import RolloutConfig
 from vapo_megatron.data.sample import Sample
-from vapo_megatron.engines.client import Completion, EngineClient, EngineWrong
 from vapo_megatron.engines.keeper import end_server
 from vapo_megatron.engines.request import GenerationRequest, GroupRequest, continued_response, empty_response
-from vapo_megatron.engines.server import EngineAddress
+from vapo_megatron.engines.server.client import Completion, EngineClient, EngineWrong
+from vapo_megatron.engines.server.process import EngineAddress
 from vapo_megatron.errors import RunFailed, TryAgain
 from vapo_megatron.loop_thread import LoopThread, allow_connections
 

@@ -14,10 +14,10 @@ import torch.distributed as dist
 from vapo_megatron import logs
 from vapo_megatron.collectives import broadcast_value, gather_values
 from vapo_megatron.config.rollout import Dtype, RolloutConfig
-from vapo_megatron.engines.client import EngineClient, MemoryTag, PauseMode
 from vapo_megatron.engines.dispatcher import Dispatcher
 from vapo_megatron.engines.keeper import Kept
 from vapo_megatron.engines.placement import Placement
+from vapo_megatron.engines.server.client import EngineClient, MemoryTag, PauseMode
 from vapo_megatron.engines.weight_sync.logprob_difference import (
     Limits,
     LogprobDifference,

@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from vapo_megatron.config.rollout import RolloutConfig
-from vapo_megatron.engines.client import REQUEST_SECONDS
 from vapo_megatron.engines.inside.heartbeat import END_PATH, HEALTH_PATH
-from vapo_megatron.engines.server import DIRECT, EngineAddress, EngineServer
+from vapo_megatron.engines.server.client import REQUEST_SECONDS
+from vapo_megatron.engines.server.process import DIRECT, EngineAddress, EngineServer
 from vapo_megatron.errors import BadInput, VapoError
 
 _logger = logging.getLogger(__name__)

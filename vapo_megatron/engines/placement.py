@@ -20,11 +20,11 @@ import torch.distributed as dist
 from vapo_megatron.collectives import gather_values, on_rank_zero
 from vapo_megatron.config.atomic import atomic_write
 from vapo_megatron.config.rollout import Dtype, RolloutConfig
-from vapo_megatron.engines.client import REQUEST_SECONDS, EngineClient, MemoryTag, ask
 from vapo_megatron.engines.inside.broadcast_group import address_towards
 from vapo_megatron.engines.keeper import EngineKeeper, ExternalServer, Kept, is_named
 from vapo_megatron.engines.remote_engines import take_back, take_over_engines, what_must_agree
-from vapo_megatron.engines.server import EngineAddress, EngineServer
+from vapo_megatron.engines.server.client import REQUEST_SECONDS, EngineClient, MemoryTag, ask
+from vapo_megatron.engines.server.process import EngineAddress, EngineServer
 from vapo_megatron.engines.weight_sync.transports import (
     DistributedTransport,
     IpcTransport,

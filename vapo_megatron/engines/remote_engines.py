@@ -19,10 +19,10 @@ from pydantic import JsonValue, TypeAdapter
 from vapo_megatron.config.rollout import Dtype, RolloutConfig
 from vapo_megatron.config.run_directory import check_room
 from vapo_megatron.config.train import TrainConfig
-from vapo_megatron.engines.client import EngineClient, ask
 from vapo_megatron.engines.engine_limits import engine_devices, engine_fp8
 from vapo_megatron.engines.keeper import EngineKeeper
-from vapo_megatron.engines.server import EngineAddress, EngineServer
+from vapo_megatron.engines.server.client import EngineClient, ask
+from vapo_megatron.engines.server.process import EngineAddress, EngineServer
 from vapo_megatron.errors import BadInput, TryAgain
 from vapo_megatron.megatron.platform import current_platform
 from vapo_megatron.signals import listen, stop_requested

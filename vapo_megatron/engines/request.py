@@ -9,7 +9,7 @@ import numpy as np
 
 from vapo_megatron.config.rollout import SamplingConfig
 from vapo_megatron.data.sample import Prompt, Sample
-from vapo_megatron.engines.client import Completion
+from vapo_megatron.engines.server.client import Completion
 from vapo_megatron.weights.routed_experts import ExpertChoices
 
 

@@ -19,7 +19,7 @@ from vapo_megatron.data.prompts import eval_prompts
 from vapo_megatron.data.sample import Prompt
 from vapo_megatron.data.tokenizer import TextTokenizer
 from vapo_megatron.engines.engine_limits import check_context, engine_devices
-from vapo_megatron.engines.server import EngineServer
+from vapo_megatron.engines.server.process import EngineServer
 from vapo_megatron.errors import BadInput
 from vapo_megatron.evaluation.sets import numbered
 from vapo_megatron.megatron.platform import Platform

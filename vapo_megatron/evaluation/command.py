@@ -20,7 +20,7 @@ from vapo_megatron.config.run_directory import make_run_dir
 from vapo_megatron.config.train import EvaluateConfig
 from vapo_megatron.data.jsonl import write_rows
 from vapo_megatron.engines.dispatcher import Dispatcher
-from vapo_megatron.engines.server import EngineServer
+from vapo_megatron.engines.server.process import EngineServer
 from vapo_megatron.evaluation.check import Evaluation, check_evaluation, facts
 from vapo_megatron.evaluation.evaluator import Collect, Evaluator, Generate, generate_with
 from vapo_megatron.evaluation.metrics import PROBLEMS

@@ -21,7 +21,7 @@ from vapo_megatron.data.records import KEY, Records
 from vapo_megatron.data.sample import Prompt
 from vapo_megatron.data.tokenizer import TextTokenizer
 from vapo_megatron.engines.engine_limits import engine_fp8
-from vapo_megatron.engines.server import EngineServer
+from vapo_megatron.engines.server.process import EngineServer
 from vapo_megatron.errors import BadInput
 from vapo_megatron.megatron.platform import current_platform
 from vapo_megatron.megatron.precision import check_trainable

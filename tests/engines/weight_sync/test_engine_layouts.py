@@ -11,9 +11,9 @@ from tiny_qwen3 import chosen_experts, largest_difference, make_moe, token_logpr
 from transformers import Qwen3MoeForCausalLM
 
 from vapo_megatron.config.rollout import RolloutConfig
-from vapo_megatron.engines.client import Completion, EngineClient
 from vapo_megatron.engines.keeper import ask_health
-from vapo_megatron.engines.server import EngineServer
+from vapo_megatron.engines.server.client import Completion, EngineClient
+from vapo_megatron.engines.server.process import EngineServer
 from vapo_megatron.engines.weight_sync.session import WeightSync
 from vapo_megatron.engines.weight_sync.transports import DistributedTransport, SharedMemoryTransport
 from vapo_megatron.errors import RunFailed

@@ -17,10 +17,10 @@ from transformers import Qwen3ForCausalLM
 from vapo_megatron.config.model import ActorConfig, AdapterConfig, LayoutConfig, ModelConfig, OptimizerSettings
 from vapo_megatron.config.rollout import RolloutConfig, SamplingConfig
 from vapo_megatron.data.sample import Prompt
-from vapo_megatron.engines.client import EngineClient
 from vapo_megatron.engines.dispatcher import Dispatcher
 from vapo_megatron.engines.request import GenerationRequest
-from vapo_megatron.engines.server import EngineAddress, EngineServer
+from vapo_megatron.engines.server.client import EngineClient
+from vapo_megatron.engines.server.process import EngineAddress, EngineServer
 from vapo_megatron.engines.weight_sync.logprob_difference import probe_batch, split_logprobs
 from vapo_megatron.engines.weight_sync.session import WeightSync
 from vapo_megatron.engines.weight_sync.transports import (

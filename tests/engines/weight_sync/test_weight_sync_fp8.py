@@ -9,8 +9,8 @@ from tiny_qwen3 import largest_difference, make_model, token_logprobs
 from transformers import Qwen3ForCausalLM
 
 from vapo_megatron.config.rollout import RolloutConfig, SyncConfig
-from vapo_megatron.engines.client import EngineClient
-from vapo_megatron.engines.server import EngineServer
+from vapo_megatron.engines.server.client import EngineClient
+from vapo_megatron.engines.server.process import EngineServer
 from vapo_megatron.engines.weight_sync.logprob_difference import limits_of
 from vapo_megatron.engines.weight_sync.session import WeightSync
 from vapo_megatron.engines.weight_sync.transports import SharedMemoryTransport

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch.multiprocessing import reductions
 from typing_extensions import override
 
-from vapo_megatron.engines.client import EngineClient, LoadAnswer
 from vapo_megatron.engines.inside.broadcast_group import BroadcastGroup, address_towards, backend_of
 from vapo_megatron.engines.inside.bucket_message import Purpose, announce
+from vapo_megatron.engines.server.client import EngineClient, LoadAnswer
 from vapo_megatron.errors import TryAgain
 from vapo_megatron.megatron.platform import current_platform
 from vapo_megatron.weights.bucket import Bucket, DeviceSlots, NamedTensors, SharedSlots, pack, packed_size

@@ -33,7 +33,7 @@ from vapo_megatron.config.run_directory import check_room
 from vapo_megatron.data.batch import ExperienceBatch
 from vapo_megatron.data.tokenizer import TextTokenizer
 from vapo_megatron.engines.engine_limits import engine_devices
-from vapo_megatron.engines.server import EngineServer
+from vapo_megatron.engines.server.process import EngineServer
 from vapo_megatron.errors import BadInput
 from vapo_megatron.evaluation.command import engines_of
 from vapo_megatron.megatron.platform import current_platform

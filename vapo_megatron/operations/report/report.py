@@ -16,7 +16,7 @@ from vapo_megatron.errors import BadInput
 from vapo_megatron.evaluation.metrics import LAST_STEPS, mean_of_last
 from vapo_megatron.monitoring import names
 from vapo_megatron.monitoring.alarms import ALARMS
-from vapo_megatron.operations.compare import compare_runs, shown_p_value
+from vapo_megatron.operations.report.compare import compare_runs, shown_p_value
 from vapo_megatron.operations.report.panels import Rows, panels_of, series
 from vapo_megatron.operations.report.runs import Run, read_run
 

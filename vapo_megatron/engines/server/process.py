@@ -24,11 +24,10 @@ from typing import IO
 from pydantic import JsonValue
 
 from vapo_megatron.config.rollout import RolloutConfig
-from vapo_megatron.engines.engine_environment import engine_arguments, engine_environment
 from vapo_megatron.engines.inside.heartbeat import lost_processes, stands_still
 from vapo_megatron.engines.inside.owner_guard import remove_shared_memory, start_guard
 from vapo_megatron.engines.inside.server_main import KEY_VARIABLE
-from vapo_megatron.engines.ports import BESIDE_SERVER, free_port
+from vapo_megatron.engines.server.environment import BESIDE_SERVER, engine_arguments, engine_environment, free_port
 from vapo_megatron.errors import BadInput, RunFailed
 from vapo_megatron.weights.fp8 import BlockFp8
 
