@@ -4,7 +4,7 @@ import pytest
 from commands import Command
 from tiny_runs import make_model
 
-from vapo_megatron.run import restarts
+from vapo_megatron.run import launch
 
 
 @pytest.fixture(scope="module")
@@ -17,7 +17,7 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     def started(*_: object) -> None:
         raise AssertionError("ranks were started")
 
-    monkeypatch.setattr(restarts, "start_ranks", started)
+    monkeypatch.setattr(launch, "start_ranks", started)
     for name in ("RANK", "WORLD_SIZE", "SLURM_NTASKS"):
         monkeypatch.delenv(name, raising=False)
 

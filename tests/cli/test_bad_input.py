@@ -32,7 +32,7 @@ from vapo_megatron.config.run import RunConfig
 from vapo_megatron.config.run_directory import MARKER, make_run_dir
 from vapo_megatron.errors import BadInput
 from vapo_megatron.operations.report import report
-from vapo_megatron.run import restarts
+from vapo_megatron.run import launch
 from vapo_megatron.signals import STOP_SIGNALS, stop_requested
 from vapo_megatron.weights.tiny import CHATML_TEMPLATE, word_tokenizer
 
@@ -43,7 +43,7 @@ def test_the_configs_that_the_cases_spoil_are_good(
     command: Command, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     counts: list[int] = []
-    monkeypatch.setattr(restarts, "start_ranks", lambda count, *_: counts.append(count))
+    monkeypatch.setattr(launch, "start_ranks", lambda count, *_: counts.append(count))
     reported: list[list[Path]] = []
     monkeypatch.setattr(report, "write_report", reported.append)
     for name, ranks in (("train", 2), ("sft", 1)):
@@ -65,7 +65,7 @@ def test_a_request_to_stop_that_comes_once_all_is_saved_is_passed_over(
         os.kill(os.getpid(), number)
         return f"noted {stop_requested()}, then {signal.getsignal(number).name}"
 
-    monkeypatch.setattr(restarts, "start_ranks", lambda *_: None)
+    monkeypatch.setattr(launch, "start_ranks", lambda *_: None)
     monkeypatch.setattr(report, "write_report", slow_report)
     assert command.exit_code("train") == 0
     assert "report  noted None, then SIG_IGN" in capfd.readouterr().out
@@ -135,7 +135,7 @@ def test_what_is_most_often_a_mistake_is_told_of_and_runs(
     named: str,
 ) -> None:
     started: list[int] = []
-    monkeypatch.setattr(restarts, "start_ranks", lambda count, *_: started.append(count))
+    monkeypatch.setattr(launch, "start_ranks", lambda count, *_: started.append(count))
     monkeypatch.setattr(report, "write_report", lambda _: None)
     assert command.exit_code("train", *overrides) == 0 and started == [2]
     error = capfd.readouterr().err
@@ -147,7 +147,7 @@ def test_a_fine_tuning_shorter_than_its_warm_up_is_told_of(
     command: Command, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], steps: int, cautions: int
 ) -> None:
     started: list[int] = []
-    monkeypatch.setattr(restarts, "start_ranks", lambda count, *_: started.append(count))
+    monkeypatch.setattr(launch, "start_ranks", lambda count, *_: started.append(count))
     monkeypatch.setattr(report, "write_report", lambda _: None)
     warmup = ("actor.optimizer.warmup_steps=5", f"data.steps={steps}")
     assert command.exit_code("sft", *warmup) == 0 and started
@@ -213,7 +213,7 @@ def test_keys_and_values(
 def test_one_problem_many_times_is_told_of(
     command: Command, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(restarts, "start_ranks", lambda *_: None)
+    monkeypatch.setattr(launch, "start_ranks", lambda *_: None)
     monkeypatch.setattr(report, "write_report", lambda _: None)
     rows = [{"problem": "1 plus 1", "answer": 2}] * 50
     path = write_rows(command.folder / "same.jsonl", rows)
@@ -389,7 +389,7 @@ def test_an_agent_that_cannot_be_trained_is_refused_before_ranks_start(
     command: Command, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, agent: str
 ) -> None:
     counts: list[int] = []
-    monkeypatch.setattr(restarts, "start_ranks", lambda count, *_: counts.append(count))
+    monkeypatch.setattr(launch, "start_ranks", lambda count, *_: counts.append(count))
     monkeypatch.setattr(report, "write_report", lambda _: None)
     fits = ["rollout.episode.max_tokens=64", "value_pretraining.enabled=false"]
     code = command.exit_code("train", *f"rollout.agent={agent}".split(), *fits)

@@ -12,7 +12,7 @@ from vapo_megatron.config.load import dump_config, load_config
 from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.engines.server.process import EngineServer
 from vapo_megatron.errors import BadInput, RunFailed
-from vapo_megatron.run import restarts
+from vapo_megatron.run import launch
 
 ROWS: dict[str, tuple[bytes, list[str]]] = {
     "surrogate": (b'{"problem": "1 plus 1", "answer": 2}\n{"problem": "\\ud800", "answer": 2}\n', [":2:", "\\ud800"]),
@@ -141,7 +141,7 @@ def test_a_start_that_failed_early_does_not_block_the_command_that_mends_it(
             (command.run_dir / name).touch()
         raise RunFailed("no engine")
 
-    monkeypatch.setattr(restarts, "start_ranks", failing)
+    monkeypatch.setattr(launch, "start_ranks", failing)
     assert command.exit_code("train") == 1
     assert command.exit_code("train", "run.seed=2") == 1, capfd.readouterr().err
     assert "seed: 2" in (command.run_dir / "config.yaml").read_text()
@@ -161,7 +161,7 @@ def test_ctrl_c_tells_what_is_saved_and_how_to_go_on(
             (command.run_dir / "checkpoints" / name).mkdir(parents=True)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(restarts, "start_ranks", interrupted)
+    monkeypatch.setattr(launch, "start_ranks", interrupted)
     assert command.exit_code("train") == 130
     error = capfd.readouterr().err
     assert error.count("\n") == 1 and "no checkpoint yet" in error

@@ -21,7 +21,7 @@ from vapo_megatron.config.load import dump_config
 from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.engines.server.process import EngineAddress
 from vapo_megatron.errors import TryAgain
-from vapo_megatron.run import launch, ranks, restarts
+from vapo_megatron.run import launch, ranks
 from vapo_megatron.run.ranks import RankKilled
 
 
@@ -59,8 +59,7 @@ def test_killed_ranks_start_again(
         name = next(found)
         return Start(Path(name) if name else None)
 
-    for module in (launch, restarts):
-        monkeypatch.setattr(module, "prepare_start", prepare)
+    monkeypatch.setattr(launch, "prepare_start", prepare)
 
     def body(run_dir: Path, start: Start) -> None:
         if dist.get_rank() == 1:
@@ -98,8 +97,8 @@ def test_after_a_damaged_copy_ranks_start_from_the_last_checkpoint(
     memory, checkpoints = tmp_path / "memory", Path(config.run.directory) / "checkpoints"
     copy = saved(memory / "checkpoints" / "step_000008", "copied")
     on_disk = saved(checkpoints / "step_000004", "saved")
-    monkeypatch.setattr(restarts, "prepare_start", lambda *_: Start(on_disk))
-    after: Any = partial(restarts._start_after, settings=config, lease=SimpleNamespace(take=lambda: None))
+    monkeypatch.setattr(launch, "prepare_start", lambda *_: Start(on_disk))
+    after: Any = partial(launch._start_after, settings=config, lease=SimpleNamespace(take=lambda: None))
     again = after(RankKilled("killed"), start=Start(memory=memory))
     assert again.checkpoint == copy
     assert after(Damaged("damaged", shared=True), start=again).checkpoint == on_disk and not copy.exists()
@@ -124,8 +123,7 @@ def test_a_new_start_goes_on_from_the_copy_that_a_killed_starter_left(
     def prepare(*_: object) -> Start:
         return Start(run_dir / "checkpoints" / "step_000004")
 
-    for module in (launch, restarts):
-        monkeypatch.setattr(module, "prepare_start", prepare)
+    monkeypatch.setattr(launch, "prepare_start", prepare)
 
     def body(_: Path, start: Start) -> None:
         assert start.memory is not None and start.memory.is_dir() and start.checkpoint is not None
@@ -141,7 +139,7 @@ def test_a_new_start_goes_on_from_the_copy_that_a_killed_starter_left(
     assert launch.launch(config, body, lambda *_: None)
     assert sorted(path.name for path in begun.iterdir()) == ["0_True", "1_False"]
     saved(host_memory.host_memory_of(run_dir) / "checkpoints" / "step_000002", "older")
-    assert restarts.find_left_copy(config, SimpleNamespace(take=lambda: None)) is None  # type: ignore[arg-type]
+    assert launch.find_left_copy(config, SimpleNamespace(take=lambda: None)) is None  # type: ignore[arg-type]
 
 
 def test_a_request_to_stop_ends_ranks_of_which_one_is_stopped_and_keeps_their_copy(
@@ -174,5 +172,5 @@ def test_a_request_to_stop_ends_ranks_of_which_one_is_stopped_and_keeps_their_co
     ):
         launch.launch(config, body, lambda *_: None)
     assert (tmp_path / "starts").read_text() == "x"
-    copy = restarts.find_left_copy(config, SimpleNamespace(take=lambda: None))  # type: ignore[arg-type]
+    copy = launch.find_left_copy(config, SimpleNamespace(take=lambda: None))  # type: ignore[arg-type]
     assert copy is not None and copy.name == "step_000006"

@@ -32,7 +32,7 @@ from vapo_megatron.weights.spec import ModelSpec, read_spec
 _logger = logging.getLogger(__name__)
 
 PROTOCOL = 8
-"""Raise it with every change of the messages between engines and trainers: bucket_message.announce, the answers of
+"""Raise it with every change of the messages between engines and trainers: weights.bucket.announce, the answers of
 strict_loading, broadcast_group, heartbeat, server_main and columns."""
 
 _ANSWER_SECONDS = 30.0

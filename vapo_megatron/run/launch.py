@@ -1,7 +1,9 @@
-"""Starts the ranks of a validated config."""
+"""Starts the ranks of a validated config, and lost ranks again from a copy of the run's state in host memory."""
 
 import logging
+import shutil
 from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -9,19 +11,25 @@ from typing import Any
 
 import torch.distributed as dist
 
-from vapo_megatron.checkpoint.checkpoints import latest_checkpoint
-from vapo_megatron.checkpoint.host_memory import copies_left, job_memory
+from vapo_megatron.checkpoint.checkpoints import (
+    CHECKPOINT_FOLDER,
+    latest_checkpoint,
+    list_checkpoints,
+    remove_leftovers,
+)
+from vapo_megatron.checkpoint.host_memory import copies_left, host_memory, job_memory, make_folder
 from vapo_megatron.checkpoint.lease import Lease
+from vapo_megatron.checkpoint.manifest import Damaged, check_structure, read_manifest
 from vapo_megatron.checkpoint.nodes import find_copy
 from vapo_megatron.checkpoint.resume import Start
 from vapo_megatron.collectives import gather_values, on_rank_zero
 from vapo_megatron.config.sft import SftConfig
-from vapo_megatron.errors import Interrupted
+from vapo_megatron.errors import BadInput, Interrupted, VapoError
 from vapo_megatron.run.place import place_from_environment
-from vapo_megatron.run.ranks import machine_default_ranks, run_as_external_rank
-from vapo_megatron.run.restarts import find_left_copy, run_ranks
-from vapo_megatron.run.start import Settings, prepare_from_copy, prepare_start
-from vapo_megatron.signals import listen
+from vapo_megatron.run.ranks import RankKilled, machine_default_ranks, run_as_external_rank, start_ranks
+from vapo_megatron.run.start import Settings, is_finished, prepare_from_copy, prepare_start
+from vapo_megatron.run.watchdog import Hang
+from vapo_megatron.signals import listen, stop_requested
 
 _logger = logging.getLogger(__name__)
 
@@ -101,3 +109,94 @@ def _how_to_go_on(run_dir: Path) -> str:
     if saved is None:
         return f"interrupted; {run_dir} has no checkpoint yet: the same command with run.overwrite=true starts anew"
     return f"interrupted; saved up to {saved}: the same command with run.resume=auto goes on from there"
+
+
+def run_ranks(settings: Settings, count: int, body: Callable[[Start], None], start: Start, lease: Lease) -> None:
+    """Start the ranks, and again where one was killed or hangs: `cluster.restarts` times from one state.
+
+    Copies of the run's state in host memory outlive them.
+
+    Raises:
+        VapoError: see start_ranks.
+    """
+    left, timeout = settings.cluster.restarts, settings.cluster.collective_timeout_s
+    with ExitStack() as stack:
+        run_dir = Path(settings.run.directory)
+        memory = stack.enter_context(host_memory(run_dir, start.is_copy))
+        if start.is_copy and (memory is None or not list_checkpoints(memory)):
+            start = prepare_start(settings, lambda: None, lease.take)
+        if left and memory is not None:
+            start = replace(start, memory=memory)
+        while not start.finished:
+            if memory is not None and not memory.is_dir():
+                with suppress(OSError):
+                    make_folder(run_dir, memory)
+                _logger.warning(
+                    "%s was removed during the run, and its copies with it (RemoveIPC=yes of systemd-logind does that "
+                    "when the user logs out)",
+                    memory,
+                )
+            try:
+                return start_ranks(count, partial(body, start), timeout, memory)
+            except (RankKilled, Hang, Damaged) as error:
+                again = _start_after(error, settings, start, lease)
+                left = settings.cluster.restarts if again.checkpoint != start.checkpoint else left
+                if left == 0 or stop_requested():
+                    raise
+                left, start = left - 1, again
+                origin = start.checkpoint or "the beginning"
+                _logger.warning("%s; ranks are started again in this process, from %s", _cause(error), origin)
+
+
+def _start_after(error: VapoError, settings: Settings, start: Start, lease: Lease) -> Start:
+    """The state from which restarted ranks begin. Raises `error` if a restart does not help."""
+    if isinstance(error, Damaged):
+        if not start.is_copy:
+            raise error
+        assert start.memory is not None
+        shutil.rmtree(start.memory / CHECKPOINT_FOLDER, ignore_errors=True)
+    if is_finished(settings):
+        return replace(start, finished=True)
+    copy = _copy_in(start.memory, settings)
+    if copy is None:
+        run = settings.run.model_copy(update={"resume": "auto", "overwrite": False})
+        prepared = prepare_start(settings.model_copy(update={"run": run}), lambda: None, lease.take)
+        return replace(start, checkpoint=prepared.checkpoint, finished=prepared.finished)
+    return replace(start, checkpoint=copy)
+
+
+def _copy_in(memory: Path | None, settings: Settings) -> Path | None:
+    """The copy to continue from; None if there is none, or if a checkpoint is newer."""
+    if memory is None or not memory.is_dir():
+        return None
+    remove_leftovers(memory)
+    copy = latest_checkpoint(memory)
+    newest = max(list_checkpoints(Path(settings.run.directory)), default=None)
+    if copy is None or (newest is not None and newest > max(list_checkpoints(memory))):
+        _logger.warning("%s: no copy that is newer than the last checkpoint", memory)
+        return None
+    try:
+        check_structure(copy, read_manifest(copy))
+    except BadInput as error:
+        _logger.warning("%s; it is left aside", _cause(error))
+        shutil.rmtree(copy, ignore_errors=True)
+        return None
+    return copy
+
+
+def find_left_copy(settings: Settings, lease: Lease) -> Path | None:
+    """The copy that a starter of this run, killed on this machine, has left; None where a new start has none to use.
+
+    Raises BadInput where somebody else works in the run directory.
+    """
+    run_dir = Path(settings.run.directory)
+    memory = copies_left(run_dir) if settings.run.resume == "auto" and run_dir.is_dir() else None
+    if memory is None or latest_checkpoint(memory) is None:
+        return None
+    lease.take()  # a run that goes on writes its copies there
+    return _copy_in(memory, settings)
+
+
+def _cause(error: VapoError) -> str:
+    """The line of an error without what a person would have to do about it."""
+    return str(error).partition(": start the same")[0].partition(": the checkpoint is damaged")[0]

@@ -1,15 +1,18 @@
-"""Buckets of named tensors in one flat run of bytes, and the memory for them."""
+"""Buckets of named tensors in one flat run of bytes, the memory for them, and how they are announced to an engine."""
 
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from functools import lru_cache
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 NamedTensors = Sequence[tuple[str, Tensor]]
+Purpose = Literal["load", "compare"]
+"""load: replace the weights. compare: say which differ and change nothing."""
 
 T = TypeVar("T")
 
@@ -79,18 +82,13 @@ class Bucket(list[tuple[str, Tensor]]):
         return self._checksums
 
 
-def pack(bucket: NamedTensors, memory: "Memory") -> Bucket:
-    """Copy tensors from any device into memory that is large enough."""
+def pack(bucket: NamedTensors, slots: "DeviceSlots | SharedSlots", index: int = 0) -> Bucket:
+    """Copy tensors from any device into one of two buffers."""
     places, size = lay_out((name, tensor.dtype, tensor.shape) for name, tensor in bucket)
-    packed = Bucket(memory, places, size)
+    packed = Bucket(slots.take(index, size), places, size)
     for (_, target), (_, tensor) in zip(packed, bucket, strict=True):
         target.copy_(tensor)
     return packed
-
-
-def packed_size(bucket: NamedTensors) -> int:
-    """Bytes of memory that pack() needs."""
-    return lay_out((name, tensor.dtype, tensor.shape) for name, tensor in bucket)[1]
 
 
 def checksum(tensor: Tensor) -> int:
@@ -154,3 +152,35 @@ class SharedSlots:
         for fd in self._fds:
             os.close(fd)
         self._fds = []
+
+
+def announce(bucket: Bucket | None, purpose: Purpose, *, first: bool, last: bool) -> dict[str, Any]:
+    """A bucket described in plain values; None is an empty bucket. first and last mark the ends of a weight sync.
+
+    It says where in the bucket each tensor begins, but not where the bucket's bytes are.
+    """
+    places: Sequence[Place] = [] if bucket is None else bucket.places
+    return {
+        "places": [tuple(place) for place in places],
+        "size": 0 if bucket is None else bucket.buffer.numel(),
+        "purpose": purpose,
+        "first": first,
+        "last": last,
+    }
+
+
+def unpack(description: Mapping[str, Any], buffer: Tensor | None = None) -> list[tuple[str, Tensor]]:
+    """The tensors of a description, as views of buffer or of the file at its "path"."""
+    places = [Place(name, dtype, tuple(shape), start) for name, dtype, shape, start in description["places"]]
+    if not places:
+        return []
+    if buffer is None:
+        status = os.stat(description["path"])
+        buffer = _map(description["path"], status.st_dev, status.st_ino, status.st_size)
+    return [(place.name, view(buffer, place)) for place in places]
+
+
+@lru_cache(maxsize=4)  # mapping anew costs a page fault every 4 KiB
+def _map(path: str, device: int, inode: int, size: int) -> Tensor:
+    """The bytes of a file. Its path is that of another file once its sender has closed the first."""
+    return torch.from_file(path, shared=True, size=size, dtype=torch.uint8)

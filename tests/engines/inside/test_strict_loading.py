@@ -4,9 +4,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from vapo_megatron.engines.inside.bucket_message import Purpose, announce
 from vapo_megatron.engines.inside.strict_loading import StrictLoader, problems_of_ranks, take_message
-from vapo_megatron.weights.bucket import SharedSlots, pack, packed_size
+from vapo_megatron.weights.bucket import Purpose, SharedSlots, announce, pack
 
 
 class StackingModel(torch.nn.Module):
@@ -36,7 +35,7 @@ def weights() -> dict[str, torch.Tensor]:
 def sync_weights(model: torch.nn.Module, weights: dict[str, torch.Tensor], purpose: Purpose = "load") -> list[str]:
     slots, tensors = SharedSlots(), list(weights.items())
     try:
-        bucket = pack(tensors, slots.take(0, packed_size(tensors)))
+        bucket = pack(tensors, slots)
         message = announce(bucket, purpose, first=True, last=True) | {"path": bucket.memory.path}
         return take_message(StrictLoader(model), message)
     finally:

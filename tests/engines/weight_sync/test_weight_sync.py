@@ -31,7 +31,7 @@ from vapo_megatron.engines.weight_sync.transports import (
 from vapo_megatron.errors import RunFailed
 from vapo_megatron.megatron.mesh import make_mesh
 from vapo_megatron.megatron.trainable import Trainable
-from vapo_megatron.weights.bucket import Bucket, SharedSlots, pack, packed_size
+from vapo_megatron.weights.bucket import Bucket, SharedSlots, pack
 from vapo_megatron.weights.export import make_slots, stream_hf
 from vapo_megatron.weights.load import load_hf
 from vapo_megatron.weights.spec import read_spec
@@ -185,7 +185,7 @@ def in_slots(tensors: Tensors, size: int = 5) -> Iterator[Bucket]:
     slots = SharedSlots()
     for index, start in enumerate(range(0, len(tensors), size)):
         part = tensors[start : start + size]
-        yield pack(part, slots.take(index, packed_size(part)))
+        yield pack(part, slots, index)
     slots.close()
 
 

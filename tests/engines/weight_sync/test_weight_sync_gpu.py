@@ -22,7 +22,7 @@ from vapo_megatron.engines.weight_sync.transports import (
     Transport,
 )
 from vapo_megatron.errors import RunFailed
-from vapo_megatron.weights.bucket import Bucket, DeviceSlots, pack, packed_size
+from vapo_megatron.weights.bucket import Bucket, DeviceSlots, pack
 
 pytestmark = [
     pytest.mark.gpu,
@@ -63,7 +63,7 @@ def in_slots(tensors: Tensors, size: int = 5) -> Iterator[Bucket]:
     slots = DeviceSlots(torch.device("cuda", 0))
     for index, start in enumerate(range(0, len(tensors), size)):
         part = tensors[start : start + size]
-        yield pack(part, slots.take(index, packed_size(part)))
+        yield pack(part, slots, index)
     slots.close()
 
 

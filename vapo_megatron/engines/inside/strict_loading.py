@@ -19,8 +19,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from vapo_megatron.engines.inside.broadcast_group import Backend, BroadcastGroup, address_towards
-from vapo_megatron.engines.inside.bucket_message import Purpose, unpack
-from vapo_megatron.weights.bucket import checksum
+from vapo_megatron.weights.bucket import Purpose, checksum, unpack
 
 LOAD_FORMAT = "vapo_strict"
 BROADCAST_GROUP = "vapo_weights"
@@ -262,7 +261,7 @@ def problems_of_ranks(ranks: Sequence[tuple[Sequence[str], Sequence[str]]]) -> l
 
 
 def take_message(loader: StrictLoader, message: Mapping[str, Any], buffer: torch.Tensor | None = None) -> list[str]:
-    """StrictLoader.take of what bucket_message.announce describes; buffer: see unpack."""
+    """StrictLoader.take of what weights.bucket.announce describes; buffer: see unpack."""
     tensors = unpack(message, buffer)
     return loader.take(tensors, message["purpose"], first=message["first"], last=message["last"])
 

@@ -202,7 +202,7 @@ class EngineClient:
         await self._call("end_weight_update", {})
 
     async def send_bucket(self, payloads: Sequence[bytes], *, version: int | None = None) -> LoadAnswer:
-        """Send one bucket: a pickled bucket_message.announce() for each tensor-parallel rank, with the "path" or
+        """Send one bucket: a pickled weights.bucket.announce() for each tensor-parallel rank, with the "path" or
         the "buffer" (CUDA IPC) of its bytes.
 
         A version ends the weight sync: it marks what is generated from now on, and the cache of the old weights is

@@ -6,12 +6,11 @@ from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
-from vapo_megatron.engines.inside.bucket_message import Purpose
 from vapo_megatron.engines.server.client import EngineClient, PauseMode
 from vapo_megatron.engines.weight_sync.logprob_difference import LogprobDifference, compare_logprobs
 from vapo_megatron.engines.weight_sync.transports import NOTHING, Transport
 from vapo_megatron.errors import RunFailed, TryAgain, VapoError
-from vapo_megatron.weights.bucket import NamedTensors
+from vapo_megatron.weights.bucket import NamedTensors, Purpose
 from vapo_megatron.weights.gather import PartTimes
 
 _NAMED_IN_AN_ERROR = 8

@@ -16,11 +16,10 @@ from torch.multiprocessing import reductions
 from typing_extensions import override
 
 from vapo_megatron.engines.inside.broadcast_group import BroadcastGroup, address_towards, backend_of
-from vapo_megatron.engines.inside.bucket_message import Purpose, announce
 from vapo_megatron.engines.server.client import EngineClient, LoadAnswer
 from vapo_megatron.errors import TryAgain
 from vapo_megatron.megatron.platform import current_platform
-from vapo_megatron.weights.bucket import Bucket, DeviceSlots, NamedTensors, SharedSlots, pack, packed_size
+from vapo_megatron.weights.bucket import Bucket, DeviceSlots, NamedTensors, Purpose, SharedSlots, announce, pack
 
 # Place of the GPU's index among the arguments that reduce_tensor makes for rebuild_cuda_tensor (torch.multiprocessing).
 _DEVICE = 6
@@ -94,7 +93,7 @@ class Transport(ABC):
             return NOTHING
         placed = bucket
         if bucket is not None and not (isinstance(bucket, Bucket) and self._can_send(bucket)):
-            placed = pack(bucket, self._slots.take(0, packed_size(bucket)))
+            placed = pack(bucket, self._slots)
         assert placed is None or isinstance(placed, Bucket)
         return await self._send(placed, announce(placed, purpose, first=first, last=bucket is None), version)
 

@@ -1,7 +1,6 @@
 import torch
 
-from vapo_megatron.engines.inside.bucket_message import announce, unpack
-from vapo_megatron.weights.bucket import Memory, SharedSlots, pack, packed_size
+from vapo_megatron.weights.bucket import DeviceSlots, SharedSlots, announce, pack, unpack
 
 Tensors = list[tuple[str, torch.Tensor]]
 
@@ -16,7 +15,7 @@ BUCKET: Tensors = [
 
 def receive(slots: SharedSlots, index: int, tensors: Tensors) -> Tensors:
     """What another process sees of a bucket."""
-    bucket = pack(tensors, slots.take(index, packed_size(tensors)))
+    bucket = pack(tensors, slots, index)
     message = announce(bucket, "load", first=True, last=False) | {"path": bucket.memory.path}
     return unpack(message)
 
@@ -32,8 +31,7 @@ def test_tensors_of_any_dtype_and_layout_come_back() -> None:
 
 
 def test_bytes_may_come_as_a_buffer() -> None:
-    memory = Memory(torch.empty(packed_size(BUCKET), dtype=torch.uint8))
-    bucket = pack(BUCKET, memory)
+    bucket = pack(BUCKET, DeviceSlots(torch.device("cpu")))
     received = unpack(announce(bucket, "load", first=True, last=False), bucket.buffer.clone())
     assert all(torch.equal(a.float(), b.float()) for (_, a), (_, b) in zip(received, BUCKET, strict=True))
 
