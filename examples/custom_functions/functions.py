@@ -1,12 +1,14 @@
 """Functions of one's own, one for each key that takes one; README.md beside this file says how a config names them."""
 
 import re
-from collections.abc import Mapping
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from vapo_megatron.data.sample import Sample
 from vapo_megatron.training.user_functions import PolicyTerms, ScoredResponses
 
 
@@ -61,6 +63,17 @@ def half_way_to_the_group(scored: ScoredResponses) -> tuple[Tensor, Tensor]:
     rewards = scored.rewards.repeat_interleave(lengths)
     targets = (0.5 * scored.rewards + 0.5 * means[group]).repeat_interleave(lengths)
     return rewards - scored.values, targets
+
+
+def until_the_code_ends(sample: Sample, decode: Callable[[Sequence[int]], str]) -> Tensor:
+    """Tokens [response] that carry loss: those up to the end of the first block of code; all where there is none."""
+    ids = sample.response_ids.tolist()
+    start = sample.text.find("```")
+    end = sample.text.find("```", start + 3)
+    if start < 0 or end < 0:
+        return torch.ones(len(ids), dtype=torch.bool)
+    count = bisect_left(range(len(ids)), end + 3, key=lambda tokens: len(decode(ids[:tokens])))
+    return torch.arange(len(ids)) < count
 
 
 def where_credit_goes(scored: ScoredResponses) -> dict[str, float]:

@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 from commands import Command, assert_refused
@@ -17,7 +18,7 @@ from vapo_megatron.cli import PRESETS
 from vapo_megatron.config.data import EvalSet
 from vapo_megatron.config.load import load_config
 from vapo_megatron.config.train import TrainConfig
-from vapo_megatron.data.batch import ExperienceBatch
+from vapo_megatron.data.batch import ExperienceBatch, from_samples
 from vapo_megatron.data.records import KEY, Records
 from vapo_megatron.data.sample import Prompt, Sample
 from vapo_megatron.data.tokenizer import TextTokenizer
@@ -165,6 +166,21 @@ def test_every_format_gives_the_tokens_and_rewards_that_were_drawn(kind: str, tm
     assert batch.correct.tolist() == [sample.correct for sample in wanted]
     assert batch.truncated.tolist() == [sample.truncated for sample in wanted]
     assert batch.group_ids.tolist() == [0, 0, 1, 1][: len(wanted)], "responses to one prompt are a group"
+
+
+def test_the_masks_of_a_run_are_those_that_its_samples_had(tmp_path: Path, model: Path) -> None:
+    tokenizer = TextTokenizer(model, config_of(tmp_path, model).data.prompt)
+    masked, _, plain = samples_of(tokenizer, problems(8))
+    masked.loss_mask = np.arange(len(masked.response_ids)) != 1
+    (tmp_path / "earlier").mkdir()
+    for name in ("config.yaml", "metrics.jsonl"):
+        (tmp_path / "earlier" / name).touch()
+    SampleWriter(tmp_path / "earlier", 8, decode=tokenizer.decode).write(1, [masked, plain])
+    config = config_of(tmp_path, model, tmp_path / "earlier")
+    (batch,) = Records(config, tokenizer, read_spec(model).vocab_size).batches()
+    expected = from_samples([masked, plain])
+    assert torch.equal(batch.tokens, expected.tokens) and expected.loss_mask is not None
+    assert batch.loss_mask is not None and torch.equal(batch.loss_mask, expected.loss_mask)
 
 
 class State:

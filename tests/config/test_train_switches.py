@@ -44,6 +44,10 @@ def load(tmp_path: Path, *overrides: str) -> TrainConfig:
         ([AGENT, "rollout.partial_responses.oversampling=1.5"], "agent=a:b with partial_responses.oversampling=1.5"),
         ([AGENT, "rollout.windows=2", "algorithm.shaping.truncated=window"], "agent=a:b with windows=2"),
         ([AGENT, "rollout.router_replay=true"], "agent=a:b with router_replay=true"),
+        (
+            ["rollout.windows=2", "algorithm.shaping.truncated=window", "algorithm.mask_function=a:b"],
+            "rollout.windows=2 with algorithm.mask_function=a:b",
+        ),
         (["algorithm.kl.coef=0.1"], "placement=none with coef=0.1"),
         (["preset=grpo", "value_pretraining.enabled=true"], "value_pretraining.enabled=true with algorithm.advantage"),
         (["preset=grpo", "critic.freeze_attention=true"], "critic.freeze_attention=true with algorithm.advantage"),

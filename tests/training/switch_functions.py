@@ -1,8 +1,11 @@
-"""A user's advantage estimator and filter, as tests of the switches name them in a config."""
+"""A user's advantage estimator, filter and mask, as tests of the switches name them in a config."""
+
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from vapo_megatron.data.sample import Sample
 from vapo_megatron.training.user_functions import ScoredResponses
 
 
@@ -16,6 +19,12 @@ def keep(scored: ScoredResponses) -> Tensor:
     """Responses of an odd number of tokens: bool [S]."""
     found: torch.Tensor = scored.cu_seqlens.diff() % 2 == 1
     return found
+
+
+def every_second(sample: Sample, decode: Any) -> Tensor:
+    """Tokens 0, 2, 4 and so on of a response that is graded already: bool [response]."""
+    assert sample.reward is not None
+    return torch.arange(len(sample.response_ids)) % 2 == 0
 
 
 def surprise(scored: ScoredResponses) -> dict[str, float]:

@@ -232,7 +232,7 @@ def test_the_reference_is_replaced_when_asked(world: World) -> None:
 
 
 def test_bins_functions_and_corrections_in_a_whole_run(world: World) -> None:
-    """What no preset switches on: a critic of bins, importance weights, a user's advantage and filter."""
+    """What no preset switches on: a critic of bins, importance weights, a user's advantage, filter and mask."""
     functions = "examples.custom_functions.functions"
     rows, step = run_preset(
         world,
@@ -243,12 +243,14 @@ def test_bins_functions_and_corrections_in_a_whole_run(world: World) -> None:
             "algorithm.importance_sampling.kind": "tis",
             "algorithm.advantage.function": f"{functions}:reward_times_surprise",
             "algorithm.filter_function": f"{functions}:finished_and_not_too_short",
+            "algorithm.mask_function": "switch_functions:every_second",
         },
     )
     batch, row = step["begin"]["batch"], next(row for row in rows if row["step"] == 1)
     assert step["begin"]["critic"]["score.weight"].shape[0] == 51
     assert batch["values"].abs().max() < 1
-    lengths = batch["response_cu_seqlens"].diff()
+    lengths, drawn = batch["response_cu_seqlens"].diff(), batch["cu_seqlens"].diff() - batch["prompt_lengths"]
+    assert torch.equal(lengths, (drawn + 1) // 2) and row["response_length/mean"] == float(lengths.float().mean())
     assert row["filter/kept"] == pytest.approx(float((~batch["truncated"] & (lengths >= 2)).float().mean()))
     assert row["importance/weight_mean"] == pytest.approx(1, abs=1e-3)
     assert float(batch["advantages"].std()) > 0 and row["critic/updates"] == EPOCHS

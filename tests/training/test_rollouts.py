@@ -336,7 +336,9 @@ def test_a_new_run_draws_its_prompts_from_the_beginning(config: TrainConfig) -> 
     assert [prompt.id for prompt in evaluation] == [f"p{n}" for n in range(8, 12)]
     assert (rollouts.engines, rollouts.verifier, rollouts.seed) == ("engines", "verifier", config.run.seed)
     assert rollouts.sampling == config.sampling and rollouts.reward == config.reward
-    assert rollouts.routed_experts is None and rollouts.saved is None
+    assert rollouts.routed_experts is None and rollouts.saved is None and rollouts.mask_function is None
+    masked = config.algorithm.model_copy(update={"mask_function": "a:b"})
+    assert made(config.model_copy(update={"algorithm": masked})).mask_function == "a:b"
     assert [len(ids) for ids in rollouts.probe] == [32] * 4
     vocabulary = read_spec(Path(config.model.path)).vocab_size
     assert min(map(min, rollouts.probe)) >= 0 and max(map(max, rollouts.probe)) < vocabulary

@@ -137,6 +137,7 @@ def test_a_wrong_path_is_bad_input_before_anything_starts(path: str, told: str) 
         ({"advantage": {"estimator": "function", "function": path}}, "algorithm.advantage.function"),
         ({"filter_function": path}, "algorithm.filter_function"),
         ({"metrics_function": path}, "algorithm.metrics_function"),
+        ({"mask_function": path}, "algorithm.mask_function"),
         ({"policy_loss": {"kind": "function", "function": path}}, "algorithm.policy_loss.function"),
     ):
         with pytest.raises(BadInput) as refused:

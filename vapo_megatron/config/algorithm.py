@@ -224,6 +224,7 @@ class AlgorithmConfig(Section):
             "metrics_function",
             "that reads the trainer's log-prob of every token: unset one of them",
         ),
+        ("mask_function", "advantage.credit=turn", "a mask may cut a turn in two: set advantage.credit=token"),
     )
 
     advantage: AdvantageConfig = AdvantageConfig()
@@ -238,6 +239,12 @@ class AlgorithmConfig(Section):
         None,
         pattern=IMPORT_PATH,
         description="package.module:name of f(ScoredResponses) -> bool [S], true for responses that carry loss",
+    )
+    mask_function: str | None = Field(
+        None,
+        pattern=IMPORT_PATH,
+        description="package.module:name of f(Sample, decode) -> bool [response], true for tokens that carry loss; the "
+        "others count as observations",
     )
     metrics_function: str | None = Field(
         None,

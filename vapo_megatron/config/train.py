@@ -138,7 +138,7 @@ class TrainConfig(Section):
         (
             "rollout.windows>1",
             f"algorithm.shaping.truncated!=window, {_CHOOSES_GROUPS}, algorithm.advantage.function, "
-            "algorithm.policy_loss.kind=gspo",
+            "algorithm.mask_function, algorithm.policy_loss.kind=gspo",
             "a step has only part of a response, which has no reward yet: windows need shaping.truncated=window and "
             "the others unset",
         ),

@@ -316,7 +316,7 @@ def from_samples(samples: Sequence[Sample]) -> ExperienceBatch:
 
     Their routed_experts move into the batch: samples have none any more.
     """
-    masks = [np.ones(len(s.response_ids), dtype=np.bool_) if s.loss_mask is None else s.loss_mask for s in samples]
+    masks = [s.written for s in samples]
     observed = any(s.loss_mask is not None for s in samples)
     pairs = list(zip(samples, masks, strict=True))
     starts = [int(mask[: s.window_start].sum()) for s, mask in pairs if s.window_start is not None]

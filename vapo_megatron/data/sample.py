@@ -50,7 +50,8 @@ class Sample:
     token]. window_start, with rollout.windows, is the first token that the policy has not been trained on yet.
     engine is the URL of the server that wrote it; empty where several did.
     loss_mask, bool [response], is False on tokens that the policy did not write but was given on the way, such as a
-    tool's output: nothing is learnt from them, and their rollout_logprobs are not read. None: it wrote all of them.
+    tool's output, and on those that algorithm.mask_function takes out: nothing is learnt from them, and their
+    rollout_logprobs are not read. None: it wrote all of them.
     segment_starts are the places in response_ids where the context begins anew, with a history that was rewritten: what
     models read there has nothing before it. The prompt of such a segment is an observation. Empty: one context.
     turn_rewards, float32 [response], are the rewards that an episode gave on the way, each on the last token of its
@@ -103,11 +104,14 @@ class Sample:
         return self.finish_reason == "length"
 
     @property
+    def written(self) -> NDArray[np.bool_]:
+        """loss_mask, all True where there is none."""
+        return np.ones(len(self.response_ids), dtype=np.bool_) if self.loss_mask is None else self.loss_mask
+
+    @property
     def last_turn(self) -> NDArray[np.int32]:
         """The tokens that the policy wrote after the last observation."""
-        if self.loss_mask is None:
-            return self.response_ids
-        observed = np.flatnonzero(~self.loss_mask)
+        observed = np.flatnonzero(~self.written)
         return self.response_ids[observed[-1] + 1 :] if len(observed) else self.response_ids
 
     @property

@@ -67,7 +67,7 @@ def response_of(sample: Sample, decode: Callable[[Sequence[int]], str]) -> Respo
         id=sample.prompt.id,
         index=sample.index,
         text=decode(sample.last_turn.tolist()),
-        tokens=len(sample.response_ids) if sample.loss_mask is None else int(sample.loss_mask.sum()),
+        tokens=int(sample.written.sum()),
         finish_reason=sample.finish_reason,
         weight_version=sample.weight_version,
         correct=bool(sample.correct),

@@ -121,9 +121,8 @@ def token_texts(token_ids: Sequence[int], decode: Decode) -> list[str]:
 
 def _spread(numbers: Tensor, sample: Sample) -> list[float | None]:
     """The numbers of a sample's written tokens, by token of its response; `numbers` begins with them."""
-    mask = np.ones(len(sample.response_ids), dtype=np.bool_) if sample.loss_mask is None else sample.loss_mask
-    rounded = iter([round(number, _DECIMALS) for number in numbers[: int(mask.sum())].tolist()])
-    return [next(rounded) if written else None for written in mask.tolist()]
+    rounded = iter([round(number, _DECIMALS) for number in numbers[: int(sample.written.sum())].tolist()])
+    return [next(rounded) if written else None for written in sample.written.tolist()]
 
 
 def _of_both_kinds(samples: Sequence[Sample], wanted: int) -> list[int]:
@@ -137,10 +136,9 @@ def _of_both_kinds(samples: Sequence[Sample], wanted: int) -> list[int]:
 
 def _turns(sample: Sample, decode: Decode) -> list[dict[str, Any]]:
     """The policy's text and the observations it was given, turn by turn."""
-    assert sample.loss_mask is not None
-    bounds = [0, *(np.flatnonzero(np.diff(sample.loss_mask)) + 1).tolist(), len(sample.response_ids)]
+    bounds = [0, *(np.flatnonzero(np.diff(sample.written)) + 1).tolist(), len(sample.response_ids)]
     return [
-        {"observed": not bool(sample.loss_mask[start]), "text": decode(sample.response_ids[start:end].tolist())}
+        {"observed": not bool(sample.written[start]), "text": decode(sample.response_ids[start:end].tolist())}
         for start, end in pairwise(bounds)
         if end > start
     ]
@@ -149,6 +147,7 @@ def _turns(sample: Sample, decode: Decode) -> list[dict[str, Any]]:
 def _row(sample: Sample, with_ids: bool, decode: Decode | None = None) -> dict[str, Any]:
     """with_ids: the policy has not been updated yet, so its tokens can serve value_pretraining.from."""
     ids = {"prompt_ids": list(sample.prompt.token_ids), "response_ids": sample.response_ids.tolist()}
+    masks = {} if sample.loss_mask is None else {"loss_mask": sample.loss_mask.astype(int).tolist()}
     return {
         "prompt_id": sample.prompt.id,
         "group": sample.group,
@@ -156,7 +155,7 @@ def _row(sample: Sample, with_ids: bool, decode: Decode | None = None) -> dict[s
         "problem": sample.prompt.problem,
         "answer": sample.prompt.answer,
         "response": sample.text,
-        "tokens": len(sample.response_ids) if sample.loss_mask is None else int(sample.loss_mask.sum()),
+        "tokens": int(sample.written.sum()),
         "finish_reason": sample.finish_reason,
         "reward": sample.reward,
         "correct": sample.correct,
@@ -164,5 +163,5 @@ def _row(sample: Sample, with_ids: bool, decode: Decode | None = None) -> dict[s
         "weight_version": sample.weight_version,
         **({} if sample.episode is None else {"episode": sample.episode}),
         **({} if sample.loss_mask is None or decode is None else {"turns": _turns(sample, decode)}),
-        **(ids if with_ids and sample.loss_mask is None else {}),
+        **(ids | masks if with_ids and sample.episode is None else {}),
     }

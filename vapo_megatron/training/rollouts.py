@@ -32,6 +32,7 @@ from vapo_megatron.monitoring.recorder import Recorder
 from vapo_megatron.rewards.grading import failed_share, grade_samples
 from vapo_megatron.rewards.pool import VerifierPool
 from vapo_megatron.signals import stop_requested
+from vapo_megatron.training.user_functions import mask_tokens
 from vapo_megatron.weights.routed_experts import ExpertChoices
 from vapo_megatron.weights.spec import ModelSpec
 
@@ -92,6 +93,7 @@ class Rollouts:
         is_interruptible: whether a signal to stop ends take().
         agents: whose episodes are trained and evaluated; None: responses of the engines, or not started yet.
         agent_settings: of rollout.agent, on rank 0; None without one.
+        mask_function: of algorithm.mask_function; None without one.
     """
 
     engines: Engines
@@ -109,6 +111,7 @@ class Rollouts:
     is_interruptible: bool = False
     agents: Agents | None = None
     agent_settings: RolloutConfig | None = None
+    mask_function: str | None = None
     _fixed_policy: bool = False
     _counted: Counter[str] = field(default_factory=Counter)
     _waits: Waits = field(default_factory=Waits)
@@ -237,6 +240,8 @@ class Rollouts:
     def _grade(self, samples: Sequence[Sample]) -> None:
         assert self.verifier is not None, "responses are graded on rank 0"
         grade_samples(samples, self.verifier, self.tokenizer.decode, self.reward)
+        if self.mask_function is not None:
+            mask_tokens(self.mask_function, samples, self.tokenizer.decode)
 
 
 def has_signal(group: Sequence[Sample]) -> bool:
@@ -291,6 +296,7 @@ def make_rollouts(
         prompts,
         evaluation,
         probe,
+        mask_function=config.algorithm.mask_function,
     )
     if prompts is not None and config.rollout.agent is not None:
         rollouts.agent_settings = config.rollout

@@ -1,9 +1,9 @@
-"""A user's own advantages, policy loss, filter and metrics, named in the config by import path."""
+"""A user's own advantages, policy loss, masks, filter and metrics, named in the config by import path."""
 
 import importlib
 import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -13,10 +13,12 @@ from torch import Tensor
 
 from vapo_megatron.config.algorithm import AlgorithmConfig
 from vapo_megatron.data.batch import ExperienceBatch
+from vapo_megatron.data.sample import Sample
 from vapo_megatron.errors import BadInput, reason_of
 
 ADVANTAGE_KEY, FILTER_KEY = "algorithm.advantage.function", "algorithm.filter_function"
 LOSS_KEY, METRICS_KEY = "algorithm.policy_loss.function", "algorithm.metrics_function"
+MASK_KEY = "algorithm.mask_function"
 
 
 @dataclass(frozen=True)
@@ -108,10 +110,27 @@ def check_functions(config: AlgorithmConfig) -> None:
         (config.advantage.function, ADVANTAGE_KEY),
         (config.policy_loss.function, LOSS_KEY),
         (config.filter_function, FILTER_KEY),
+        (config.mask_function, MASK_KEY),
         (config.metrics_function, METRICS_KEY),
     ):
         if path is not None:
             load_function(path, key)
+
+
+def mask_tokens(path: str, samples: Sequence[Sample], decode: Callable[[Sequence[int]], str]) -> None:
+    """Make observations of the tokens that the user's function takes out of the loss of graded samples, in place.
+
+    Raises:
+        BadInput: it returned something else, or left no token that the policy wrote.
+    """
+    who = f"{MASK_KEY}={path}"
+    for sample in (sample for sample in samples if len(sample.response_ids)):  # a broken episode has none
+        kept = load_function(path, MASK_KEY)(sample, decode)
+        _check(kept, sample.response_ids.shape, who, "a bool tensor [response]", floating=False)
+        mask = kept.numpy() & sample.written
+        if not mask.any():
+            raise BadInput(f"{who}: it leaves no token of a response, expected one at least: use {FILTER_KEY}")
+        sample.loss_mask = None if mask.all() else mask
 
 
 def user_advantages(path: str, has_critic: bool, batch: ExperienceBatch) -> Tensor:
