@@ -16,8 +16,9 @@ from tiny_runs import WORDS, make_model, train_config, write_config
 
 from vapo_megatron.algorithms.advantages import distilled
 from vapo_megatron.checkpoint.dist_saver import run_bytes
+from vapo_megatron.checkpoint.resume import check_config_change
 from vapo_megatron.cli import PRESETS
-from vapo_megatron.config.load import load_config
+from vapo_megatron.config.load import dump_config, load_config
 from vapo_megatron.config.tiny_model import TinyModel
 from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.errors import BadInput
@@ -159,7 +160,7 @@ def test_a_teacher_is_not_replaced(tmp_path: Path) -> None:
 
 
 def test_plans_and_checks_know_the_teachers_layout(tmp_path: Path) -> None:
-    """Its layers lie on two stages beside an actor that every rank has whole; run.bytes has no copy of it."""
+    """Its layers lie on three stages beside an actor that every rank has whole, and no checkpoint holds it."""
     config = config_with_teacher(tmp_path, WORDS, "actor.layout.tp=1", "reference.layout.pp=3")
     whole = config_with_teacher(tmp_path, WORDS, "actor.layout.tp=1")
     assert config.model_sizes == {"actor": 1, "reference": 3}
@@ -168,6 +169,8 @@ def test_plans_and_checks_know_the_teachers_layout(tmp_path: Path) -> None:
     assert (cut.dp, uncut.dp) == (1, 3)
     assert max(cut.bytes_of("weights", stage) for stage in range(3)) < 0.6 * uncut.bytes_of("weights", 0)
     assert run_bytes(config, specs) == run_bytes(config, {"actor": specs["actor"]})
+    dump_config(whole, tmp_path / "config.yaml")
+    check_config_change(config, tmp_path, ())  # a resumed run may have it in another layout
 
 
 @pytest.mark.parametrize(
