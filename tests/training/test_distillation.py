@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 from typing import Any
+from unittest.mock import ANY
 
 import numpy as np
 import pytest
@@ -19,10 +20,12 @@ from vapo_megatron.checkpoint.dist_saver import run_bytes
 from vapo_megatron.checkpoint.resume import check_config_change
 from vapo_megatron.cli import PRESETS
 from vapo_megatron.config.load import dump_config, load_config
+from vapo_megatron.config.plan import PlanConfig
 from vapo_megatron.config.tiny_model import TinyModel
 from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.errors import BadInput
 from vapo_megatron.operations.plan.models import planned_models
+from vapo_megatron.operations.plan.plan import make_plan
 from vapo_megatron.run.first_checks import check_train_numbers
 from vapo_megatron.run.preflight import check_train
 from vapo_megatron.training.advantages import estimate_advantages
@@ -208,6 +211,15 @@ def test_a_layout_that_a_teacher_cannot_have_is_refused_by_name(
         config = config_with_teacher(tmp_path, WORDS, *overrides)
         check_train_numbers(config, config.cluster.ranks)
     assert "\n" not in str(refused.value)
+
+
+def test_a_plan_says_that_a_teachers_layout_has_no_room_for_the_longest_sample(tmp_path: Path) -> None:
+    """What an actor of two context-parallel ranks has room for."""
+    layouts = ["actor.layout.cp=2", "reference.layout.tp=2", "actor.max_tokens_per_microbatch=16"]
+    config = config_with_teacher(tmp_path, WORDS, *layouts)
+    problems = make_plan(PlanConfig.model_validate(config.model_dump()), 4).memory.problems
+    assert [problem for problem in problems if "max_tokens_per_microbatch" in problem] == [ANY]
+    assert "actor.max_tokens_per_microbatch=16 with reference.layout.cp=1" in "".join(problems)
 
 
 def test_a_teacher_is_not_cut_as_the_actors_recomputation_asks(tmp_path: Path) -> None:
