@@ -247,6 +247,7 @@ def trained_parameters(config: TrainConfig, specs: Mapping[str, ModelSpec]) -> d
         if config.trainable(name).kind == "adapter"
         else spec.parameter_count()
         for name, spec in specs.items()
+        if name != "reference"
     }
 
 
@@ -254,6 +255,7 @@ def run_bytes(config: TrainConfig, specs: Mapping[str, ModelSpec]) -> int:
     """Bytes that the last export and the checkpoints take at least, the one being written too; specs: by model's
     name."""
     saves, trained = config.checkpoint, trained_parameters(config, specs)
-    exported = sum(spec.parameter_count() for name, spec in specs.items() if name == "actor" or config.export.critic)
+    names = {"actor", "critic"} if config.export.critic else {"actor"}
+    exported = sum(spec.parameter_count() for name, spec in specs.items() if name in names)
     checkpoints = saves.keep.last + 1 if saves.saves else 0
     return exported * bytes_per_weight(config.model.dtype) + checkpoints * checkpoint_bytes(config, trained)

@@ -150,7 +150,7 @@ _HARMLESS = (
     *("run.profile", "robustness"),
     *("cluster", "evaluation", "data.eval", "data.steps", "data.epochs", "export", "monitoring", "checkpoint"),
     *("actor.layout", "actor.recompute", "actor.max_tokens_per_microbatch"),
-    *("critic.layout", "critic.recompute", "critic.max_tokens_per_microbatch"),
+    *("critic.layout", "critic.recompute", "critic.max_tokens_per_microbatch", "reference.layout"),
     *("rollout.num_engines", "rollout.tp", "rollout.max_running_requests", "rollout.max_total_tokens", "rollout.sync"),
     *("rollout.mem_fraction_static", "rollout.start_timeout_s", "rollout.collect_timeout_s"),
     *("rollout.load_format", "rollout.context_length", "rollout.external_urls", "rollout.api_key_variable"),

@@ -244,6 +244,12 @@ class CriticConfig(TrainableConfig):
         return self
 
 
+class ReferenceConfig(Section):
+    """The model that the KL is measured against, such as a teacher (algorithm.kl.reference_path)."""
+
+    layout: LayoutConfig | None = Field(None, description="sizes that are left out are 1; none: the actor's layout")
+
+
 class ModelConfig(Section):
     """The policy's checkpoint, from which the run starts."""
 

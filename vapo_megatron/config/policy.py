@@ -99,8 +99,8 @@ class KlConfig(Section):
     reference_path: str | None = Field(
         None,
         min_length=1,
-        description="Hugging Face directory of the reference, such as a teacher; it may be of any size, has the "
-        "policy's tokenizer, and uses the actor's layout; none: model.path",
+        description="Hugging Face directory of the reference, such as a teacher; it may be of any size, and has "
+        "the policy's tokenizer (layout: reference.layout); none: model.path",
     )
     replace_reference_every: int | None = Field(
         None, ge=1, description="steps after which the policy becomes the reference; none: it stays as it is"

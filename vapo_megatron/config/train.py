@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 from vapo_megatron.config.algorithm import OF_GROUPS, AlgorithmConfig
 from vapo_megatron.config.base import Section, nearest, refuse
 from vapo_megatron.config.data import DataConfig, EvaluationDataConfig, ServerConfig
-from vapo_megatron.config.model import ActorConfig, CriticConfig, ModelConfig
+from vapo_megatron.config.model import ActorConfig, CriticConfig, ModelConfig, RecomputeConfig, ReferenceConfig
 from vapo_megatron.config.reward import RewardConfig
 from vapo_megatron.config.rollout import RolloutConfig, SamplingConfig
 from vapo_megatron.config.run import (
@@ -75,6 +75,13 @@ class TrainConfig(Section):
             "algorithm.kl.replace_reference_every",
             "actor.kind=adapter",
             "the reference is always the policy without its adapters: set replace_reference_every=null",
+        ),
+        (
+            "reference.layout",
+            "algorithm.kl.placement=none, algorithm.kl.replace_reference_every, "
+            "actor.kind=adapter & algorithm.kl.reference_path=null",
+            "only a model that stays as it is has a layout of its own: remove one of them, or name a model in "
+            "algorithm.kl.reference_path",
         ),
         (
             "value_pretraining.enabled",
@@ -150,6 +157,7 @@ class TrainConfig(Section):
     model: ModelConfig
     actor: ActorConfig = ActorConfig()
     critic: CriticConfig = CriticConfig()
+    reference: ReferenceConfig = ReferenceConfig()
     data: DataConfig
     batch: BatchConfig = BatchConfig()
     sampling: SamplingConfig
@@ -257,9 +265,15 @@ class TrainConfig(Section):
         return algorithm.uses_reference and (self.actor.kind == "model" or algorithm.kl.reference_path is not None)
 
     @property
-    def reference_source(self) -> Path:
-        """The Hugging Face directory that the reference starts from."""
-        return Path(self.algorithm.kl.reference_path or self.model.path)
+    def sources(self) -> dict[str, tuple[str, Path]]:
+        """The key and the Hugging Face directory that each model starts from, by its name."""
+        policy, reference = ("model.path", Path(self.model.path)), self.algorithm.kl.reference_path
+        sources = {"actor": policy}
+        if self.has_critic_model:
+            sources["critic"] = (self.critic_key, self.critic_source)
+        if self.has_reference_model:
+            sources["reference"] = ("algorithm.kl.reference_path", Path(reference)) if reference else policy
+        return sources
 
     @property
     def critic_source(self) -> Path:
@@ -290,18 +304,17 @@ class TrainConfig(Section):
         return rounds * update.updates(self.samples, self.batch.prompts_per_step)
 
     def trainable(self, name: str) -> ActorConfig | CriticConfig:
-        """The section of the critic or the actor; the reference, a whole model, uses the actor's."""
+        """The section of the critic or the actor; the reference, a whole model without backward passes, has the
+        actor's, but for its layout."""
         if name == "reference":
-            return self.actor.model_copy(update={"kind": "model"})
+            layout = self.reference.layout or self.actor.layout
+            return self.actor.model_copy(update={"kind": "model", "layout": layout, "recompute": RecomputeConfig()})
         return self.critic if name == "critic" else self.actor
 
     @property
     def model_sizes(self) -> dict[str, int]:
         """Ranks per replica, by model."""
-        sizes = {"actor": self.actor.layout.model_size}
-        if self.has_critic_model:
-            sizes["critic"] = self.critic.layout.model_size
-        return sizes
+        return {name: self.trainable(name).layout.model_size for name in self.sources}
 
 
 class EvaluateConfig(Section):

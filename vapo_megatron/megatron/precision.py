@@ -45,16 +45,16 @@ def check_precision(
     spec: ModelSpec, model: ModelConfig, section: TrainableConfig, name: str, platform: Platform
 ) -> None:
     """Raises BadInput where a section's precision is not possible; name is the config section."""
-    precision = section.precision
-    key = f"{name}.precision.fp8={precision.fp8}"
+    precision, switch = section.precision, f"{'actor' if name == 'reference' else name}.precision.fp8"
+    key = f"{switch}={precision.fp8}"
     if precision.fp8 == "none":
         return
     if not platform.is_cuda:
-        raise BadInput(f"{key}: FP8 needs a CUDA GPU, this machine has none: set {name}.precision.fp8=none")
+        raise BadInput(f"{key}: FP8 needs a CUDA GPU, this machine has none: set {switch}=none")
     if not platform.has_transformer_engine:
         raise BadInput(
             f"{key}: FP8 needs Transformer Engine, which is not usable here: install it (requirements/h100.txt), or "
-            f"set {name}.precision.fp8=none"
+            f"set {switch}=none"
         )
     if not uses_transformer_engine(model.attention, platform):
         raise BadInput(f"{key} with model.attention={model.attention}: FP8 needs Transformer Engine's layers, set auto")
@@ -78,7 +78,7 @@ def check_precision(
         if ".linear_" in rule.megatron and len(shape) == 2 and any(side % FP8_SIDE for side in shape):
             raise BadInput(
                 f"{key}: a rank's part of {rule.hf[0]} has shape {list(shape)} with {name}.layout.tp="
-                f"{section.layout.tp}, FP8 wants multiples of {FP8_SIDE}: lower tp, or set {name}.precision.fp8=none"
+                f"{section.layout.tp}, FP8 wants multiples of {FP8_SIDE}: lower tp, or set {switch}=none"
             )
 
 

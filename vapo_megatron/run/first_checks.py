@@ -27,7 +27,7 @@ def check_numbers(settings: TrainConfig | SftConfig | EvaluateConfig) -> None:
 
 
 def check_train_numbers(config: TrainConfig, world_size: int | None) -> dict[str, ModelSpec]:
-    """The specs of the models that are trained, actor and critic, by name.
+    """The specs of the run's models, by name.
 
     world_size: ranks of the run; None: not known yet, or chosen to fit.
 
@@ -35,14 +35,7 @@ def check_train_numbers(config: TrainConfig, world_size: int | None) -> dict[str
         BadInput: the models cannot be read, cut as the layouts ask, or hold what the lengths ask for.
     """
     spec = read_spec(Path(config.model.path))
-    specs = {"actor": spec}
-    if config.has_critic_model:
-        specs["critic"] = check_source(config, config.critic_key, config.critic_source, spec)
-    if config.algorithm.kl.reference_path is not None:
-        specs["reference"] = check_source(config, "algorithm.kl.reference_path", config.reference_source, spec)
-        check_weights(config.reference_source, specs["reference"], "lm")
-    if "actor" not in config.model_sizes:
-        specs = {"critic": specs["critic"]}
+    specs = {name: check_source(config, *config.sources[name], spec) for name in config.model_sizes}
     if world_size is not None and config.run.profile.steps and (last := max(config.run.profile.ranks)) >= world_size:
         raise BadInput(f"run.profile.ranks: {last} with {world_size} ranks: they count from 0, name ranks below it")
     for name, model in specs.items():
@@ -57,9 +50,10 @@ def check_train_numbers(config: TrainConfig, world_size: int | None) -> dict[str
         check_rollout_groups(config, world_size)
     check_lengths(config, spec)
     check_weights(Path(config.model.path), spec, "lm")
-    if config.has_critic_model and config.critic_source != Path(config.model.path):
-        value_head: Literal["saved", "new"] = "new" if config.critic.init == "policy" else "saved"
-        check_weights(config.critic_source, specs["critic"], "value", value_head=value_head)
+    value_head: Literal["saved", "new"] = "new" if config.critic.init == "policy" else "saved"
+    for name, model in specs.items():
+        if (source := config.sources[name][1]) != Path(config.model.path):
+            check_weights(source, model, "value" if name == "critic" else "lm", value_head=value_head)
     return specs
 
 
@@ -85,8 +79,7 @@ def check_sft_numbers(config: SftConfig, world_size: int | None) -> ModelSpec:
 
 
 def check_source(config: TrainConfig, key: str, source: Path, policy: ModelSpec) -> ModelSpec:
-    """The spec of a critic or a reference. Raises BadInput where its model cannot read the policy's tokens, or so many
-    of them."""
+    """A model's spec. Raises BadInput where it cannot read the policy's tokens, or so many of them."""
     longest = config.data.max_prompt_tokens + config.sampling.max_new_tokens
     spec = read_spec(source, value_outputs=config.algorithm.value_loss.outputs)
     if spec.vocab_size < policy.vocab_size:
@@ -147,11 +140,12 @@ def check_privileged(config: TrainConfig, critic: ModelSpec | None, tokens_of_ro
 
 def check_capacity(section: TrainableConfig, name: str, longest: int, what: str) -> None:
     """Raises BadInput where the longest sample does not fit a micro-batch."""
-    room = section.longest_sample
+    room, whose = section.longest_sample, "actor" if name == "reference" else name
     if longest > room:
         raise BadInput(
-            f"{name}.max_tokens_per_microbatch={section.max_tokens_per_microbatch} with cp={section.layout.cp} holds "
-            f"samples of at most {room} tokens, padding included, and {what} = {longest}: raise it, or {name}.layout.cp"
+            f"{whose}.max_tokens_per_microbatch={section.max_tokens_per_microbatch} with {name}.layout.cp="
+            f"{section.layout.cp} holds samples of at most {room} tokens, padding included, and {what} = {longest}: "
+            f"raise it, or {name}.layout.cp"
         )
 
 

@@ -100,10 +100,9 @@ def check_train(config: TrainConfig, world_size: int | None, facts: list[str] | 
     spec = read_spec(Path(config.model.path))
     tokenizer = TextTokenizer(Path(config.model.path), config.data.prompt)
     tokenizer.check_vocabulary(spec.vocab_size)
-    if config.has_critic_model and config.critic_source != Path(config.model.path):
-        tokenizer.check_same(config.critic_source, config.critic_key)
-    if config.algorithm.kl.reference_path is not None:
-        tokenizer.check_same(config.reference_source, "algorithm.kl.reference_path")
+    for key, source in config.sources.values():
+        if source != Path(config.model.path):
+            tokenizer.check_same(source, key)
     imported = check_records(config, tokenizer, spec.vocab_size, specs.get("critic"), report)
     check_room(Path(config.run.directory), run_bytes(config, specs) + record_bytes(config) + imported)
     if "actor" not in specs:

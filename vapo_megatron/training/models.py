@@ -88,7 +88,7 @@ class Models:
 def load_models(config: TrainConfig, resumed: Resumed | None) -> Models:
     """Collective: build the models that the algorithm asks for, with weights of Hugging Face directories, or of the
     checkpoint that the run goes on from where it holds them. They are offloaded afterwards."""
-    algorithm, sources = config.algorithm, model_sources(config)
+    algorithm, sources = config.algorithm, {name: source for name, (_, source) in config.sources.items()}
     meshes: dict[str, Mesh] = {}
     models: dict[str, Trainable] = {}
     for name, source in sources.items():
@@ -152,7 +152,7 @@ def load_critic(config: TrainConfig, resumed: Resumed | None) -> Trainable:
 
 def load_frozen(name: str, config: TrainConfig) -> Trainable:
     """Collective: the actor or the critic with the weights that the config names, to score with: no optimizer."""
-    source = model_sources(config)[name]
+    source = config.sources[name][1]
     model = _build(name, source, config, {})
     _read_weights(model, source, config)
     model.freeze()
@@ -165,17 +165,6 @@ def replace_reference(models: Models, config: KlConfig, step: int) -> None:
     if models.reference is not None and every is not None and step % every == 0:
         models.memory.enter("replace_reference")
         models.reference.copy_from(models.actor)
-
-
-def model_sources(config: TrainConfig) -> dict[str, Path]:
-    """The Hugging Face directory that each model of the algorithm starts from, by name; a policy with adapters has its
-    reference in itself."""
-    sources = {"actor": Path(config.model.path)}
-    if config.has_critic_model:
-        sources["critic"] = config.critic_source
-    if config.has_reference_model:
-        sources["reference"] = config.reference_source
-    return sources
 
 
 def _build(name: str, source: Path, config: TrainConfig, meshes: dict[str, Mesh]) -> Trainable:

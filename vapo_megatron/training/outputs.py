@@ -152,8 +152,7 @@ def show_header(config: TrainConfig, models: Models, engines: int, recorder: Rec
     facts = {
         "model": f"{config.model.path} ({spec.family}, {spec.parameter_count():,} parameters)",
         "preset": config.preset or "none",
-        "actor": config.actor.layout.describe(world),
-        "critic": config.critic.layout.describe(world) if models.critic is not None else "none",
+        **{name: config.trainable(name).layout.describe(world) for name in models.sources},
         "kernels": current_platform().capabilities(config.model.attention),
         "engines": f"{engines} x TP{config.rollout.tp}",
         "step": f"{config.batch.prompts_per_step} prompts x {config.batch.samples_per_prompt} responses",

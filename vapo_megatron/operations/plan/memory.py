@@ -6,10 +6,12 @@ from dataclasses import dataclass
 
 from vapo_megatron.config.model import TrainableConfig
 from vapo_megatron.config.train import TrainConfig
+from vapo_megatron.errors import BadInput
 from vapo_megatron.megatron.offload import ONLOADED, PARTS, Part, Phase
 from vapo_megatron.operations.plan.inputs import GIB
 from vapo_megatron.operations.plan.models import PlannedModel, PlannedRun
 from vapo_megatron.operations.plan.rollout import PlannedEngine
+from vapo_megatron.run.first_checks import check_capacity
 
 # The phases of a step in the order of training/loop.py, and the model that computes in each.
 PHASES: dict[Phase, str | None] = {
@@ -248,12 +250,10 @@ def _problems(run: PlannedRun, engine: PlannedEngine, phases: list[Holding], hos
     config, hardware, rollout = run.config, run.hardware, run.config.rollout
     longest, usable = run.lengths.longest_sample, hardware.usable_memory
     for name, model in run.models.items():
-        section = model.config
-        if name != "reference" and section.longest_sample < longest:
-            yield (
-                f"{name}.max_tokens_per_microbatch={section.max_tokens_per_microbatch} with cp={model.layout.cp} holds "
-                f"samples of at most {section.longest_sample} tokens, the longest has {longest}"
-            )
+        try:
+            check_capacity(model.config, name, longest, "the longest sample")
+        except BadInput as error:
+            yield str(error)
     worst = max(phases, key=lambda phase: phase.total)
     if worst.total > usable:
         yield f"{worst.phase} needs {worst.total / GIB:.1f} GiB on a GPU, {usable / GIB:.1f} GiB are usable"

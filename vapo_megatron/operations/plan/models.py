@@ -86,7 +86,7 @@ class PlannedModel:
     Attributes:
         name: "actor", "critic" or "reference".
         spec, head: what it is.
-        config: the section it is built from (the actor's for the reference).
+        config: the section it is built from.
         world: ranks of the run.
         width: bytes of a weight and of an activation's element.
         fused: whether layers are Transformer Engine's.
@@ -305,23 +305,17 @@ def planned_models(config: TrainConfig, world: int) -> dict[str, PlannedModel]:
         BadInput: config.json cannot be read, or a layout cannot be made of these ranks and this model.
     """
     models = {}
-
-    def add(name: str, path: str, head: Head, section: TrainableConfig, value_outputs: int = 1) -> None:
-        spec = read_spec(model_directory(path), value_outputs=value_outputs)
+    for name, (_, source) in config.sources.items():
+        section = config.trainable(name)
+        head: Head = "value" if name == "critic" else "lm"
+        spec = read_spec(model_directory(str(source)), value_outputs=config.algorithm.value_loss.outputs)
         width = 4 if config.model.dtype == "float32" else 2
         adapter = config.model.adapter if section.kind == "adapter" else None
         fused, shares = config.model.attention != "sdpa", name == "critic" and config.shares_base
         models[name] = PlannedModel(name, spec, head, section, world, width, fused, adapter, shares)
-        key = "actor" if name == "reference" else name
-        check_layout(section.layout, world, key)
-        check_model_layout(spec, section.layout, key)
-        check_adapter(spec, config.model.adapter, section, key)
-
-    add("actor", config.model.path, "lm", config.actor)
-    if config.has_critic_model:
-        add("critic", str(config.critic_source), "value", config.critic, config.algorithm.value_loss.outputs)
-    if config.has_reference_model:
-        add("reference", str(config.reference_source), "lm", config.trainable("reference"))
+        check_layout(section.layout, world, name)
+        check_model_layout(spec, section.layout, name)
+        check_adapter(spec, config.model.adapter, section, name)
     return models
 
 
