@@ -167,6 +167,17 @@ def test_every_format_gives_the_tokens_and_rewards_that_were_drawn(kind: str, tm
     assert batch.group_ids.tolist() == [0, 0, 1, 1][: len(wanted)], "responses to one prompt are a group"
 
 
+def test_what_dynamic_sampling_dropped_is_read_with_what_was_trained(tmp_path: Path, model: Path) -> None:
+    tokenizer = TextTokenizer(model, config_of(tmp_path, model).data.prompt)
+    drawn, run = samples_of(tokenizer, problems(8)), tmp_path / "earlier"
+    write(run / "metrics.jsonl", [])
+    (run / "config.yaml").touch()
+    SampleWriter(run, 8).write(1, [drawn[0], drawn[2]], [drawn[1]])
+    batches = list(Records(config_of(tmp_path, model, run), tokenizer, 100).batches())
+    assert [batch.rewards.tolist() for batch in batches] == [[1.0, -1.0], [-1.0]], "each response once"
+    assert batches[1].tokens.tolist() == [*drawn[1].prompt.token_ids, *drawn[1].response_ids.tolist()]
+
+
 class State:
     """What import_records needs of RunState."""
 
