@@ -20,7 +20,7 @@ UNUSED := /(tests?|multimodal_gen)/|/transformers/models/.*/(modeling|modular|co
 
 ROOMS ?=
 
-.PHONY: help install quickstart test test-full test-layouts test-faults test-mcore019 test-py312 mutants bench gpu-check gpu-packages lint format docs docs-serve
+.PHONY: help install quickstart test test-full test-layouts test-faults test-verifiers test-mcore019 test-py312 mutants bench gpu-check gpu-packages lint format docs docs-serve
 
 help:
 	@echo "make quickstart   train a small reasoning model with VAPO on this machine, from nothing"
@@ -28,6 +28,7 @@ help:
 	@echo "make test-full    the long tests: whole runs, engine failures, Slurm, more layouts"
 	@echo "make test-layouts the splits over ranks, and their cases, that test-full leaves out: it shows every pair of settings"
 	@echo "make test-faults  ten kinds of runs under 150 faults, of each kind in each phase, and their table"
+	@echo "make test-verifiers  environments of the library verifiers, played by name; installs it in .venv-verifiers"
 	@echo "make test-mcore019  tests of layouts and weights with Megatron-Core 0.19 on Python 3.11, in .venv-mcore019"
 	@echo "make test-py312   the same on Python 3.12, in .venv-py312"
 	@echo "make mutants      which small changes to the code no test notices, in .venv-mutants; takes hours, resumes where it stopped"
@@ -50,7 +51,7 @@ WORKERS ?= 2
 test: lint
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 40
 
-test-full: $(STAMP)
+test-full: $(STAMP) test-verifiers
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m full -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 20
 
 test-layouts: $(STAMP)
@@ -61,6 +62,9 @@ test-faults: $(STAMP)
 	@rm -f build/faults.json
 	@OMP_NUM_THREADS=1 FAULTS=$(or $(FAULTS),150) SEED=$(or $(SEED),1) $(BIN)/python -m pytest -q -s -m faults tests/training
 	@PYTHONPATH=tests:tests/training $(BIN)/python tests/training/fault_table.py
+
+test-verifiers: .venv-verifiers/.installed
+	@OMP_NUM_THREADS=1 .venv-verifiers/bin/python -W ignore -m pytest -q tests/agents/test_verifiers.py
 
 # Megatron-Core 0.17 and later asks for Python 3.12, for its compiled data loader alone, which nothing here imports. Its
 # wheel is unpacked in front of the packages of .venv.
@@ -87,16 +91,8 @@ test-py312: .venv-py312/.installed
 	.venv-py312/bin/python -m pip --disable-pip-version-check install --no-deps --no-build-isolation --editable .
 	touch $@
 
-# The packages of .venv, and mutmut with what it needs in front of them.
 mutants: .venv-mutants/.installed
 	@nice -n 15 .venv-mutants/bin/python tools/mutants.py $(ROOMS)
-
-.venv-mutants/.installed: $(STAMP) requirements/mutants.txt
-	@$(BIN)/python -m venv --clear --without-pip .venv-mutants
-	site=$$(.venv-mutants/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
-	$(PIP) --no-deps --target "$$site" -r requirements/mutants.txt
-	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > "$$site/packages_of_venv.pth"
-	touch $@
 
 # Parts alone: ONLY="gae verifier". KEEP=1: what was measured is what later runs are compared with, and makes the page.
 ONLY ?=
@@ -104,11 +100,11 @@ KEEP ?=
 bench: .venv-trl/.installed
 	@OMP_NUM_THREADS=1 $(BIN)/python -W ignore -m benchmarks.run $(ONLY) $(if $(KEEP),--keep)
 
-# The packages of .venv, and TRL with what it needs in front of them.
-.venv-trl/.installed: $(STAMP) requirements/trl.txt
-	@$(BIN)/python -m venv --clear --without-pip .venv-trl
-	site=$$(.venv-trl/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
-	$(PIP) --no-deps --target "$$site" -r requirements/trl.txt
+# The packages of .venv, and mutmut, TRL or verifiers with what it needs in front of them.
+.venv-mutants/.installed .venv-trl/.installed .venv-verifiers/.installed: .venv-%/.installed: $(STAMP) requirements/%.txt
+	@$(BIN)/python -m venv --clear --without-pip $(@D)
+	site=$$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+	$(PIP) --no-deps --target "$$site" -r requirements/$*.txt
 	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > "$$site/packages_of_venv.pth"
 	touch $@
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from hf_models import VOCAB
 
 from vapo_megatron.data.batch import ExperienceBatch, from_samples
+from vapo_megatron.data.prompts import PromptSource
 from vapo_megatron.data.sample import Prompt, Sample
 from vapo_megatron.training.shards import ShardedBatch, scatter
 
@@ -22,6 +23,12 @@ def random_sequences(count: int, length: int, vocab_size: int, seed: int) -> lis
     generator = torch.Generator().manual_seed(seed)
     rows: list[list[int]] = torch.randint(0, vocab_size, (count, length), generator=generator).tolist()
     return rows
+
+
+def take(source: PromptSource, count: int) -> list[Prompt]:
+    """The next prompts of a source, and its cursor behind them, as a run leaves it after a step."""
+    source.cursor += count
+    return [source.at(cursor) for cursor in range(source.cursor - count, source.cursor)]
 
 
 def make_batch(

@@ -45,7 +45,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "evaluation": _TOOLS | {"agents"},
     "training": _TOOLS | {"agents", "algorithms", "evaluation"},
     "run": _TOOLS | {"agents", "evaluation", "training"},
-    "operations": _TOOLS | {"algorithms", "evaluation", "training", "run"},
+    "operations": _TOOLS | {"agents", "algorithms", "evaluation", "training", "run"},
 }
 # Methods that a library calls on objects of ours.
 CALLED_BY_LIBRARIES = {"get_replay_topk"}

@@ -268,19 +268,6 @@ def test_an_episode_that_reaches_a_limit_is_truncated(
     assert cut.truncated and cut.reward == -1.0 + 0.5, "what it earned before the limit stays"
 
 
-def test_an_environment_of_verifiers_is_played_by_its_name(dispatcher: Dispatcher, tokenizer: TextTokenizer) -> None:
-    pytest.importorskip("verifiers", reason="the extra verifiers is not installed")
-    settings = RolloutConfig(agent="verifiers:sums_for_verifiers", episode=EpisodeConfig(max_tokens=200))
-    agents = Agents(dispatcher, tokenizer, settings)
-    try:
-        samples = dispatcher.loop.run(agents.generate(group(tokenizer)))
-    finally:
-        agents.close()
-    assert is_whole(samples) and [sample.reward for sample in samples] == [0.5] * 3
-    assert episode_metrics(samples)["agent/turns"] == 2
-    assert all("user w5 w5 <eos>" in tokenizer.decode_all(s.response_ids[~s.loss_mask].tolist()) for s in samples)
-
-
 def test_verifiers_that_are_not_there_are_refused_by_name() -> None:
     with pytest.raises(BadInput, match=r"rollout\.agent=verifiers:no_such_environment: cannot be imported"):
         load_agent("verifiers:no_such_environment")

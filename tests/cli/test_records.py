@@ -183,6 +183,17 @@ def test_the_masks_of_a_run_are_those_that_its_samples_had(tmp_path: Path, model
     assert batch.loss_mask is not None and torch.equal(batch.loss_mask, expected.loss_mask)
 
 
+def test_what_dynamic_sampling_dropped_is_read_with_what_was_trained(tmp_path: Path, model: Path) -> None:
+    tokenizer = TextTokenizer(model, config_of(tmp_path, model).data.prompt)
+    drawn, run = samples_of(tokenizer, problems(8)), tmp_path / "earlier"
+    write(run / "metrics.jsonl", [])
+    (run / "config.yaml").touch()
+    SampleWriter(run, 8).write(1, [drawn[0], drawn[2]], [drawn[1]])
+    batches = list(Records(config_of(tmp_path, model, run), tokenizer, 100).batches())
+    assert [batch.rewards.tolist() for batch in batches] == [[1.0, -1.0], [-1.0]], "each response once"
+    assert batches[1].tokens.tolist() == [*drawn[1].prompt.token_ids, *drawn[1].response_ids.tolist()]
+
+
 class State:
     """What import_records needs of RunState."""
 

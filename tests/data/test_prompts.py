@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from batches import take
 from pydantic import ValidationError
 
 from vapo_megatron.config.data import DataConfig, EvalSet, FieldNames, PromptTemplate
@@ -234,31 +235,31 @@ def test_a_row_without_it_is_named(tmp_path: Path, plain: TextTokenizer, row: di
 
 def test_every_epoch_is_another_permutation() -> None:
     source = PromptSource(_prompts(20), seed=1)
-    epochs = [[prompt.id for prompt in source.take(20)] for _ in range(3)]
+    epochs = [[prompt.id for prompt in take(source, 20)] for _ in range(3)]
     assert all(Counter(epoch) == Counter(epochs[0]) for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs}) == 3
 
 
 def test_the_sequence_depends_on_seed_and_cursor_alone() -> None:
-    in_one = PromptSource(_prompts(7), seed=1).take(30)
+    in_one = take(PromptSource(_prompts(7), seed=1), 30)
     source = PromptSource(_prompts(7), seed=1)
-    assert [*source.take(1), *source.take(12), *source.take(0), *source.take(17)] == in_one
+    assert [*take(source, 1), *take(source, 12), *take(source, 0), *take(source, 17)] == in_one
     assert [prompt.cursor for prompt in in_one] == list(range(30))
-    assert PromptSource(_prompts(7), seed=2).take(30) != in_one
+    assert take(PromptSource(_prompts(7), seed=2), 30) != in_one
 
 
 def test_without_shuffle_the_order_is_that_of_the_file() -> None:
-    assert [p.id for p in PromptSource(_prompts(3), seed=1, shuffle=False).take(5)] == ["0", "1", "2", "0", "1"]
+    assert [p.id for p in take(PromptSource(_prompts(3), seed=1, shuffle=False), 5)] == ["0", "1", "2", "0", "1"]
 
 
 def test_a_restored_source_goes_on_where_the_other_stopped() -> None:
     source = PromptSource(_prompts(7), seed=1)
-    source.take(11)
+    take(source, 11)
     state = json.loads(json.dumps(source.state()))
-    rest = source.take(9)
+    rest = take(source, 9)
     resumed = PromptSource(_prompts(7), seed=1)
     resumed.restore(state)
-    assert resumed.take(9) == rest
+    assert take(resumed, 9) == rest
 
 
 @pytest.mark.parametrize(
@@ -283,7 +284,7 @@ def test_changed_data_of_the_same_size_is_refused() -> None:
 def test_a_state_does_not_read_all_prompts_again(monkeypatch: pytest.MonkeyPatch) -> None:
     source = PromptSource([Prompt(str(n), "", "", (n,)) for n in range(3)], 1)
     before = source.state()
-    source.take(2)
+    take(source, 2)
     monkeypatch.setattr(source, "_prompts", [None] * 3)
     assert source.state() == before | {"cursor": 2}
 
@@ -293,7 +294,7 @@ def test_several_files_are_mixed_by_weight_and_go_on_where_they_stopped(tmp_path
     config = DataConfig.model_validate({"train": {str(few): 3, str(many): 1}})
     prompts = train_prompts(config, plain)
     source = PromptSource(prompts, 7, weights=config.weights)
-    drawn = source.take(40)
+    drawn = take(source, 40)
     for count in range(1, 41):
         assert abs(sum(prompt.source == str(few) for prompt in drawn[:count]) - 0.75 * count) <= 1
     assert Counter(prompt.id for prompt in drawn if prompt.source == str(many)) == Counter(
@@ -301,13 +302,13 @@ def test_several_files_are_mixed_by_weight_and_go_on_where_they_stopped(tmp_path
     )
     resumed = PromptSource(prompts, 7, weights=config.weights)
     resumed.restore(json.loads(json.dumps(source.state())))
-    assert resumed.take(9) == source.take(9) and resumed.at(3) == drawn[3]
+    assert take(resumed, 9) == take(source, 9) and resumed.at(3) == drawn[3]
     for weights in ({str(few): 2, str(many): 1}, {}):
         with pytest.raises(BadInput, match="fingerprint"):
             PromptSource(prompts, 7, weights=weights).restore(source.state())
     alone = PromptSource(train_prompts(DataConfig.model_validate({"train": {str(many): 1}}), plain), 7)
     single = PromptSource(train_prompts(DataConfig(train=many), plain), 7)
-    assert [p.problem for p in alone.take(12)] == [p.problem for p in single.take(12)]
+    assert [p.problem for p in take(alone, 12)] == [p.problem for p in take(single, 12)]
 
 
 def test_a_file_and_a_row_have_fields_and_a_verifier_of_their_own(tmp_path: Path, plain: TextTokenizer) -> None:

@@ -59,6 +59,27 @@ def test_nothing_is_kept_where_nothing_is_asked_for(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_all_that_the_first_step_drew_is_kept_where_some_of_it_was_dropped(tmp_path: Path) -> None:
+    def kept() -> dict[str, list[str]]:
+        texts = {path.name: path.read_text().splitlines() for path in tmp_path.rglob("*.jsonl")}
+        rows = {name: [json.loads(line) for line in lines] for name, lines in texts.items()}
+        assert all(row["prompt_ids"] == [1, 2] and row["response_ids"] == [5, 6, 7] for r in rows.values() for row in r)
+        return {name: [row["prompt_id"] for row in kept] for name, kept in rows.items()}
+
+    trained, dropped = ([sample(group, 0) for group in groups] for groups in ((0, 1, 2), (3, 4)))
+    writer = SampleWriter(tmp_path, groups_per_step=2)
+    writer.write(1, trained, dropped)
+    assert [row["prompt_id"] for row in writer.take()] == ["p0", "p1"], "trackers get what people read"
+    both = {"step_000001.jsonl": ["p0", "p1"], "step_000001_others.jsonl": ["p2", "p3", "p4"]}
+    assert kept() == both
+    writer.write(1, trained, dropped)  # a run that was killed takes its first step again
+    assert kept() == both
+    writer.write(1, trained)  # with other responses, all of which had signal
+    assert kept() == {"step_000001.jsonl": ["p0", "p1"]}
+    SampleWriter(tmp_path / "later", groups_per_step=2).write(2, trained, dropped)
+    assert [path.name for path in (tmp_path / "later/samples").iterdir()] == ["step_000002.jsonl"], "of another policy"
+
+
 def test_samples_that_cannot_be_written_are_counted_and_do_without(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -56,8 +56,9 @@ SCRIPTS = {f.__name__: f for f in (every_third, never, right_but_late, uneven, b
 class Kept(Recorder):
     """Keeps the samples that it is given for people to read."""
 
-    def samples(self, step: int, samples: Sequence[Sample]) -> None:
+    def samples(self, step: int, samples: Sequence[Sample], dropped: Sequence[Sample] = ()) -> None:
         self.kept = step, [list(sample.response_ids) for sample in samples]
+        self.dropped = [(sample.group, sample.prompt.cursor, sample.correct) for sample in dropped]
 
 
 def collected(script: str, algorithm: dict[str, Any], fixed_policy: bool = False) -> dict[str, Any]:
@@ -91,6 +92,7 @@ def collected(script: str, algorithm: dict[str, Any], fixed_policy: bool = False
         "samples": [r.samples for r in engines.requests],
         "drawn": rollouts.prompts.cursor,
         "row": row,
+        "dropped": recorder.dropped,
     }
 
 
@@ -147,6 +149,14 @@ def test_groups_are_refilled_one_by_one_and_what_is_too_much_goes_back(found: di
     row = found["on"]["row"]
     assert (row["dynamic_sampling/prompts"], row["dynamic_sampling/kept"]) == (10, 4)
     assert row["rollout/dropped_no_signal"] == 6 and row["rollout/dropped_surplus"] >= 2
+
+
+def test_what_was_graded_and_not_trained_on_is_told_to_the_recorder(found: dict[str, Any]) -> None:
+    passed_over = [(1, True), (2, False), (4, True), (5, False), (7, True), (8, False)]
+    expected = [(4 + place, *group) for place, group in enumerate(passed_over) for _ in range(3)]
+    assert found["on"]["dropped"] == expected, "all of what the step looked through, and no surplus"
+    assert found["rounds"]["dropped"] == [(4 + n, *passed_over[1 + n]) for n in range(4) for _ in range(3)]
+    assert found["off"]["dropped"] == found["pretraining"]["dropped"] == []
 
 
 def test_after_max_rounds_other_groups_fill_the_batch(found: dict[str, Any]) -> None:

@@ -76,7 +76,7 @@ def pretrain(
     memory: Any = SimpleNamespace(enter=phases.append)
     sampled: list[int] = []
     with Kept(run_dir) as recorder, suppress(Stopped):
-        recorder.samples = lambda step, samples: sampled.append(step)  # type: ignore[method-assign]
+        recorder.samples = lambda step, samples, dropped: sampled.append(step)  # type: ignore[method-assign]
         size = BatchConfig(prompts_per_step=4, samples_per_prompt=3)
         pretrain_value(critic, memory, rollouts, config, whole, size, state, recorder)  # type: ignore[arg-type]
     asked = [request.prompt.cursor for request in rollouts.engines.requests]  # type: ignore[attr-defined]

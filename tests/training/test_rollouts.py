@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from batches import take
 from switch_rollout import Watched
 from threads import on_threads
 from tiny_runs import make_model, train_config
@@ -21,6 +22,7 @@ from vapo_megatron.data.sample import Sample
 from vapo_megatron.data.tokenizer import TextTokenizer
 from vapo_megatron.engines.ledger import StepRule
 from vapo_megatron.engines.request import GroupRequest
+from vapo_megatron.engines.stream import unpack_groups
 from vapo_megatron.errors import BadInput, TryAgain
 from vapo_megatron.monitoring import names
 from vapo_megatron.monitoring.recorder import Recorder
@@ -193,6 +195,31 @@ def test_groups_without_signal_are_counted_step_by_step() -> None:
     rollouts.end()
 
 
+def test_dropped_groups_are_told_once_more_where_their_step_is_taken_again() -> None:
+    rollouts = ahead()
+    rollouts.begin(rule := StepRule(4, 2, most_draws=12), 2, 0)
+    with Recorder(Path("unused"), MonitoringConfig(), is_main_rank=False) as recorder:
+        rollouts.take(recorder)
+        assert rollouts.stream is not None and rollouts.prompts is not None
+        (dropped,) = rollouts.stream.dropped
+        assert [(s.prompt.cursor, s.group, s.reward) for s in dropped] == [(2, 4, -1.0)] * 2
+        state, packed = rollouts.state()  # a signal to stop comes before the step is trained
+        again = ahead()
+        again.saved = state, unpack_groups(packed, rollouts.prompts.at, rollouts.tokenizer.decode)
+        again.begin(rule, 2, 0)
+        again.take(recorder)
+        assert again.stream is not None
+        (same,) = again.stream.dropped
+        for name in ("group", "index", "reward", "correct", "finish_reason", "text"):
+            assert [getattr(s, name) for s in same] == [getattr(s, name) for s in dropped], name
+        assert not asked(again), "they were neither written nor graded again"
+        rollouts.advance()
+        rollouts.take(recorder)
+        assert [s.prompt.cursor for group in rollouts.stream.dropped for s in group] == [5, 5, 8, 8]
+    rollouts.end()
+    again.end()
+
+
 def test_a_checkpoint_holds_the_groups_that_wait() -> None:
     rollouts = ahead()
     rule = StepRule(2, 4, staleness=1)
@@ -280,7 +307,7 @@ def test_greedy_responses_are_asked_for_once_a_prompt_and_graded() -> None:
     rollouts = ahead()
     assert rollouts.prompts is not None
     with Watched(Path("unused")) as recorder:
-        samples = rollouts.generate_greedy(rollouts.prompts.take(3), recorder)
+        samples = rollouts.generate_greedy(take(rollouts.prompts, 3), recorder)
         assert "time/rollout_greedy" in recorder.write(1) and recorder.progress == {"rollout_greedy": (3, 3)}
     assert [sample.reward for sample in samples] == [1.0, 1.0, -1.0]
     for number, request in enumerate(asked(rollouts)):
@@ -325,13 +352,13 @@ def made(config: TrainConfig, resumed: Any = None) -> Rollouts:
 def test_a_new_run_draws_its_prompts_from_the_beginning(config: TrainConfig) -> None:
     rollouts = made(config)
     assert rollouts.prompts is not None and (rollouts.prompts.cursor, len(rollouts.prompts)) == (0, 8)
-    order = [prompt.id for prompt in rollouts.prompts.take(8)]
+    order = [prompt.id for prompt in take(rollouts.prompts, 8)]
     assert sorted(order) == [f"p{n}" for n in range(8)] != order
     shuffled = config.data.model_copy(update={"shuffle": False})
     straight = made(config.model_copy(update={"data": shuffled})).prompts
-    assert straight is not None and [prompt.id for prompt in straight.take(8)] == sorted(order)
+    assert straight is not None and [prompt.id for prompt in take(straight, 8)] == sorted(order)
     other = made(config.model_copy(update={"run": config.run.model_copy(update={"seed": 77})}))
-    assert other.prompts is not None and [prompt.id for prompt in other.prompts.take(8)] != order
+    assert other.prompts is not None and [prompt.id for prompt in take(other.prompts, 8)] != order
     (evaluation,) = rollouts.evaluation_prompts
     assert [prompt.id for prompt in evaluation] == [f"p{n}" for n in range(8, 12)]
     assert (rollouts.engines, rollouts.verifier, rollouts.seed) == ("engines", "verifier", config.run.seed)

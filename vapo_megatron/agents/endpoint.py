@@ -25,6 +25,7 @@ from vapo_megatron.loop_thread import LoopThread
 _ADDRESS = "127.0.0.1"
 _LARGEST_REQUEST = 64 << 20
 _EVENTS = "text/event-stream"
+NOT_REPEATED = "not_repeated"  # fault of an episode that takes another way than the one it repeats
 KEEP_ALIVE_S = 5.0  # a stream that has nothing to say yet sends a comment this often
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 
@@ -249,6 +250,12 @@ class Endpoint:
 
     async def _generate(self, episode: Episode, context: list[int], room: int) -> Sample:
         number, request = episode.recording.turns, episode.request
+        if number < len(request.begun):
+            if request.begun[number].prompt.token_ids != tuple(context):
+                episode.fault = NOT_REPEATED
+                raise _Refused("the episode is repeated, and this is another request than before", NOT_REPEATED)
+            if number < len(request.begun) - 1:
+                return request.begun[number]
         seed = episode.seed if number == 0 else response_seed(episode.seed, request.prompt.cursor, number)
         prompt = replace(request.prompt, token_ids=tuple(context))
         empty = replace(empty_response(request, 0), prompt=prompt, seed=seed)

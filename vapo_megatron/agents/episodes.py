@@ -18,7 +18,7 @@ from typing import Any
 
 import httpx
 
-from vapo_megatron.agents.endpoint import DirectTransport, Endpoint, Episode
+from vapo_megatron.agents.endpoint import NOT_REPEATED, DirectTransport, Endpoint, Episode
 from vapo_megatron.config.rollout import RolloutConfig
 from vapo_megatron.data.sample import BROKEN, Prompt, Sample
 from vapo_megatron.data.tokenizer import TextTokenizer
@@ -28,13 +28,9 @@ from vapo_megatron.errors import BadInput, RunFailed, reason_of
 from vapo_megatron.loop_thread import LoopThread
 
 
-def is_environment(kind: type) -> bool:
-    """Whether a class has the async methods reset(task) -> messages and step(message) -> messages, reward, done."""
-    return all(inspect.iscoroutinefunction(getattr(kind, name, None)) for name in ("reset", "step"))
-
-
 def run_environment(kind: type) -> Callable[[dict[str, Any], str, Any], Awaitable[dict[str, Any]]]:
-    """An agent that plays an environment to its end. A step's reward is that of its turn; if the last one is None, the
+    """An agent that plays an environment to its end: a class with the async methods reset(task) -> messages and
+    step(message) -> messages, reward, done. A step's reward is that of its turn; if the last one is None, the
     verifier grades the last message.
 
     A class attribute `tools` is sent with every request.
@@ -91,6 +87,7 @@ _logger = logging.getLogger(__name__)
 # tools, engines were stopped, no turn.
 CAUSES = ("timeout", "call_timeout", "error", "template", "stopped", "no_turn")
 _KEY = "rollout.agent"
+WRITTEN_BEFORE = "written_before"  # figure of an episode that repeats turns: tokens of those
 _MOST_TURNS = 8  # turns of an episode that have figures of their own
 # Groups that break one after another, with none that is whole between them: the agent itself is wrong then.
 _MOSTBROKEN_GROUPS = 16
@@ -116,7 +113,7 @@ def load_agent(path: str) -> Agent:
         remedy = "give package.module:name, or verifiers:NAME with the extra and the environment's package installed"
         raise BadInput(f"{_KEY}={path}: cannot be imported ({reason_of(error)}): {remedy}") from None
     if inspect.isclass(agent):
-        if not is_environment(agent):
+        if not all(inspect.iscoroutinefunction(getattr(agent, method, None)) for method in ("reset", "step")):
             raise BadInput(f"{_KEY}={path}: a class without the async methods reset and step: add them")
         return run_environment(agent)
     if not inspect.iscoroutinefunction(agent):
@@ -145,9 +142,12 @@ class Agents:
 
     Attributes:
         broken: number of episodes that must not be trained on, by cause.
+        turns: by the seed of an episode its turns, for GroupRequest.begun; None: not kept.
     """
 
-    def __init__(self, dispatcher: Dispatcher, tokenizer: TextTokenizer, config: RolloutConfig) -> None:
+    def __init__(
+        self, dispatcher: Dispatcher, tokenizer: TextTokenizer, config: RolloutConfig, keeps_turns: bool = False
+    ) -> None:
         assert config.agent is not None, "rollout.agent names what is run"
         self._run, self._limits = load_agent(config.agent), config.episode
         self._endpoint = Endpoint(dispatcher, tokenizer, config.episode)
@@ -156,12 +156,13 @@ class Agents:
         self._client: httpx.AsyncClient | None = None
         self._broken_in_a_row = 0
         self.broken: Counter[str] = Counter()
+        self.turns: dict[int, list[Sample]] | None = {} if keeps_turns else None
 
     async def generate(self, group: GroupRequest) -> list[Sample]:
         """One episode for each requested response. Broken ones have no tokens (is_whole).
 
         Raises:
-            RunFailed: one group after another broke.
+            RunFailed: one group after another broke, or an episode could not be repeated (GroupRequest.begun).
             VapoError: the engines failed.
         """
         try:
@@ -214,7 +215,13 @@ class Agents:
             self._endpoint.close(base_url)
         if episode.failure is not None:
             raise episode.failure
-        cause = episode.fault or cause or ("" if episode.recording.segments else "no_turn")
+        too_few = NOT_REPEATED if group.begun else "no_turn"
+        cause = episode.fault or cause or (too_few if episode.recording.turns < max(1, len(group.begun)) else "")
+        if cause == NOT_REPEATED:
+            raise RunFailed(
+                f"{_KEY}: an episode of row {group.prompt.id}, repeated with the same responses, took another way: "
+                "probes need agents, tools and environments whose answers follow from the conversation"
+            )
         if cause:
             self.broken[cause] += 1
             return replace(empty_response(group, index), finish_reason="stop", grade_reason=BROKEN + cause)
@@ -244,6 +251,11 @@ class Agents:
         for number, turn in enumerate(episode.turns[:_MOST_TURNS]):
             turn |= {name: float(values[number]) for name, values in lists.items() if values}
             figures |= {f"{name}/turn_{number + 1}": value for name, value in turn.items()}
+        turns = recording.turns_in_order
+        if group.begun:
+            figures[WRITTEN_BEFORE] = float(turns[len(group.begun) - 1][1])
+        elif self.turns is not None:
+            self.turns[episode.seed] = [turn for turn, _ in turns]
         prompt = replace(group.prompt, token_ids=tuple(recording.ordered[0].prompt_ids))
         sample = Sample(prompt, group.group, index, episode.seed, **recording.fields(rewards), episode=figures)
         if episode.limit:
@@ -257,13 +269,7 @@ class Agents:
 def task_of(prompt: Prompt, tokenizer: TextTokenizer) -> dict[str, Any]:
     """The task of a row; its messages are those that a run without an agent would send."""
     messages = tokenizer.messages(prompt.problem)
-    return {
-        **prompt.extra,
-        "id": prompt.id,
-        "problem": prompt.problem,
-        "answer": prompt.answer,
-        "messages": messages,
-    }
+    return {**prompt.extra, "id": prompt.id, "problem": prompt.problem, "answer": prompt.answer, "messages": messages}
 
 
 def is_whole(group: Sequence[Sample]) -> bool:

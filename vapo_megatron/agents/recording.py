@@ -99,6 +99,16 @@ class Recording:
         return sorted(self.segments, key=lambda segment: segment.ends[-1][0])
 
     @property
+    def turns_in_order(self) -> list[tuple[Sample, int]]:
+        """Turns in the order of the episode, each with the number of tokens written before it in fields()."""
+        numbered, written = {}, 0
+        for segment in self.ordered:
+            for turn, (number, _) in zip(segment.turns, segment.ends, strict=True):
+                numbered[number] = turn, written
+                written += len(turn.response_ids)
+        return [numbered[number] for number in sorted(numbered)]
+
+    @property
     def tokens(self) -> int:
         """Number of tokens that models read, over all segments, prompts included."""
         return sum(len(segment.prompt_ids) + len(segment.token_ids) for segment in self.segments)

@@ -109,11 +109,7 @@ def bootstrap_of_truncated(values: Tensor, truncated: Tensor, cu_seqlens: Tensor
 
 
 def temporal_differences(
-    rewards: Tensor,
-    values: Tensor,
-    cu_seqlens: Tensor,
-    gamma: float,
-    bootstrap_values: Tensor | None,
+    rewards: Tensor, values: Tensor, cu_seqlens: Tensor, gamma: float, bootstrap_values: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """delta_t = r_t + gamma V_{t+1} - V_t; arguments as in `segmented_gae`.
 

@@ -17,10 +17,7 @@ class CriticProbesConfig(Section):
         description="use actor and critic of the run's hf/<this> (and model.path as the policy if there is no actor); "
         "none: model.path and critic.init_path",
     )
-    set: str | None = Field(
-        None,
-        description="name of the data.eval set that prompts come from; none: the first set",
-    )
+    set: str | None = Field(None, description="name of the data.eval set that prompts come from; none: the first set")
     prompts: int = Field(64, ge=2, description="prompts sampled from the set, at most its size")
     responses_per_prompt: int = Field(4, ge=2, description="responses per prompt, from which states are taken")
     quantiles: tuple[Annotated[float, Field(ge=0, lt=1)], ...] = Field(

@@ -76,11 +76,7 @@ class KlConfig(Section):
             "placement=none",
             "there is no reference: set placement and coef, or remove it",
         ),
-        (
-            "replace_reference_every",
-            "reference_path",
-            "a teacher is not replaced by the policy: remove one of them",
-        ),
+        ("replace_reference_every", "reference_path", "a teacher is not replaced by the policy: remove one of them"),
         ("placement=none", "coef>0", "set placement, or remove coef"),
         ("placement!=none", "coef=0", "set coef above 0, or placement=none"),
         ("placement=loss", "estimator=k1", "its gradient is 0 on average, choose k2 or k3"),

@@ -75,13 +75,9 @@ class MicroBatch:
         into[self.response_index[placed]] = values[placed]
 
 
-def _round_up(n: int, multiple: int) -> int:
-    return -(-n // multiple) * multiple
-
-
 def padded_lengths(lengths: Sequence[int], alignment: int, total_alignment: int) -> list[int]:
     """Positions of each sequence once padded: to `alignment`, the last one so that the sum fits `total_alignment`."""
-    padded = [_round_up(max(n, 1), alignment) for n in lengths] or [alignment]
+    padded = [-(-max(n, 1) // alignment) * alignment for n in lengths] or [alignment]
     padded[-1] += -sum(padded) % total_alignment
     return padded
 
@@ -138,11 +134,7 @@ def pack(
         start += padded
     local = local_positions(lengths, cp_size, cp_rank)
     return MicroBatch(
-        ids[local],
-        labels[local],
-        response_index[local],
-        tuple(lengths),
-        None if experts is None else experts[local],
+        ids[local], labels[local], response_index[local], tuple(lengths), None if experts is None else experts[local]
     )
 
 

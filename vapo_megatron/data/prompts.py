@@ -77,9 +77,7 @@ class PromptSource:
     ) -> None:
         if not prompts:
             raise ValueError("no prompts")
-        self._prompts = list(prompts)
-        self._seed = seed
-        self._shuffle = shuffle
+        self._prompts, self._seed, self._shuffle = list(prompts), seed, shuffle
         self._weights = dict(weights or {})
         whole = sum(self._weights.values())
         self._shares = [weight / whole for weight in self._weights.values()] or [1.0]
@@ -97,12 +95,6 @@ class PromptSource:
     def at(self, cursor: int) -> Prompt:
         """The prompt with this number in the run, counted from 0, whether or not it was drawn before."""
         return replace(self._at(cursor), cursor=cursor)
-
-    def take(self, count: int) -> list[Prompt]:
-        """The next count prompts."""
-        taken = [self.at(self.cursor + offset) for offset in range(count)]
-        self.cursor += count
-        return taken
 
     def state(self) -> dict[str, Any]:
         """The state that a checkpoint keeps, as plain JSON values."""

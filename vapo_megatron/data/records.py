@@ -25,7 +25,7 @@ from vapo_megatron.errors import BadInput, reason_of
 KEY = "value_pretraining.from"
 # Files to read in a directory: responses from before a run's first update; all of an evaluation; other files.
 _PLACES = (
-    ("evaluation/step_000000_*.jsonl", "samples/step_000000.jsonl", "samples/step_000001.jsonl"),
+    ("evaluation/step_000000_*.jsonl", "samples/step_000000.jsonl", "samples/step_000001*.jsonl"),
     ("evaluation/*.jsonl",),
     ("*.jsonl", "*.jsonl.gz", "*.pt"),
 )

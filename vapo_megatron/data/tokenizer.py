@@ -83,11 +83,11 @@ class TextTokenizer:
 
     def prompt_text(self, problem: str) -> str:
         """The prompt that the model reads, as text; with a chat template it ends where the assistant begins."""
-        user = self._template.user_template.replace("{problem}", problem)
+        messages = self.messages(problem)
         if not self._template.chat_template:
-            return user
+            return str(messages[-1]["content"])
         try:
-            return self.messages_text(self.messages(problem))
+            return self.messages_text(messages)
         except ValueError as error:
             raise BadInput(
                 f"{self.directory}: its chat template cannot be applied ({error}); mend "
@@ -96,8 +96,7 @@ class TextTokenizer:
 
     def messages(self, problem: str) -> list[dict[str, Any]]:
         """The conversation that puts a problem, for a chat template."""
-        user = self._template.user_template.replace("{problem}", problem)
-        messages = [{"role": "user", "content": user}]
+        messages = [{"role": "user", "content": self._template.user_template.replace("{problem}", problem)}]
         if self._template.system_prompt is not None:
             messages.insert(0, {"role": "system", "content": self._template.system_prompt})
         return messages
@@ -123,11 +122,9 @@ class TextTokenizer:
             return False
 
     def _render(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> str:
-        arguments: dict[str, Any] = {} if not tools else {"tools": tools}
+        more: dict[str, Any] = {"tools": tools or None, "tokenize": False, "add_generation_prompt": True}
         try:
-            text = self._tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=True, **arguments
-            )
+            text = self._tokenizer.apply_chat_template(messages, **more)
         except Exception as error:  # a template is a program: it may be wrong, or raise what it likes
             raise ValueError(reason_of(error)) from None
         assert isinstance(text, str)

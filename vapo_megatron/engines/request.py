@@ -26,7 +26,8 @@ class GroupRequest:
             the weights.
         weight_version: version of the engines' weights; a response from other weights is an error.
         goes_on: a response may be stopped or get other weights while it is written.
-        begun: the responses so far, in order; unfinished ones (finish_reason abort) go on.
+        begun: the responses so far, in order; unfinished ones (finish_reason abort) go on. For an agent: turns that
+            each episode repeats; the last one is drawn anew.
         window: largest number of tokens to write of a response now; one that ends there goes on later. None: all.
         routed_experts: the model's, if samples are to hold the experts of their tokens; needs rollout.router_replay.
         group: number of the group, copied to its samples.
@@ -62,7 +63,7 @@ class GenerationRequest:
     """Responses to draw to several prompts, samples_per_prompt to each; samples come in the order of prompts.
 
     max_new_tokens: one limit for each prompt in place of sampling's, for prompts that already hold a part of a
-    response. Other fields: see GroupRequest.
+    response. begun: likewise, turns to repeat. Other fields: see GroupRequest.
     """
 
     prompts: Sequence[Prompt]
@@ -72,6 +73,7 @@ class GenerationRequest:
     weight_version: int
     routed_experts: ExpertChoices | None = None
     max_new_tokens: Sequence[int] | None = None
+    begun: Sequence[Sequence[Sample]] | None = None
 
     @property
     def num_samples(self) -> int:
@@ -94,6 +96,7 @@ class GenerationRequest:
                 self.weight_version,
                 self.routed_experts,
                 group,
+                begun=() if self.begun is None else self.begun[group],
             )
 
 

@@ -57,6 +57,9 @@ class GroupStream:
     """Draws, generates and grades groups as far as a ledger has room, and returns them in the order drawn.
 
     It runs in the dispatcher's thread; its public methods block their callers.
+
+    Attributes:
+        dropped: graded groups that the last take() looked through and dropped, in the order drawn.
     """
 
     def __init__(self, dispatcher: Dispatcher, prompts: PromptSource, ledger: Ledger, work: Work) -> None:
@@ -67,6 +70,7 @@ class GroupStream:
         self._graded: dict[int, Group] = {}
         self._begun: dict[int, Group] = {}  # not finished, and stopped
         self._before: tuple[dict[str, Any], dict[int, Group]] | None = None  # state() before a take, until advance()
+        self.dropped: list[Group] = []
         self._changed = asyncio.Event()
         self._failure: BaseException | None = None
         self._stopping = self._closed = False
@@ -80,8 +84,8 @@ class GroupStream:
     def take(
         self, on_generated: Callable[[int], None], interruption: Callable[[], str | None] | None = None
     ) -> list[Group]:
-        """The groups of the next step, their samples numbered by their place in it; of a group that is trained window
-        by window, the responses that have grown since the step before.
+        """The groups of the next step, their samples numbered by their place in it, and those of dropped groups after
+        them; of a group that is trained window by window, the responses that have grown since the step before.
 
         Args:
             on_generated: called with the number of responses that have just arrived, of whichever step.
@@ -96,7 +100,7 @@ class GroupStream:
             groups = self._dispatcher.wait(self._dispatcher.loop.start(self._take(interruption)))
         finally:
             self._on_generated = _ignore
-        for number, group in enumerate(groups):
+        for number, group in enumerate((*groups, *self.dropped)):
             for sample in group:
                 sample.group = number
         return groups
@@ -146,6 +150,7 @@ class GroupStream:
         unfinished = [number for number, group in self._graded.items() if _goes_on(group)]
         taken = {number: self._graded.pop(number) for number in self.ledger.take(unfinished)}
         self._begun |= {number: _next_window(taken[number]) for number in unfinished if number in taken}
+        self.dropped = [group for number, group in sorted(self._graded.items()) if number not in self.ledger]
         self._graded = {number: group for number, group in self._graded.items() if number in self.ledger}
         await self._drop_surplus()
         if self.ledger.rule.any_order:
@@ -278,12 +283,9 @@ def pack_groups(groups: Mapping[int, Sequence[Sample]]) -> bytes:
     for number, group in groups.items():
         facts[str(number)] = [{name: getattr(sample, name) for name in _FACTS} for sample in group]
         for place, sample in enumerate(group):
-            tensors[f"{number}/{place}/tokens"] = sample.response_ids
-            tensors[f"{number}/{place}/logprobs"] = sample.rollout_logprobs
-            if sample.loss_mask is not None:
-                tensors[f"{number}/{place}/loss_mask"] = sample.loss_mask
-            if sample.turn_rewards is not None:
-                tensors[f"{number}/{place}/turn_rewards"] = sample.turn_rewards
+            parts: dict[str, Any] = {"tokens": sample.response_ids, "logprobs": sample.rollout_logprobs}
+            parts |= {"loss_mask": sample.loss_mask, "turn_rewards": sample.turn_rewards}
+            tensors |= {f"{number}/{place}/{name}": part for name, part in parts.items() if part is not None}
             if sample.episode is not None:
                 tensors[f"{number}/{place}/prompt"] = np.array(sample.prompt.token_ids, dtype=np.int32)
     tensors["facts"] = np.frombuffer(json.dumps(facts).encode(), dtype=np.uint8)

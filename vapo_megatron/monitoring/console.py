@@ -96,7 +96,10 @@ class RunConsole:
             head = "step".rjust(max(counter, 4)) + "".join(f"  {title:>{width}}" for title, width, _, _ in COLUMNS)
             self._print(head, "bold")
         self._lines += 1
-        cells = "".join(f"  {_cell(metrics.get(name), form):>{width}}" for _, width, name, form in COLUMNS)
+        figures = [(metrics.get(name), form, width) for _, width, name, form in COLUMNS]
+        # NaN and infinities do not fit a column of figures; alarms report them.
+        shown = ["-" if x is None or x - x != 0 else format(x, form) for x, form, _ in figures]
+        cells = "".join(f"  {cell:>{width}}" for cell, (_, _, width) in zip(shown, figures, strict=True))
         self._print(f"{step}/{steps}".rjust(max(counter, 4)) + cells, "")
 
     @contextmanager
@@ -147,11 +150,6 @@ class RunConsole:
         # soft_wrap: a line of a log stays one line, however long.
         self._console.print(Text(text, style=style), soft_wrap=True)
         self._console.file.flush()
-
-
-def _cell(value: float | None, form: str) -> str:
-    # NaN and infinities do not fit a column of figures; alarms report them.
-    return "-" if value is None or value - value != 0 else format(value, form)
 
 
 @contextmanager

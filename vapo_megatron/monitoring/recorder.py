@@ -84,10 +84,10 @@ class Recorder:
         self._row = {}
         self.timer.take()
 
-    def samples(self, step: int, samples: Sequence[Sample]) -> None:
-        """Keep some of a step's responses for people to read."""
+    def samples(self, step: int, samples: Sequence[Sample], dropped: Sequence[Sample] = ()) -> None:
+        """Keep some of a step's responses for people to read. dropped: as for SampleWriter.write."""
         if self.is_main_rank:
-            self._samples.write(step, samples)
+            self._samples.write(step, samples, dropped)
 
     def estimated(self, group_ids: Tensor) -> int:
         """The number of a step's first samples that estimates() needs. group_ids: int64 [S], in order."""

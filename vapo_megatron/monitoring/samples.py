@@ -1,7 +1,8 @@
 """Responses of a run, kept for people to read, some with the value and advantage of every token."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ Decode = Callable[[Sequence[int]], str]
 # Tokens with estimates: of a longer response the first and the last half of this number.
 LONGEST = 4096
 _DECIMALS = 4
+_OTHERS = "_others.jsonl"  # end of the name of a file for value_pretraining.from
 
 
 class SampleWriter:
@@ -34,15 +36,23 @@ class SampleWriter:
         self._rows: list[dict[str, Any]] = []
         self.failures = 0
 
-    def write(self, step: int, samples: Sequence[Sample]) -> Path | None:
+    def write(self, step: int, samples: Sequence[Sample], dropped: Sequence[Sample] = ()) -> Path | None:
         """Write the samples of the step's first groups, in the order of group and index; the file, or None if none.
 
-        If the file cannot be written, the run continues without it, with a warning, and `failures` counts it.
+        dropped: drawn for the step and not trained on. Those of step 1, which the initial policy wrote, go into another
+        file with what is left of `samples`: together the files hold every kind of group as often as it was drawn.
+        If a file cannot be written, the run continues without it, with a warning, and `failures` counts it.
         """
         groups = set(sorted({sample.group for sample in samples})[: self._groups])
         chosen = [(place, sample) for place, sample in enumerate(samples) if sample.group in groups]
         self._kept = sorted(chosen, key=lambda entry: (entry[1].group, entry[1].index))
         self._rows = [_row(sample, step <= 1, self._decode) for _, sample in self._kept]
+        if step == 1:
+            with suppress(OSError):  # of an attempt that ended before its first checkpoint
+                (self._folder / f"step_000001{_OTHERS}").unlink()
+            if dropped:
+                others = (sample for sample in samples if sample.group not in groups)
+                self._save(1, _OTHERS, (_row(sample, True) for sample in (*others, *dropped)))
         return self._save(step) if self._rows else None
 
     def with_tokens_among(self, group_ids: Tensor) -> int:
@@ -91,10 +101,10 @@ class SampleWriter:
         rows, self._rows, self._kept = self._rows, [], []
         return rows
 
-    def _save(self, step: int) -> Path | None:
-        path = self._folder / f"step_{step:06d}.jsonl"
+    def _save(self, step: int, end: str = ".jsonl", rows: Iterable[dict[str, Any]] | None = None) -> Path | None:
+        path = self._folder / f"step_{step:06d}{end}"
         try:
-            write_rows(path, self._rows)
+            write_rows(path, self._rows if rows is None else rows)
         except BadInput as error:
             self.failures += 1
             _logger.warning("samples of step %d are not kept: %s", step, error)

@@ -5,6 +5,7 @@ import re
 import secrets
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -50,33 +51,31 @@ class Trackers:
 
     def start(self, name: str, make: Callable[[], Any]) -> None:
         """Add the tracker that make() gives, which has write(record) and close(failed)."""
-        try:
+        with self._noted(name, "the run goes on without it"):
             self._open[name] = make()
-        except Exception as error:
-            self._failed(name, error, "the run goes on without it")
 
     def write(self, record: Record) -> None:
         """Send a step to all of them."""
         for name, tracker in self._open.items():
-            try:
+            with self._noted(name):
                 tracker.write(record)
-            except Exception as error:
-                self._failed(name, error, "what it lacks is in metrics.jsonl")
 
     def close(self, failed: bool) -> None:
         """Close all of them; a second call does nothing."""
         while self._open:
             name, tracker = self._open.popitem()
-            try:
+            with self._noted(name):
                 tracker.close(failed)
-            except Exception as error:
-                self._failed(name, error, "what it lacks is in metrics.jsonl")
 
-    def _failed(self, name: str, error: Exception, consequence: str) -> None:
-        self.failures += 1
-        if name not in self._named:
+    @contextmanager
+    def _noted(self, name: str, consequence: str = "what it lacks is in metrics.jsonl") -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self.failures += 1
+            if name not in self._named:
+                self.note(f"{name}: {reason_of(error)} ({consequence})")
             self._named.add(name)
-            self.note(f"{name}: {reason_of(error)} ({consequence})")
 
 
 def start_trackers(config: MonitoringConfig, run_dir: Path, start_step: int, note: Callable[[str], None]) -> Trackers:

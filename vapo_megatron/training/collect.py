@@ -32,7 +32,8 @@ def collect(rollouts: Rollouts, config: AlgorithmConfig, step: int, recorder: Re
             except StopAsked as stop:
                 interruption = str(stop)
             else:
-                recorder.samples(step, samples)
+                assert rollouts.stream is not None, "it was taken from"
+                recorder.samples(step, samples, [sample for group in rollouts.stream.dropped for sample in group])
                 batch = from_samples(samples)
                 if config.advantage.estimator == "remax":
                     batch.greedy_rewards = greedy_rewards(rollouts, samples, config.shaping, recorder)

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from vapo_megatron.agents.episodes import Agents, check_agent
 from vapo_megatron.algorithms.critic_faults import value_faults
 from vapo_megatron.algorithms.critic_metrics import Figures, figures_of
 from vapo_megatron.algorithms.critic_probes import (
@@ -67,11 +68,12 @@ def probe_critic(settings: ProbedRunConfig) -> None:
     tokenizer = TextTokenizer(Path(config.model.path), config.data.prompt)
     tokenizer.check_vocabulary(specs["actor"].vocab_size)
     tokenizer.check_same(config.critic_source, "critic.init_path")
+    check_agent(config.rollout, tokenizer)
     source, prompts = choose_prompts(config, tokenizer)
     check_privileged(config, specs["critic"], {f"row {row.id}": len(row.privileged_ids) for row in prompts})
     probes = config.critic_probes
     states = len(prompts) * probes.responses_per_prompt * len(probes.quantiles)
-    facts = {
+    facts: dict[str, object] = {
         "policy": config.model.path,
         "critic": config.critic_source,
         "prompts": f"{len(prompts)} of the {source}",
@@ -87,8 +89,12 @@ def probe_critic(settings: ProbedRunConfig) -> None:
         verifier.check(prompts)
         stop_tokens, logs = tokenizer.eos_token_ids, folder / "logs"
         engines = stack.enter_context(engines_of(config.model, config.rollout, devices, stop_tokens, logs, console))
-        drawn = draw(config, prompts, engines, tokenizer, verifier, console.phase)
+        agents = None if config.rollout.agent is None else Agents(engines, tokenizer, config.rollout, True)
+        if agents is not None:
+            stack.callback(agents.close)
+        drawn = draw(config, prompts, engines, tokenizer, verifier, console.phase, agents)
     report = probed(drawn, values_on_ranks(config, drawn, ranks), config.algorithm.advantage.gamma, probes)
+    facts["states"] = f"{len(drawn.places)} continued"  # fewer than planned where episodes broke
     page = folder / "report.md"
     with atomic_write(page) as file:
         file.write("\n".join(page_lines(report, facts, config)) + "\n")
@@ -106,16 +112,13 @@ def with_checkpoint(settings: ProbedRunConfig) -> ProbedRunConfig:
     """
     algorithm, probes = settings.algorithm, settings.critic_probes
     if settings.critic.kind == "probe":
-        raise BadInput(
-            "critic.kind=probe: its values are the actor's hidden states', only critics with a model are probed"
-        )
+        raise BadInput("critic.kind=probe: it reads the actor's hidden states, only critics with a model are probed")
     if not algorithm.uses_critic:
         raise BadInput(f"algorithm.advantage.estimator={algorithm.advantage.estimator} has no critic to probe: use gae")
     if algorithm.kl.placement == "reward":
-        raise BadInput(
-            "algorithm.kl.placement=reward: the return of a continuation alone does not hold it, set it off to probe "
-            "the critic"
-        )
+        raise BadInput("algorithm.kl.placement=reward: the return of a continuation lacks it, set it off to probe")
+    if algorithm.advantage.credit == "turn" and algorithm.advantage.gamma < 1:
+        raise BadInput("algorithm.advantage.gamma below 1 with credit=turn: probes discount by tokens, set it to 1")
     model, critic = settings.model, settings.critic
     if probes.checkpoint is not None:
         saved = Path(settings.run.directory) / HF_FOLDER / probes.checkpoint
@@ -140,7 +143,7 @@ def with_checkpoint(settings: ProbedRunConfig) -> ProbedRunConfig:
 
 
 def values_on_ranks(config: ProbedRunConfig, drawn: Drawn, ranks: int) -> Tensor:
-    """The critic's value before every token of every continuation, float32 [T]."""
+    """The critic's value before every response token of drawn.batch, float32 [T]."""
     with tempfile.TemporaryDirectory(prefix="vapo-values-") as folder:
         file = Path(folder) / "values.pt"
         start_ranks(ranks, partial(_score, config, drawn.batch, file), config.cluster.collective_timeout_s)
@@ -170,12 +173,13 @@ class ProbeReport(NamedTuple):
 def probed(drawn: Drawn, values: Tensor, gamma: float, config: CriticProbesConfig) -> ProbeReport:
     """Everything about a critic's values [T] of continuations."""
     batch, k = drawn.batch, config.continuations
-    bounds, starts = batch.response_cu_seqlens, batch.response_cu_seqlens[:-1]
-    returns = monte_carlo_returns(batch.rewards, bounds, gamma)
+    bounds, starts = batch.response_cu_seqlens, drawn.starts
+    returns = monte_carlo_returns(batch.rewards, bounds, gamma, batch.turn_rewards)
+    earned = returns[bounds[:-1]] - returns[starts]  # by turns before the state
     probes = Probes(
         values[starts].double().view(-1, k).mean(1),
         returns[starts].double().view(-1, k),
-        drawn.siblings,
+        drawn.siblings - earned.double().view(-1, k).mean(1),
         drawn.prompts,
         drawn.positions,
         drawn.places,
@@ -190,7 +194,7 @@ def probed(drawn: Drawn, values: Tensor, gamma: float, config: CriticProbesConfi
         conclusion_of(estimates, faults),
         {
             "mean reward": float(drawn.responses.mean()),
-            "mean tokens of a response": float(drawn.lengths.float().mean()),
+            "mean tokens of a response": float(batch.response_lengths.float().mean()),
             "share of continuations cut at sampling.max_new_tokens": float(batch.truncated.float().mean()),
         },
     )
@@ -224,7 +228,8 @@ def page_lines(report: ProbeReport, facts: Mapping[str, object], config: ProbedR
     yield "## Bias along the response\n"
     places = enumerate(config.critic_probes.quantiles)
     biases = [(f"{quantile:.0%}", str(report.figures[f"bias_{place}"])) for place, quantile in places]
-    yield from _table(("tokens before", "value less true value"), biases)
+    before = "tokens" if config.rollout.agent is None else "turns"
+    yield from _table((f"{before} before", "value less true value"), biases)
 
 
 def _table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:

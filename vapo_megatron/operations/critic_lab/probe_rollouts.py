@@ -1,29 +1,29 @@
-"""Draws responses, continues them at some of their states, and grades what follows."""
+"""Draws responses or episodes, continues them at some of their states, and grades what follows."""
 
 import random
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from vapo_megatron.agents.episodes import WRITTEN_BEFORE, Agents, is_whole
 from vapo_megatron.algorithms.baselines import leave_one_out
-from vapo_megatron.config.critic_probes import CriticProbesConfig, ProbedRunConfig
+from vapo_megatron.config.critic_probes import ProbedRunConfig
 from vapo_megatron.data.batch import ExperienceBatch, from_samples
 from vapo_megatron.data.prompts import eval_prompts
 from vapo_megatron.data.sample import Prompt, Sample
 from vapo_megatron.data.tokenizer import TextTokenizer
 from vapo_megatron.engines.dispatcher import Dispatcher
 from vapo_megatron.engines.request import GenerationRequest
-from vapo_megatron.errors import BadInput
+from vapo_megatron.errors import BadInput, RunFailed
 from vapo_megatron.evaluation.command import WEIGHT_VERSION
+from vapo_megatron.evaluation.evaluator import Phase
 from vapo_megatron.rewards.grading import grade_samples
 from vapo_megatron.rewards.pool import VerifierPool
 from vapo_megatron.training.advantages import shaped_rewards
-
-Phase = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
 
 
 @dataclass(frozen=True)
@@ -31,15 +31,15 @@ class Drawn:
     """P states with k continuations each, C = P k, those of a state together.
 
     Attributes:
-        batch: continuations as responses to prompt and prefix, their rewards shaped; group_ids is the state's number.
-        lengths: int64 [C], response tokens in all, prefix and continuation.
+        batch: whole responses, a prefix and a continuation each, their rewards shaped; group_ids is the state's number.
+        starts: int64 [C], place of the state among the response tokens of `batch`.
         siblings: float64 [P], the mean reward of the other responses to the prompt.
-        prompts, positions, places: int64 [P], as in algorithms.critic_probes.Probes.
+        prompts, positions, places: int64 [P], as in algorithms.critic_probes.Probes; positions of episodes are turns.
         responses: rewards of the responses that the states were taken from, [R].
     """
 
     batch: ExperienceBatch
-    lengths: Tensor
+    starts: Tensor
     siblings: Tensor
     prompts: Tensor
     positions: Tensor
@@ -71,54 +71,61 @@ def draw(
     tokenizer: TextTokenizer,
     verifier: VerifierPool,
     phase: Phase,
+    agents: Agents | None = None,
 ) -> Drawn:
-    """Responses to prompts, states of them, and their continuations at the sampling settings of training."""
+    """Responses to prompts, states of them, and their continuations at the sampling settings of training.
+
+    agents: play episodes instead, whose states are those before turns; a continuation repeats the turns before.
+
+    Raises:
+        RunFailed: an agent took another way in a repetition, or most groups have an episode that broke.
+    """
     probes, k = config.critic_probes, config.critic_probes.continuations
+    collect = engines.collect if agents is None else partial(engines.collect, generate=agents.generate)
     total = len(prompts) * probes.responses_per_prompt
     with phase("responses", total) as advance:
         request = GenerationRequest(prompts, probes.responses_per_prompt, config.sampling, probes.seed, WEIGHT_VERSION)
-        responses = engines.collect(request, advance)
-    with phase("grades", total) as advance:
+        responses = _whole(collect(request, advance), probes.responses_per_prompt)
+    with phase("grades", len(responses)) as advance:
         grade_samples(responses, verifier, tokenizer.decode, config.reward, advance)
     graded = from_samples(responses)
     rewards = shaped_rewards(graded, config.algorithm.shaping)
-    owners, cuts, places = cut(responses, probes)
-    starts = [
-        _prefix(responses[owner], at, len(prompts) + n) for n, (owner, at) in enumerate(zip(owners, cuts, strict=True))
-    ]
-    limits = [config.sampling.max_new_tokens - at for at in cuts]
+    turns_by_seed = None if agents is None else agents.turns
+    turns = None if turns_by_seed is None else [turns_by_seed[response.seed] for response in responses]
+    lengths = [len(sample.response_ids) for sample in responses] if turns is None else list(map(len, turns))
+    states = [(owner, int(share * length)) for owner, length in enumerate(lengths) for share in probes.quantiles]
+    starts = [_prefix(responses[n], 0 if turns else at, len(prompts) + i) for i, (n, at) in enumerate(states)]
+    limits = None if turns else [config.sampling.max_new_tokens - at for _, at in states]
+    begun = turns and [turns[owner][: at + 1] for owner, at in states]
     with phase("continuations", len(starts) * k) as advance:
-        request = GenerationRequest(starts, k, config.sampling, probes.seed, WEIGHT_VERSION, max_new_tokens=limits)
-        tails = engines.collect(request, advance)
-    whole = [_joined(responses[owners[tail.group]], cuts[tail.group], tail) for tail in tails]
+        request = GenerationRequest(starts, k, config.sampling, probes.seed, WEIGHT_VERSION, None, limits, begun)
+        whole = _whole(collect(request, advance), k)
+    if not turns:
+        whole = [_joined(responses[states[tail.group][0]], states[tail.group][1], tail) for tail in whole]
     with phase("grades of continuations", len(whole)) as advance:
         grade_samples(whole, verifier, tokenizer.decode, config.reward, advance)
-    shaped = from_samples(whole)
-    for tail, sample, reward in zip(
-        tails, whole, shaped_rewards(shaped, config.algorithm.shaping).tolist(), strict=True
-    ):
-        tail.reward, tail.correct = reward, sample.correct
-    batch, owner = from_samples(tails), torch.tensor(owners)
+    batch, kept = from_samples(whole), torch.tensor([sample.group for sample in whole[::k]])
+    batch.rewards = shaped_rewards(batch, config.algorithm.shaping)
+    owner, cuts = torch.tensor(states)[kept].unbind(1)
+    before = [sample.episode[WRITTEN_BEFORE] if sample.episode else states[sample.group][1] for sample in whole]
     return Drawn(
         batch,
-        shaped.response_lengths,
+        batch.response_cu_seqlens[:-1] + torch.tensor(before).long(),
         leave_one_out(rewards, graded.group_ids)[owner],
-        graded.group_ids[owner],
-        torch.tensor(cuts),
-        torch.tensor(places),
+        graded.group_ids[owner].unique(return_inverse=True)[1],
+        cuts,
+        kept % len(probes.quantiles),
         rewards,
     )
 
 
-def cut(responses: Sequence[Sample], probes: CriticProbesConfig) -> tuple[list[int], list[int], list[int]]:
-    """States of each response, one for each quantile: its response, the tokens before it, the quantile, by number."""
-    each = [
-        (number, int(quantile * len(response.response_ids)), place)
-        for number, response in enumerate(responses)
-        for place, quantile in enumerate(probes.quantiles)
-    ]
-    owners, cuts, places = (list(column) for column in zip(*each, strict=True))
-    return owners, cuts, places
+def _whole(samples: list[Sample], size: int) -> list[Sample]:
+    """The groups of this size in which no episode broke. Raises RunFailed as draw()."""
+    groups = [samples[start : start + size] for start in range(0, len(samples), size)]
+    whole = [group for group in groups if is_whole(group)]
+    if len(whole) < max(2, len(groups) // 2):
+        raise RunFailed(f"rollout.agent: episodes broke in {len(groups) - len(whole)} of {len(groups)} groups")
+    return [sample for group in whole for sample in group]
 
 
 def _prefix(response: Sample, at: int, cursor: int) -> Prompt:

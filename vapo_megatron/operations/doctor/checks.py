@@ -59,7 +59,7 @@ class Examination:
     @property
     def has_gpus(self) -> bool:
         """Whether this machine has GPUs, whether or not PyTorch can use them."""
-        return bool(self.gpus or has_nvidia_driver())
+        return bool(self.gpus) or any(map(os.path.exists, ("/proc/driver/nvidia/version", "/dev/nvidia0")))
 
     @cached_property
     def gpu_log(self) -> Element:
@@ -91,7 +91,7 @@ def checks(config: PlanConfig, wait: float) -> tuple[Check, ...]:
 
     Checks between nodes come late, so that a node that hangs earlier is named by its own check.
     """
-    root = Path(config.run.directory)
+    root, starting = Path(config.run.directory), config.rollout.start_timeout_s
     return (
         Check("versions", lambda here: node.check_versions(here.has_gpus), 60),
         Check("gpus", lambda here: node.judge_gpus(here.gpu_log, config.hardware, here.gpus), 120, gpu=True),
@@ -100,23 +100,8 @@ def checks(config: PlanConfig, wait: float) -> tuple[Check, ...]:
         Check("all-reduce", allreduce_in_node, 200, slow=True),
         Check("shared files", lambda here: check_shared_files(here.meeting, root, wait), 4 * wait + 60, between=True),
         Check("alike", _alike, 2 * wait + 60, between=True),
-        Check(
-            "engine",
-            lambda here: check_engine(config, here.gpus),
-            config.rollout.start_timeout_s + REQUEST_SECONDS + 60,
-            slow=True,
-        ),
+        Check("engine", lambda here: check_engine(config, here.gpus), starting + REQUEST_SECONDS + 60, slow=True),
     )
-
-
-def over_nodes(wait: float) -> Check:
-    """The all-reduce over the devices of all nodes; its lines belong to no single node."""
-    return Check("all-reduce over nodes", allreduce_over_nodes, wait + 900, between=True, slow=True)
-
-
-def has_nvidia_driver() -> bool:
-    """Whether this machine has GPUs of NVIDIA, whether or not PyTorch can use them."""
-    return os.path.exists("/proc/driver/nvidia/version") or os.path.exists("/dev/nvidia0")
 
 
 def perform(check: Check, examination: Examination) -> list[Line]:

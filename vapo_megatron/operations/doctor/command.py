@@ -10,7 +10,7 @@ from pathlib import Path
 from vapo_megatron.config.atomic import atomic_write
 from vapo_megatron.config.plan import PlanConfig
 from vapo_megatron.config.train import TrainConfig
-from vapo_megatron.operations.doctor.checks import Examination, checks, over_nodes, perform
+from vapo_megatron.operations.doctor.checks import Check, Examination, allreduce_over_nodes, checks, perform
 from vapo_megatron.operations.doctor.nodes import Line, Meeting, NodeReport, broken_nodes, from_json, show
 from vapo_megatron.run.first_look import look_first
 from vapo_megatron.run.place import node_name, place_from_environment
@@ -24,11 +24,7 @@ _AMONG_THOSE_PRESENT = 120.0
 
 
 def doctor(
-    config: PlanConfig,
-    quick: bool,
-    wait: float,
-    broken_file: Path | None = None,
-    node_names: Sequence[str] = (),
+    config: PlanConfig, quick: bool, wait: float, broken_file: Path | None = None, node_names: Sequence[str] = ()
 ) -> int:
     """Check this node, and together with the other nodes of the job what needs several; rank 0 prints the result.
 
@@ -55,7 +51,8 @@ def doctor(
     table = checks(config, among)
     lines = tuple(line for check in table for line in perform(check, examination))
     report = NodeReport(meeting.node, meeting.rank, lines)
-    between = [] if quick or len(meeting.nodes) == 1 else perform(over_nodes(among), examination)
+    allreduce = Check("all-reduce over nodes", allreduce_over_nodes, among + 900, between=True, slow=True)
+    between = [] if quick or len(meeting.nodes) == 1 else perform(allreduce, examination)
     meeting.put(f"report/{meeting.index}", asdict(report))
     if meeting.index:
         return 0

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from vapo_megatron.config.model import TrainableConfig
 from vapo_megatron.config.train import TrainConfig
@@ -142,7 +142,9 @@ def _device(run: PlannedRun, phase: Phase, stages: dict[str, int], engine: Plann
         units = models["actor"].spec.hidden_size + 1 + config.algorithm.value_loss.outputs
         parts["probe"] = _PROBE_BYTES * (units * config.critic.probe.width + config.algorithm.value_loss.outputs)
     if "critic weights" in parts and "actor weights" not in parts:
-        parts["base weights"] = models["critic"].bytes_of_base(stages["critic"])
+        critic, stage = models["critic"], stages["critic"]
+        unshared = replace(critic, shares_base=False).bytes_of("weights", stage)
+        parts["base weights"] = unshared - critic.bytes_of("weights", stage)
     working = PHASES[phase]
     if working is not None:
         model, training = models[working], phase.startswith("update")

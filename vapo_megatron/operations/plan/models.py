@@ -7,7 +7,7 @@ modules save.
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 
 from vapo_megatron.checkpoint.manifest import OPTIMIZER_BYTES
@@ -147,10 +147,6 @@ class PlannedModel:
         # Adam's two moments in fp32, and the fp32 weights where the model's own are narrower.
         state = 8.0 if self.width == 4 else 12.0
         return state * self._share(held)
-
-    def bytes_of_base(self, stage: int) -> float:
-        """Bytes of the frozen weights that it shares with the actor."""
-        return replace(self, shares_base=False).bytes_of("weights", stage) - self.bytes_of("weights", stage)
 
     def bytes_saved(self, stage: int) -> float:
         """Bytes of a saved unit that a rank of a stage copies and writes: its share of what it and its replicas hold.
