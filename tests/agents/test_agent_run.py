@@ -11,7 +11,7 @@ from called import exit_code_of
 from tiny_runs import evaluate_config, make_model, write_config
 
 from vapo_megatron.config.train import TrainConfig
-from vapo_megatron.engines.server import EngineAddress
+from vapo_megatron.engines.server.process import EngineAddress
 
 pytestmark = pytest.mark.full
 

@@ -25,7 +25,7 @@ from vapo_megatron.data.sample import Prompt
 from vapo_megatron.data.tokenizer import TextTokenizer
 from vapo_megatron.engines.dispatcher import Dispatcher
 from vapo_megatron.engines.request import response_seed
-from vapo_megatron.engines.server import EngineAddress
+from vapo_megatron.engines.server.process import EngineAddress
 from vapo_megatron.errors import RunFailed
 from vapo_megatron.operations.critic_lab import command as critic_command
 from vapo_megatron.operations.critic_lab.command import probe_critic, probed

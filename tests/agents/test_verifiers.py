@@ -18,7 +18,7 @@ from vapo_megatron.data.sample import Prompt, Sample
 from vapo_megatron.data.tokenizer import TextTokenizer
 from vapo_megatron.engines.dispatcher import Dispatcher
 from vapo_megatron.engines.request import GroupRequest
-from vapo_megatron.engines.server import EngineAddress
+from vapo_megatron.engines.server.process import EngineAddress
 
 verifiers = pytest.importorskip("verifiers", reason="`make test-verifiers` installs it")
 

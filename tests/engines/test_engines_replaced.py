@@ -8,7 +8,7 @@ import pytest
 from engine_faults import disturb, same_run
 
 from vapo_megatron.config.train import TrainConfig
-from vapo_megatron.engines.server import EngineAddress
+from vapo_megatron.engines.server.process import EngineAddress
 
 pytestmark = pytest.mark.full
 

@@ -13,7 +13,7 @@ from attempts import End, World, config_of, kill_at, left_behind, live, make_wor
 
 from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.engines import stream
-from vapo_megatron.engines.server import EngineAddress
+from vapo_megatron.engines.server.process import EngineAddress
 
 pytestmark = pytest.mark.full
 
