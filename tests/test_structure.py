@@ -15,8 +15,7 @@ from count_house import house
 
 from vapo_megatron.config.base import known_keys
 from vapo_megatron.config.plan import PlanConfig
-from vapo_megatron.config.sft import SftConfig
-from vapo_megatron.config.train import EvaluateConfig, TrainConfig
+from vapo_megatron.config.train import EvaluateConfig, SftConfig, TrainConfig
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "vapo_megatron"

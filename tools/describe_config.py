@@ -18,8 +18,7 @@ from vapo_megatron.config.base import Section
 from vapo_megatron.config.critic_probes import ProbedRunConfig
 from vapo_megatron.config.explain import OTHER_TRAINERS
 from vapo_megatron.config.plan import PlanConfig
-from vapo_megatron.config.sft import SftConfig
-from vapo_megatron.config.train import EvaluateConfig, TrainConfig
+from vapo_megatron.config.train import EvaluateConfig, SftConfig, TrainConfig
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
 GLOSSARY = PAGE.with_name("glossary.md")

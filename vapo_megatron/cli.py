@@ -15,8 +15,7 @@ from vapo_megatron.config.base import Section
 from vapo_megatron.config.critic_probes import CriticPretrainingConfig, ProbedRunConfig
 from vapo_megatron.config.load import load_config
 from vapo_megatron.config.plan import PlanConfig
-from vapo_megatron.config.sft import SftConfig
-from vapo_megatron.config.train import EvaluateConfig, TrainConfig
+from vapo_megatron.config.train import EvaluateConfig, SftConfig, TrainConfig
 from vapo_megatron.run.first_look import look_first
 from vapo_megatron.run.place import place_from_environment
 

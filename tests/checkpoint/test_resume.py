@@ -38,8 +38,7 @@ from vapo_megatron.checkpoint.host_memory import host_memory, host_memory_of
 from vapo_megatron.checkpoint.manifest import GROUPS_FILE
 from vapo_megatron.checkpoint.resume import open_resumed
 from vapo_megatron.config.run_directory import MARKER
-from vapo_megatron.config.sft import SftConfig
-from vapo_megatron.config.train import TrainConfig
+from vapo_megatron.config.train import SftConfig, TrainConfig
 from vapo_megatron.engines.server.process import EngineAddress
 from vapo_megatron.errors import BadInput
 from vapo_megatron.run.start import is_finished, prepare_start

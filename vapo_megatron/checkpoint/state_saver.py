@@ -48,8 +48,7 @@ from vapo_megatron.collectives import gather_values, on_rank_zero
 from vapo_megatron.config.atomic import atomic_write, sync
 from vapo_megatron.config.load import dump_config
 from vapo_megatron.config.run import RetentionConfig
-from vapo_megatron.config.sft import SftConfig
-from vapo_megatron.config.train import TrainConfig
+from vapo_megatron.config.train import SftConfig, TrainConfig
 from vapo_megatron.errors import BadInput, reason_of
 from vapo_megatron.megatron.dist_optimizer import rng_state
 from vapo_megatron.megatron.mesh import world_timeout

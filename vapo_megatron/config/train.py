@@ -1,4 +1,4 @@
-"""The configs of `vapo-megatron train` and `vapo-megatron evaluate`: all sections, and the rules across them."""
+"""The configs of `vapo-megatron train`, `sft` and `evaluate`: all sections, and the rules across them."""
 
 from pathlib import Path
 from typing import Self
@@ -18,15 +18,16 @@ from vapo_megatron.config.run import (
     EvaluationConfig,
     ExportConfig,
     MonitoringConfig,
+    ResumableRun,
     RobustnessConfig,
     RunConfig,
     RunPlace,
+    SftDataConfig,
 )
 from vapo_megatron.config.value import ValuePretrainingConfig
 
 # Prefixes of metrics that every step has.
 _STEP_METRICS = ("reward/", "accuracy/", "response_length/", "actor/", "critic/")
-
 
 # Settings that undo what a preset is named after.
 _UNDOES = {
@@ -315,6 +316,19 @@ class TrainConfig(Section):
     def model_sizes(self) -> dict[str, int]:
         """Ranks per replica, by model."""
         return {name: self.trainable(name).layout.model_size for name in self.sources}
+
+
+class SftConfig(Section):
+    """Supervised fine-tuning, for data.steps or data.epochs."""
+
+    run: ResumableRun = ResumableRun(name="sft")
+    cluster: ClusterConfig = ClusterConfig()
+    model: ModelConfig
+    actor: ActorConfig = ActorConfig()
+    data: SftDataConfig
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    monitoring: MonitoringConfig = MonitoringConfig()
+    robustness: RobustnessConfig = RobustnessConfig()
 
 
 class EvaluateConfig(Section):

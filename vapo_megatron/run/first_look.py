@@ -7,8 +7,7 @@ from pathlib import Path
 from vapo_megatron.config.critic_probes import CriticPretrainingConfig
 from vapo_megatron.config.run import MonitoringConfig
 from vapo_megatron.config.run_directory import check_place
-from vapo_megatron.config.sft import SftConfig
-from vapo_megatron.config.train import EvaluateConfig, TrainConfig
+from vapo_megatron.config.train import EvaluateConfig, SftConfig, TrainConfig
 from vapo_megatron.data.jsonl import read_rows
 from vapo_megatron.data.rows import eval_problems, train_problems
 from vapo_megatron.errors import BadInput
