@@ -150,9 +150,9 @@ def live(
     return _life(config, partial(rank.train_rank, config), prepare, stop, own_engines)
 
 
-def fine_tune(config: SftConfig) -> End:
-    """One life of `vapo-megatron sft` on one rank."""
-    return _life(config, partial(sft.sft_rank, config))
+def fine_tune(config: SftConfig, prepare: Callable[[], None] = lambda: None) -> End:
+    """One life of `vapo-megatron sft`. prepare: as of live()."""
+    return _life(config, partial(sft.sft_rank, config), prepare)
 
 
 def _life(

@@ -9,7 +9,7 @@ import ctypes
 import os
 import signal
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -115,6 +115,14 @@ def _killed(process: psutil.Process) -> bool:
 def stop_requested() -> str | None:
     """The name of the first stop signal that this process received; None if there was none."""
     return _received[0] if _received else None
+
+
+def first_signal(of_ranks: Sequence[str | None]) -> str | None:
+    """The first stop signal among those of all ranks, with its rank unless all got one; None if none did."""
+    for rank, name in enumerate(of_ranks):
+        if name is not None:
+            return name if all(of_ranks) else f"{name} on rank {rank}"
+    return None
 
 
 def job_end_time(environment: Mapping[str, str] = os.environ) -> float | None:

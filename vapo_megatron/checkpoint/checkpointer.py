@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
-import torch
 import torch.distributed as dist
 
 from vapo_megatron.checkpoint.checkpoints import CHECKPOINT_FOLDER, CheckpointName, best_checkpoint
@@ -16,13 +15,13 @@ from vapo_megatron.checkpoint.manifest import readable_manifests
 from vapo_megatron.checkpoint.recorded_rollouts import remove_unneeded
 from vapo_megatron.checkpoint.resume import Resumed
 from vapo_megatron.checkpoint.state_saver import SavedRun, Snapshot, StateSaver
-from vapo_megatron.collectives import on_rank_zero
+from vapo_megatron.collectives import gather_values, on_rank_zero
 from vapo_megatron.config.base import nearest
 from vapo_megatron.config.run import CheckpointConfig, RetentionConfig
 from vapo_megatron.errors import RunFailed, TryAgain
 from vapo_megatron.monitoring.names import EVALUATION
 from vapo_megatron.monitoring.recorder import Recorder
-from vapo_megatron.signals import job_end_time, stop_requested
+from vapo_megatron.signals import first_signal, job_end_time, stop_requested
 
 _logger = logging.getLogger(__name__)
 
@@ -32,9 +31,9 @@ _COPYING_SHARE = 0.05
 
 @dataclass(frozen=True)
 class _Decision:
-    """The decisions of all ranks at a safe point."""
+    """The decisions of all ranks at a safe point. stop: why the run stops here; None where it goes on."""
 
-    stop: bool
+    stop: str | None
     save: bool
     failed: bool
     alarmed: bool
@@ -122,8 +121,8 @@ class Checkpointer:
             remove_unneeded(self._run_dir)
         if decision.stop and not last:
             raise TryAgain(
-                f"{self._run_dir}: saved at {self._last} because of {stop_requested() or 'its time limit'}: start the "
-                "same command again, with run.resume=auto",
+                f"{self._run_dir}: saved at {self._last} because of {decision.stop}: start the same command again, "
+                "with run.resume=auto",
                 shared=True,
             )
         self._limit.left_point()
@@ -144,17 +143,11 @@ class Checkpointer:
             by_time = self._config.every_minutes is not None and minutes >= self._config.every_minutes
             better = self._is_best(snapshot)
         from_copy = self._last is None and self._began_at is not None  # what it began with is not on the disk
-        flags_here = [
-            stop_requested() is not None or short,
-            due or by_time or better or from_copy,
-            self._disk.has_failed,
-            self._recorder.stopping is not None,
-            self._is_too_soon(),
-            replaces,
-        ]
-        flags = torch.tensor(flags_here, dtype=torch.int32)
-        dist.all_reduce(flags, op=dist.ReduceOp.MAX)
-        return _Decision(*flags.bool().tolist())
+        save = due or by_time or better or from_copy
+        here = short, save, self._disk.has_failed, self._recorder.stopping is not None, self._is_too_soon(), replaces
+        signals, flags = zip(*gather_values((stop_requested(), here)), strict=True)
+        is_short, *others = map(any, zip(*flags, strict=True))
+        return _Decision(first_signal(signals) or ("its time limit" if is_short else None), *others)
 
     def _is_too_soon(self) -> bool:
         """Whether the last copy in host memory is still being written on this rank, or copying takes up the run, or

@@ -30,7 +30,7 @@ from vapo_megatron.engines.weight_sync.session import EngineLost, WeightSync, so
 from vapo_megatron.errors import RunFailed, TryAgain, VapoError
 from vapo_megatron.megatron.platform import current_platform
 from vapo_megatron.megatron.trainable import Trainable
-from vapo_megatron.signals import stop_requested
+from vapo_megatron.signals import first_signal, stop_requested
 from vapo_megatron.weights.bucket import DeviceSlots, NamedTensors, SharedSlots
 from vapo_megatron.weights.export import make_slots, stream_hf
 from vapo_megatron.weights.fp8 import BlockFp8
@@ -386,9 +386,9 @@ class Engines:
             self._note(engines)
             if any(engine.state == "serving" for engine in engines):
                 return True
-            if signals := [name for _, name in ranks if name is not None]:
+            if reason := first_signal([name for _, name in ranks]):
                 self.failure = EnginesFailed(
-                    f"{signals[0]} came while no engine served, the last step is saved: start the same command again "
+                    f"{reason} came while no engine served, the last step is saved: start the same command again "
                     "with run.resume=auto",
                     shared=True,
                 )

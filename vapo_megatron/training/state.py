@@ -23,7 +23,7 @@ from vapo_megatron.engines.engines import EnginesFailed
 from vapo_megatron.engines.stream import StopAsked
 from vapo_megatron.megatron.platform import current_platform
 from vapo_megatron.megatron.probe import PROBE_FILE, Probe
-from vapo_megatron.signals import stop_requested
+from vapo_megatron.signals import first_signal, stop_requested
 from vapo_megatron.training.advantages import TRACKER_FILE, ReturnHistory
 from vapo_megatron.training.rollouts import Rollouts
 from vapo_megatron.training.skipped_updates import SkippedUpdates
@@ -160,9 +160,8 @@ class RunState:
             raise
 
     def _heed_signals(self) -> None:
-        signals = [name for name in gather_values(stop_requested()) if name is not None]
-        if signals and self._whole is not None:
-            raise StopAsked(signals[0], shared=True)
+        if (reason := first_signal(gather_values(stop_requested()))) and self._whole is not None:
+            raise StopAsked(reason, shared=True)
 
     def _snapshot(self, rollouts: Rollouts | None) -> Snapshot:
         progress = Progress(
