@@ -147,12 +147,22 @@ class Estimates:
             rewards[-1] += 0.0 if bootstraps else self.rewards[s]
             if values is not None:
                 after = float(values[s][-1]) if bootstraps else 0.0
+                if advantage.credit == "turn":  # here a response is one turn
+                    gain = rewards.sum() + advantage.gamma * after - values[s][0]
+                    self.advantages.append(gain.expand(response.length).clone())
+                    self.targets.append((gain + values[s][0]).expand(response.length))
+                    continue
                 if advantage.off_policy == "vtrace":
                     weights = (old[s] - response.rollout).exp().clamp(max=1.0)
                     self._vtrace(rewards, values[s], weights, after, response.length, config)
                     continue
                 lam = lambda_of(advantage.lambda_policy, response.length, config)
-                self.advantages.append(gae(rewards, values[s], lam, advantage.gamma, after))
+                if advantage.calibration == "none":
+                    self.advantages.append(gae(rewards, values[s], lam, advantage.gamma, after))
+                else:  # no step came before: nothing is known of the critic
+                    baseline = torch.full_like(rewards, self._others_mean(s, responses, config))
+                    lam = lam if advantage.calibration == "values" else 1.0
+                    self.advantages.append(gae(rewards, baseline, lam, 1.0, 0.0))
                 lam = lambda_of(advantage.lambda_critic, response.length, config)
                 self.targets.append(gae(rewards, values[s], lam, advantage.gamma, after) + values[s])
             elif advantage.estimator == "reinforce_pp":
@@ -161,6 +171,10 @@ class Estimates:
                     for t in range(len(rewards))
                 ]
                 self.advantages.append(torch.tensor(to_go, dtype=torch.float64))
+            elif advantage.tracker:  # no step came before: a prompt has no history
+                known = [i for i in self._known(responses, config) if i != s]
+                mean = sum(totals[i] for i in known) / len(known) if s in self._known(responses, config) else 0.0
+                self.advantages.append(torch.full((response.length,), totals[s] - mean, dtype=torch.float64))
             elif advantage.estimator != "function":
                 found = group_advantage(advantage.estimator, s, others_of(responses, s), totals, responses)
                 self.advantages.append(torch.full((response.length,), found, dtype=torch.float64))
@@ -197,6 +211,17 @@ class Estimates:
         # With lambda, what is beyond V of the next state counts lambda times (remark 2).
         found = [deltas[t] + gamma * policy * (target(t + 1, policy) - following[t]) for t in steps]
         self.advantages.append(torch.tensor(found, dtype=torch.float64))
+
+    def _known(self, responses: Sequence[Response], config: AlgorithmConfig) -> Group:
+        """The responses with a return."""
+        return [i for i, r in enumerate(responses) if not r.truncated or config.shaping.truncated == "terminal"]
+
+    def _others_mean(self, s: int, responses: Sequence[Response], config: AlgorithmConfig) -> float:
+        """The mean return of the others of the group, or of the rollout where it has no other; 0 for one without."""
+        known = self._known(responses, config)
+        others = [i for i in known if i != s]
+        others = [i for i in others_of(responses, s) if i in others] or others
+        return sum(self.rewards[i] for i in others) / len(others) if s in known else 0.0
 
     def _carries_loss(self, response: Response, config: AlgorithmConfig) -> bool:
         if config.shaping.truncated == "mask" and response.truncated:
@@ -260,6 +285,8 @@ def surrogate(config: AlgorithmConfig, new: Tensor, old: Tensor, rollout: Tensor
         kept_up, kept_down = rose <= settings.clip_high, rose >= -settings.clip_low
         inside = torch.where(advantages > 0, kept_up, kept_down)
         return -(new - rollout).exp().detach().clamp(max=20) * advantages * new * inside
+    if settings.kind == "function":  # switch_functions.nudge
+        return -advantages * new + (new - old) ** 2 / 10
     if settings.kind == "gspo":
         ratio = (new - old).mean().exp().detach() * (new - new.detach()).exp()
     losses = -torch.minimum(ratio * advantages, ratio.clamp(low, high) * advantages)

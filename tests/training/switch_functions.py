@@ -1,15 +1,20 @@
-"""A user's advantage estimator and filter, as tests of the switches name them in a config."""
+"""A user's advantage estimator, policy loss and filter, as tests of the switches name them in a config."""
 
 import torch
 from torch import Tensor
 
-from vapo_megatron.training.user_functions import ScoredResponses
+from vapo_megatron.training.user_functions import PolicyTerms, ScoredResponses
 
 
 def tilt(scored: ScoredResponses) -> Tensor:
     """(R + g / 2)(1 + |log pi|) for the tokens of a response of group g: float32 [T]."""
     of_response = scored.rewards + 0.5 * scored.group_ids
     return of_response.repeat_interleave(scored.cu_seqlens.diff()) * (1 + scored.old_logprobs.abs())
+
+
+def nudge(terms: PolicyTerms) -> Tensor:
+    """-A log pi + (log pi - log pi_old)^2 / 10: float32 [t]."""
+    return -terms.advantages * terms.logprobs + (terms.logprobs - terms.old_logprobs) ** 2 / 10
 
 
 def keep(scored: ScoredResponses) -> Tensor:
