@@ -156,7 +156,8 @@ def test_a_signal_costs_no_group_that_was_collected(count: int, shared: World, s
     ]
     for place, call, rank, newest, saved in stops:
         end = live(shared, config, count, partial(kill_at, place, call, rank, number=signal.SIGUSR1))
-        assert end.code == 75 and "saved at" in end.said and "\n" not in end.said, end
+        who = "" if count == 1 else f" on rank {rank}"
+        assert end.code == 75 and f"because of SIGUSR1{who}: start" in end.said and "\n" not in end.said, end
         assert checkpoint_names(config)[-1] == newest, (place, call)
         assert saved_groups(config) in saved, (place, call)
     assert live(shared, config, count) == End(0, "")
@@ -259,25 +260,42 @@ def test_a_full_disk_loses_nothing(shared: World, straight: Callable[[int], Path
     )
 
 
-def test_a_state_that_the_disk_refuses_is_kept_in_host_memory(
-    shared: World, straight: Callable[[int], Path], tmp_path: Path
+def test_what_the_disk_refuses_is_left_out_or_kept_in_host_memory(
+    shared: World, straight: Callable[[int], Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    more = ("checkpoint.every_minutes=null", "run.steps=5", "evaluation.every=5", "cluster.restarts=1")
-    config = config_of(shared, "elsewhere", LAYOUTS[1], RESUME, *more)
+    """Files to read and models of single steps are left out, each named and counted; the state of the run is kept."""
+    more = ("checkpoint.every_minutes=null", "run.steps=6", "evaluation.every=4", "export.every=4")
+    config = config_of(shared, "elsewhere", LAYOUTS[1], RESUME, *more, "cluster.restarts=1")
     run_dir, kept = Path(config.run.directory), host_memory_of(Path(config.run.directory))
     shutil.copytree(straight(1), run_dir)
+    for folder in ("samples", "evaluation", "hf/step_000004"):
+        shutil.rmtree(run_dir / folder, ignore_errors=True)
+        (run_dir / folder).touch()  # nothing can be written below it
     before = checkpoint_names(config)
     end = live(shared, config, 1, partial(fill_the_disk, 200_000))
     assert end.code == 75 and "cannot be saved (File too large)" in end.said and "\n" not in end.said
     state = next(iter((kept / "checkpoints").iterdir()))
     assert f"the state is saved in host memory, {state}: a start on this machine finds it there" in end.said
     assert checkpoint_names(config) == before and state.name not in before and not leftovers(config)
+    assert failures(run_dir)[4] == 2 + 1 + 2, "samples, also with estimates; answers to one set; two models"
+    said = "".join(capfd.readouterr())
+    for output in ("samples of step 4 are", "step_000004_sums.jsonl is", *MODELS_OF_STEP_4):
+        assert re.search(rf"{output} not kept: .*cannot be written \((Not a directory|File exists)\): make room", said)
     with host_memory(tmp_path):
         assert state.is_dir(), "the start of another run leaves it alone"
-    updates = (5 - int(state.name[-1])) * 2
+    updates = (6 - int(state.name[-1])) * 2
     assert live(shared, config, 1, partial(kill_at, "policy update", updates + 1)) == End(0, ""), "no step is repeated"
-    assert [row["step"] for row in metrics(run_dir)][-5:] == [1, 2, 3, 4, 5] and not kept.exists()
-    assert checkpoint_names(config)[-1] == "step_000005"
+    assert [row["step"] for row in metrics(run_dir)][-6:] == [1, 2, 3, 4, 5, 6] and not kept.exists()
+    assert checkpoint_names(config)[-1] == "step_000006" and failures(run_dir)[6] > 0, "it went on to the end"
+    assert (run_dir / "hf" / "final" / "actor" / "model.safetensors").is_file()
+
+
+MODELS_OF_STEP_4 = ("hf/step_000004/actor is", "hf/step_000004/critic is")
+
+
+def failures(run_dir: Path) -> dict[int, float]:
+    """By step, how often the disk has refused something that a run goes on without."""
+    return {row["step"]: row.get("tracking/failures", 0) for row in metrics(run_dir)}
 
 
 @pytest.fixture
