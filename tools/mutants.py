@@ -58,6 +58,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "tests/training/test_step_switches.py::test_metrics_of_several_steps_are_means_and_maxima",
         "tests/training/test_step_switches.py::test_old_logprobs_of_the_only_update_are_not_scored_unless_needed",
         "tests/training/test_steps_without_models.py",
+        "tests/training/test_switch_pairs.py",
         "tests/training/test_tracker.py",
         "tests/training/test_user_functions.py",
         "tests/training/test_value_pretraining.py",
