@@ -10,8 +10,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -33,10 +32,9 @@ import vapo_megatron.training.value_pretraining as value_pretraining
 from vapo_megatron import logs
 from vapo_megatron.config import algorithm
 from vapo_megatron.config.load import load_config
-from vapo_megatron.config.rollout import RolloutConfig
 from vapo_megatron.config.sft import SftConfig
 from vapo_megatron.config.train import TrainConfig
-from vapo_megatron.engines.server import EngineAddress, EngineServer
+from vapo_megatron.engines.server import EngineAddress
 from vapo_megatron.errors import VapoError
 from vapo_megatron.run import launch, rank
 from vapo_megatron.training import sft
@@ -63,14 +61,11 @@ class World:
     address: EngineAddress
 
 
-@contextmanager
-def world(folder: Path) -> Iterator[World]:
-    """A model, problems, and a running engine."""
-    model = make_model(folder / "model")
+def make_world(folder: Path, address: EngineAddress) -> World:
+    """A model, problems, and an engine that runs already, which each run sends its weights before it uses it."""
     train = write_rows(folder / "train.jsonl", problems(64))
     evaluation = write_rows(folder / "eval.jsonl", problems(4))
-    with EngineServer(model, RolloutConfig(**ENGINE), "float32", folder / "engine.log") as server:
-        yield World(folder, model, train, evaluation, server.address)
+    return World(folder, make_model(folder / "model"), train, evaluation, address)
 
 
 class SharedServer:

@@ -6,6 +6,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -22,19 +23,25 @@ os.register_at_fork(after_in_child=gc.freeze)
 
 pytest_plugins = ["engine_server"]
 
-# Files that take a minute and more, the longest first: begun at last, one would keep a worker after the others.
+# Files whose tests use the engine of engine_server.py: one worker runs them all, and starts it once.
+ONE_ENGINE = ("test_weight_sync.py", "test_episodes.py", "test_rollout_engine.py")
+# Files that take a quarter of a minute and more, the longest first: begun at last, one would keep a worker after the
+# others.
 LONGEST = (
     "test_slurm_stories.py",
-    "test_train_command.py",
     "test_asynchronous.py",
     "test_gsm8k_two_steps.py",
     "test_invariance_full.py",
     "test_fault_soak.py",
     "test_quickstart_one_gpu.py",
-    "test_invariance.py",
-    "test_weight_sync.py",
-    "test_step_switches.py",
     "test_resume.py",
+    *ONE_ENGINE,
+    "test_train_command.py",
+    "test_invariance.py",
+    "test_step_switches.py",
+    "test_watchdog.py",
+    "test_dist_saver.py",
+    "test_convert.py",
 )
 
 
@@ -42,6 +49,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Long files first; otherwise the order is that of the folders."""
     places = {name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.path.name, len(places)))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Has --dist loadfile give the files of ONE_ENGINE to one worker, as if they were one file."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class OneEngine(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return "one engine" if file.endswith(ONE_ENGINE) else file
+
+    return OneEngine(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 @pytest.fixture(autouse=True)

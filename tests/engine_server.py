@@ -1,4 +1,4 @@
-"""One real SGLang server on a tiny random Qwen3, shared by all tests that need no more of it (a pytest plugin)."""
+"""Real SGLang servers on tiny random models, shared by all tests that need no more of them (a pytest plugin)."""
 
 import os
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ from tiny_qwen3 import make_model
 from transformers import Qwen3ForCausalLM
 
 from vapo_megatron.config.rollout import RolloutConfig
-from vapo_megatron.engines.server import EngineServer
+from vapo_megatron.engines.server import EngineAddress, EngineServer
 
 # On a GPU, compile kernels when they are met: DeepGEMM otherwise spends minutes on all that an engine may ever need.
 os.environ.setdefault("SGLANG_JIT_DEEPGEMM_PRECOMPILE", "0")
@@ -41,3 +41,15 @@ def config() -> RolloutConfig:
 def server(model_path: Path, config: RolloutConfig, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineServer]:
     with EngineServer(model_path, config, "float32", tmp_path_factory.mktemp("logs") / "engine.log") as running:
         yield running
+
+
+@pytest.fixture(scope="session")
+def engine_of_runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineAddress]:
+    """Of whole runs in forked processes (attempts.py), one after the other."""
+    from attempts import ENGINE
+    from tiny_runs import make_model
+
+    folder = tmp_path_factory.mktemp("engine_of_runs")
+    model = make_model(folder / "model")
+    with EngineServer(model, RolloutConfig(**ENGINE), "float32", folder / "engine.log") as running:
+        yield running.address

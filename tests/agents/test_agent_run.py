@@ -1,17 +1,17 @@
 """A run that trains an agent: from episodes of two turns to weights, killed and resumed."""
 
 import json
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from attempts import End, World, config_of, kill_at, live, metrics, world
+from attempts import End, World, config_of, kill_at, live, make_world, metrics
 from called import exit_code_of
 from tiny_runs import evaluate_config, make_model, write_config
 
 from vapo_megatron.config.train import TrainConfig
+from vapo_megatron.engines.server import EngineAddress
 
 pytestmark = pytest.mark.full
 
@@ -26,9 +26,8 @@ async def two_turns(task: dict[str, Any], base_url: str, http_client: Any) -> No
 
 
 @pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    with world(tmp_path_factory.mktemp("agents")) as found:
-        yield found
+def shared(tmp_path_factory: pytest.TempPathFactory, engine_of_runs: EngineAddress) -> World:
+    return make_world(tmp_path_factory.mktemp("agents"), engine_of_runs)
 
 
 def agent_config(shared: World, name: str, *overrides: str) -> TrainConfig:

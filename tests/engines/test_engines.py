@@ -97,6 +97,7 @@ def weight_sync_three_times_and_break(model_dir: Path, log_dir: Path) -> tuple[l
     return differences, sampled, message
 
 
+@pytest.mark.full
 def test_resharded_weights_arrive_and_a_stale_engine_is_named(model_dir: Path, tmp_path: Path) -> None:
     """Training TP2 PP2 with sequence parallel, engine TP1."""
     answers = run_ranks(4, weight_sync_three_times_and_break, model_dir, tmp_path, deadline=150)

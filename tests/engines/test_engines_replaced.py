@@ -1,7 +1,6 @@
 """A run whose engines are killed, stopped and made to lie ends as one that was not disturbed, without a new start."""
 
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import attempts
@@ -9,6 +8,7 @@ import pytest
 from engine_faults import disturb, same_run
 
 from vapo_megatron.config.train import TrainConfig
+from vapo_megatron.engines.server import EngineAddress
 
 pytestmark = pytest.mark.full
 
@@ -22,9 +22,8 @@ SETTINGS = (
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[attempts.World]:
-    with attempts.world(tmp_path_factory.mktemp("engines")) as made:
-        yield made
+def world(tmp_path_factory: pytest.TempPathFactory, engine_of_runs: EngineAddress) -> attempts.World:
+    return attempts.make_world(tmp_path_factory.mktemp("engines"), engine_of_runs)
 
 
 def config_of(world: attempts.World, name: str, *more: str) -> TrainConfig:

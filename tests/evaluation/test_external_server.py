@@ -211,7 +211,7 @@ def test_a_server_that_answers_nothing_is_told_of_meanwhile(
     assert "server.retry_timeout_s=5 s" in line
 
 
-@pytest.mark.parametrize(("pause", "concurrency", "patience", "lines"), [(1.5, 64, 0.8, 1), (0.25, 1, 5.0, 0)])
+@pytest.mark.parametrize(("pause", "concurrency", "patience", "lines"), [(1.5, 64, 0.8, 1), (0.12, 1, 2.4, 0)])
 def test_a_server_that_accepts_and_says_nothing_is_told_of_once(
     tmp_path: Path,
     server: Server,

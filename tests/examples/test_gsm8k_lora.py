@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load_file
 from tiny_runs import make_model, problems, write_rows
@@ -30,6 +31,7 @@ SMALL = {
 }
 
 
+@pytest.mark.full
 def test_vapo_with_adapters_learns_on_a_cpu_and_is_exported_in_both_forms(tmp_path: Path) -> None:
     model = make_model(tmp_path / "model")
     settings = SMALL | {

@@ -8,13 +8,15 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import psutil
 import pytest
 import typer
+from called import called
 from typer.testing import CliRunner
 
+from examples.quickstart import make_task
 from vapo_megatron.cli import PRESETS
 from vapo_megatron.config.load import dump_config, load_config
 from vapo_megatron.config.run import RunPlace
@@ -85,7 +87,8 @@ def test_the_last_lines_say_how_many_responses_were_drawn_to_learn_from(
 def test_a_folder_of_others_is_never_touched_and_files_beside_the_quickstarts_stay(
     script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The commands are stood in for by what they do to the folder: make run directories, as `sft` and `train` do."""
+    """The commands are stood in for by what they do to the folder: make run directories, as `sft` and `train` do. The
+    task is made in this process."""
 
     def run(out: Path) -> int:
         runner = CliRunner()
@@ -104,7 +107,15 @@ def test_a_folder_of_others_is_never_touched_and_files_beside_the_quickstarts_st
             config = load_config(TrainConfig, FOLDER / "vapo.yaml", [], PRESETS)
             dump_config(config, Path(place.directory) / "config.yaml")
 
+    def make_task_here(command: list[str], **_: object) -> None:
+        app = typer.Typer()
+        app.command()(make_task.main)
+        assert command[:2] == [sys.executable, str(FOLDER / "make_task.py")]
+        code, output = called(app, *command[2:], "--sft-rows", 64)
+        assert code == 0, output
+
     monkeypatch.setattr(script, "command", make_run)
+    monkeypatch.setattr(script, "subprocess", SimpleNamespace(run=make_task_here))
     mine = tmp_path / "mine"
     decoys = [mine / "task/model/config.json", mine / "task/train.jsonl", mine / "sft/.vapo_run", mine / "thesis.tex"]
     for decoy in decoys:

@@ -52,7 +52,7 @@ def reference(models: dict[tuple[str, bool], Path]) -> dict[str, Any]:
 
 
 PAIRS = [(entry, NAMES) if isinstance(entry, Split) else entry for entry in SPLITS]
-IS_LARGE = [split.world == 8 and split.layout.tp == split.layout.pp == 2 for split, _ in PAIRS]
+IS_LARGE = [split.world == 8 and split.layout.model_size > 1 for split, _ in PAIRS]
 CASES = [
     pytest.param(*pair, id=str(pair[0]), marks=[pytest.mark.full] * is_large)
     for pair, is_large in zip(PAIRS, IS_LARGE, strict=True)

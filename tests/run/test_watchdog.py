@@ -14,8 +14,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import ranks  # noqa: F401  (imports what ranks need before they are forked)
 import torch.distributed as dist
+from ranks import run_ranks
 
 from vapo_megatron import logs
 from vapo_megatron.config.run import HangsConfig
@@ -79,22 +79,28 @@ def test_a_rank_in_another_phase_than_the_others_is_named() -> None:
 
 def test_a_rank_that_says_nothing_hangs_in_whatever_phase(tmp_path: Path) -> None:
     """The others may be in a rollout for hours. One that is done need say no more."""
-    limits, told = HangsConfig(floor_s=1.5), list[VapoError]()
+    limits = HangsConfig(floor_s=1.5)
+    errors: dict[str, list[VapoError]] = {"both say something": [], "one is done": [], "one is silent": []}
+    folders = {name: tmp_path / name for name in errors}
     logs.set_phase("rollout")
-    watchers = [Watchdog(limits, tmp_path, rank, 2, 60, told.append) for rank in range(2)]
-    time.sleep(2.5)
-    assert not told, "both say something"
-    watchers[1].close()
-    time.sleep(2.5)
-    assert not told
-    (tmp_path / "heartbeat_00001.json").write_text(json.dumps(asdict(Heartbeat(1, "sync", 4, 1.0, time.time()))))
+    first = {name: Watchdog(limits, folders[name], 0, 2, 60, errors[name].append) for name in errors}
+    second, done = (
+        Watchdog(limits, folders[name], 1, 2, 60, errors[name].append) for name in ("both say something", "one is done")
+    )
+    done.close()
+    silent = Heartbeat(1, "sync", 4, 1.0, time.time())
+    (folders["one is silent"] / "heartbeat_00001.json").write_text(json.dumps(asdict(silent)))
     begin = time.monotonic()
-    while not told and time.monotonic() < begin + 30:
+    while not errors["one is silent"] and time.monotonic() < begin + 30:
         time.sleep(0.02)
-    watchers[0].close()
-    logs.set_phase(None)
     assert 1.0 < time.monotonic() - begin < 30
-    assert re.search(r"rank 1 \(silent since its phase sync\).* rank 1 has said nothing for \d s", str(told[0]))
+    time.sleep(max(0.0, begin + 2.5 - time.monotonic()))
+    for watchdog in (*first.values(), second):
+        watchdog.close()
+    logs.set_phase(None)
+    assert not errors["both say something"] and not errors["one is done"]
+    message = str(errors["one is silent"][0])
+    assert re.search(r"rank 1 \(silent since its phase sync\).* rank 1 has said nothing for \d s", message)
 
 
 def test_a_slow_disk_does_not_slow_the_watch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,30 +119,42 @@ def test_a_slow_disk_does_not_slow_the_watch(tmp_path: Path, monkeypatch: pytest
     assert told, "the seconds of its own writes count"
 
 
+# Phase, seconds that it is watched for at most, whether it gets further, and what is told of it.
+PLACES: list[tuple[str | None, float, bool, str | None]] = [
+    ("rollout", 2.5, False, None),
+    ("evaluation", 2.5, False, None),
+    ("weight_sync", 1.6, False, None),  # engines may be starting
+    ("weight_sync", 30.0, False, r"limit 2 s"),
+    (None, 30.0, False, r"limit 1 s"),
+    ("update_policy", 2.5, True, None),
+    ("update_policy", 30.0, False, r"got no further in the phase update_policy .*limit 1 s"),
+]
+
+
+def told_of(folder: Path) -> str | None:
+    """What a watchdog of its own tells of this rank's place."""
+    phase, seconds, gets_further, _ = PLACES[dist.get_rank()]
+    errors, timer = list[VapoError](), PhaseTimer()
+    logs.set_phase(None)
+    watchdog = Watchdog(HangsConfig(floor_s=1.0), folder / str(dist.get_rank()), 0, 1, 60, errors.append)
+    end = time.monotonic() + seconds
+    with timer(phase) if phase is not None else nullcontext():
+        while time.monotonic() < end and not errors:
+            time.sleep(0.1)
+            if gets_further:
+                logs.note_progress()
+    watchdog.close()
+    return str(errors[0]) if errors else None
+
+
 def test_only_what_waits_for_engines_may_take_the_longest_time_at_first(tmp_path: Path) -> None:
     """An update that gets no further is told of within minutes, as is the time between phases; an update that does, and
     responses that engines write, are waited for."""
-
-    def told_of(phase: str | None, seconds: float, gets_further: bool = False) -> list[VapoError]:
-        told, timer = list[VapoError](), PhaseTimer()
-        watchdog = Watchdog(HangsConfig(floor_s=1.0), tmp_path, 0, 1, 60, told.append)
-        end = time.monotonic() + seconds
-        with timer(phase) if phase is not None else nullcontext():
-            while time.monotonic() < end and not told:
-                time.sleep(0.1)
-                if gets_further:
-                    logs.note_progress()
-        watchdog.close()
-        return told
-
-    logs.set_phase(None)
-    assert not told_of("rollout", 2.5) and not told_of("evaluation", 2.5)
-    assert not told_of("weight_sync", 1.6), "engines may be starting"
-    assert "limit 2 s" in str(told_of("weight_sync", 10.0)[0])
-    assert "limit 1 s" in str(told_of(None, 10.0)[0])
-    assert not told_of("update_policy", 2.5, gets_further=True)
-    (error, *_) = told_of("update_policy", 10.0)
-    assert "got no further in the phase update_policy" in str(error) and "limit 1 s" in str(error)
+    for (*place, expected), message in zip(PLACES, run_ranks(len(PLACES), told_of, tmp_path), strict=True):
+        if expected is None:
+            assert message is None, place
+        else:
+            assert message is not None and re.search(expected, message), place
 
 
 def test_ranks_wait_for_engines_as_long_as_rank_0_does(tmp_path: Path) -> None:

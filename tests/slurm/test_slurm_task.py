@@ -199,17 +199,29 @@ def test_a_task_that_was_killed_for_memory_says_so(
 def test_a_rank_that_is_stopped_for_good_is_killed_and_recorded(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    task = Task(tmp_path, sys.executable, "-c", "import os, time; print(os.getpid(), flush=True); time.sleep(300)")
+    """After 16 s: a `sleep` that writes down its seconds, and sleeps less, stands in front of the system's."""
+    sleeps, sleep = tmp_path / "sleeps", tmp_path / "bin" / "sleep"
+    sleeps.touch()
+    sleep.parent.mkdir()
+    sleep.write_text(f'#!/bin/sh\necho "$1" >>{sleeps}\nPATH=${{PATH#*:}} exec sleep 0.03\n')
+    sleep.chmod(0o755)
+
+    def stopped_seconds() -> float:
+        return sum(map(float, sleeps.read_text().split()))
+
+    code = "import os, time; print(os.getpid(), flush=True); time.sleep(300)"
+    task = Task(tmp_path, sys.executable, "-c", code, PATH=f"{sleep.parent}:{os.environ['PATH']}")
     rank = int(task.line())
     os.kill(rank, signal.SIGSTOP)
-    time.sleep(7)
+    until(lambda: stopped_seconds() > 7)
     used = psutil.Process(task.process.pid).cpu_times()
-    assert used.user + used.system < 1, "the shell that waits for it keeps a core busy"
+    assert used.user + used.system < 0.4, "the shell that waits for it keeps a core busy"
     os.kill(rank, signal.SIGCONT)  # forgotten
-    time.sleep(3)
+    time.sleep(0.5)
+    before = stopped_seconds()
+    assert before < 16
     os.kill(rank, signal.SIGSTOP)
-    began = time.monotonic()
-    assert task.process.wait(60) == 137 and time.monotonic() - began > 12
+    assert task.process.wait(60) == 137 and stopped_seconds() - before == 16
     assert task.recorded == ["137", "a"]
     assert capfd.readouterr().err.strip() == (
         "task.sh: task 1 on a was ended by signal 9: a signal (SIGSTOP) had it stopped for good"

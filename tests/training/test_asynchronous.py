@@ -2,7 +2,6 @@
 
 import json
 import signal
-from collections.abc import Iterator
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -10,10 +9,11 @@ from typing import Any
 
 import psutil
 import pytest
-from attempts import End, World, config_of, kill_at, left_behind, live, metrics, world
+from attempts import End, World, config_of, kill_at, left_behind, live, make_world, metrics
 
 from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.engines import stream
+from vapo_megatron.engines.server import EngineAddress
 
 pytestmark = pytest.mark.full
 
@@ -23,9 +23,8 @@ SAVED = ("run.resume=auto",)
 
 
 @pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    with world(tmp_path_factory.mktemp("ahead")) as found:
-        yield found
+def shared(tmp_path_factory: pytest.TempPathFactory, engine_of_runs: EngineAddress) -> World:
+    return make_world(tmp_path_factory.mktemp("ahead"), engine_of_runs)
 
 
 def ahead(shared: World, name: str, *overrides: str) -> tuple[TrainConfig, Path]:

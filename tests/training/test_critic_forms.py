@@ -1,13 +1,12 @@
 """Forms of the critic in whole tiny runs: bounded, smaller than the policy; and a run's critic probed."""
 
 import re
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from attempts import ENGINE, End, World, config_of, kill_at, left_behind, live, metrics, world
+from attempts import ENGINE, End, World, config_of, kill_at, left_behind, live, make_world, metrics
 from tiny_runs import WORDS, write_config
 
 from vapo_megatron.cli import PRESETS
@@ -15,6 +14,7 @@ from vapo_megatron.config.critic_probes import ProbedRunConfig
 from vapo_megatron.config.load import load_config
 from vapo_megatron.config.tiny_model import TinyModel
 from vapo_megatron.config.train import TrainConfig
+from vapo_megatron.engines.server import EngineAddress
 from vapo_megatron.megatron.probe import PROBE_FILE, read_probe
 from vapo_megatron.operations.critic_lab.command import probe_critic
 from vapo_megatron.weights.spec import read_spec
@@ -26,9 +26,8 @@ ONE_RANK: dict[str, int] = {}
 
 
 @pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    with world(tmp_path_factory.mktemp("forms")) as found:
-        yield found
+def shared(tmp_path_factory: pytest.TempPathFactory, engine_of_runs: EngineAddress) -> World:
+    return make_world(tmp_path_factory.mktemp("forms"), engine_of_runs)
 
 
 def finished(shared: World, name: str, *overrides: str) -> tuple[TrainConfig, list[dict[str, Any]]]:

@@ -5,7 +5,6 @@ import os
 import random
 import re
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from fault_soak import Fuzzer, Soak, cells, temporary_files_of_its_own
 from vapo_megatron.checkpoint import checkpointer as checkpoint
 from vapo_megatron.checkpoint.host_memory import host_memory_of
 from vapo_megatron.engines.ledger import DROPPED
+from vapo_megatron.engines.server import EngineAddress
 
 STEPS = 12
 SETTINGS = (
@@ -85,9 +85,8 @@ RESULTS = Path(os.environ.get("FAULT_RESULTS", "build/faults.json"))
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[attempts.World]:
-    with attempts.world(tmp_path_factory.mktemp("soak")) as made:
-        yield made
+def world(tmp_path_factory: pytest.TempPathFactory, engine_of_runs: EngineAddress) -> attempts.World:
+    return attempts.make_world(tmp_path_factory.mktemp("soak"), engine_of_runs)
 
 
 def last_progress(run_dir: Path) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from attempts import End, World, config_of, live, metrics, world
+from attempts import End, World, config_of, live, make_world, metrics
 from batches import make_batch
 from hf_models import write_model
 from ranks import run_ranks
 from trainables import make_trainable, policy_loss, weights_digest
 
+from vapo_megatron.engines.server import EngineAddress
 from vapo_megatron.megatron import trainable as trainable_module
 from vapo_megatron.megatron.optimizer import optimizer_tensors
 from vapo_megatron.training import skipped_updates, updates
@@ -99,9 +100,8 @@ def test_healthy_updates_are_those_of_megatrons_own_step(model_dir: Path, count:
 
 
 @pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    with world(tmp_path_factory.mktemp("skipped")) as found:
-        yield found
+def shared(tmp_path_factory: pytest.TempPathFactory, engine_of_runs: EngineAddress) -> World:
+    return make_world(tmp_path_factory.mktemp("skipped"), engine_of_runs)
 
 
 def plant(calls: tuple[int, ...], victim: int) -> None:

@@ -34,8 +34,9 @@ LAYOUTS = [
     (2, LayoutConfig(ep=2)),
     (4, LayoutConfig(tp=2, pp=2)),
 ]
+IN_FULL = (LAYOUTS[1], LAYOUTS[4])
 CASES = [
-    pytest.param(*case, id=case[1].describe(case[0]), marks=[pytest.mark.full] * (case[0] == 4)) for case in LAYOUTS
+    pytest.param(*case, id=case[1].describe(case[0]), marks=[pytest.mark.full] * (case in IN_FULL)) for case in LAYOUTS
 ]
 
 

@@ -1,5 +1,6 @@
 """The progress of a run: its step, its value pretraining, and when its state is saved."""
 
+import gzip
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -191,24 +192,23 @@ def profiled(step: int, config: ProfileConfig, run_dir: Path) -> Iterator[None]:
 
     Writes profile/step_00003_rank0.json.gz in the run directory, for https://ui.perfetto.dev, and on CUDA
     step_00003_rank0.memory.pickle, for https://pytorch.org/memory_viz. A step that fails leaves no trace. A trace that
-    cannot be written is a warning: no run ends for it.
+    cannot be written is a warning: no run ends for it. torch's own compression is by line and takes ten times as long.
     """
     rank = dist.get_rank() if dist.is_initialized() else 0
     if step not in config.steps or rank not in config.ranks:
         yield
         return
     path, platform = run_dir / PROFILE / f"step_{step:05d}_rank{rank}", current_platform()
-    with (
-        platform.allocations_recorded() as write_allocations,
-        profile(activities=supported_activities(), record_shapes=True, profile_memory=True) as trace,
-    ):
-        yield
-        platform.synchronize()
-        trace.stop()
+    with platform.allocations_recorded() as write_allocations:
+        with profile(activities=supported_activities(), record_shapes=True, profile_memory=True) as trace:
+            yield
+            platform.synchronize()
         try:
             path.parent.mkdir(exist_ok=True)
-            partial = path.with_name(f"partial_{path.name}.json.gz")
-            trace.export_chrome_trace(str(partial))
+            plain, partial = (path.with_name(f"partial_{path.name}.{kind}") for kind in ("json", "json.gz"))
+            trace.export_chrome_trace(str(plain))
+            partial.write_bytes(gzip.compress(plain.read_bytes(), 6))
+            plain.unlink()
             partial.rename(path.with_name(f"{path.name}.json.gz"))
             write_allocations(f"{path}.memory.pickle")
         except (OSError, RuntimeError) as error:
