@@ -24,20 +24,23 @@ def pool() -> Iterator[VerifierPool]:
         yield verifiers
 
 
-# Floors below what was measured on 2026-11-23, with room for a slow machine's timeouts.
+# Floors below what was measured on 2026-11-23, with room for a slow machine's timeouts. `make test` grades every fifth
+# row of the long files, and all that are hostile.
 @pytest.mark.parametrize(
-    ("name", "least_agreement", "most_accepted_wrongly"),
+    ("name", "every", "least_agreement", "most_accepted_wrongly"),
     [
-        ("development.jsonl", 0.85, 8),
-        ("unseen.jsonl", 0.88, 4),
-        ("sentences.jsonl", 0.97, 0),
-        ("unseen_sentences.jsonl", 0.97, 0),
+        ("development.jsonl", 5, 0.85, 3),
+        ("unseen.jsonl", 5, 0.88, 1),
+        pytest.param("development.jsonl", 1, 0.85, 8, marks=pytest.mark.full),
+        pytest.param("unseen.jsonl", 1, 0.88, 4, marks=pytest.mark.full),
+        ("sentences.jsonl", 1, 0.97, 0),
+        ("unseen_sentences.jsonl", 1, 0.97, 0),
     ],
 )
 def test_agreement_with_labels_does_not_fall(
-    pool: VerifierPool, name: str, least_agreement: float, most_accepted_wrongly: int
+    pool: VerifierPool, name: str, every: int, least_agreement: float, most_accepted_wrongly: int
 ) -> None:
-    rows = _rows(name)
+    rows = [row for index, row in enumerate(_rows(name)) if index % every == 0 or row["kind"] == "hostile"]
     assert "sentences" in name or sum(row["kind"] == "hostile" for row in rows) >= 5
     grades = pool.grade_batch([(row["gold"], row["prediction"]) for row in rows])
     accepted_wrongly = [row for row, grade in zip(rows, grades, strict=True) if grade.correct and not row["expected"]]

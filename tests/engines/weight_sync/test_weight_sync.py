@@ -138,26 +138,31 @@ def sampled_version(address: EngineAddress, version: int) -> bool:
     return all(sample.weight_version == sample.weight_version_oldest == version for sample in samples)
 
 
+@pytest.mark.parametrize("wide", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_after_every_update_engines_of_other_layouts_compute_what_the_trainer_does(
-    model_path: Path, restored: EngineServer, wide_server: EngineServer
+    model_path: Path, restored: EngineServer, request: pytest.FixtureRequest, wide: bool
 ) -> None:
-    """TP2 PP2 to engines of one rank and of two."""
+    """TP2 PP2 to an engine of one rank, and to it beside one of two."""
     layout = LayoutConfig(tp=2, pp=2, sequence_parallel=True)
-    engines = [(restored.address, 1), (wide_server.address, 2)]
-    check(run_ranks(4, train_and_send, model_path, layout, engines, deadline=240)[0], weight_syncs=12)
+    engines = [(restored.address, 1)] + [(request.getfixturevalue("wide_server").address, 2)] * wide
+    answers = run_ranks(4, train_and_send, model_path, layout, engines, deadline=240)
+    check(answers[0], weight_syncs=6 * len(engines))
 
 
+@pytest.mark.full
 def test_a_trainer_of_one_rank_feeds_an_engine_of_two(model_path: Path, wide_server: EngineServer) -> None:
     engines = [(wide_server.address, 2)]
     answers = run_ranks(1, train_and_send, model_path, LayoutConfig(), engines, deadline=240)
     check(answers[0], weight_syncs=6)
 
 
+@pytest.mark.parametrize("wide", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_after_every_update_an_engine_has_the_adapters_in_its_weights(
-    model_path: Path, wide_server: EngineServer
+    model_path: Path, request: pytest.FixtureRequest, wide: bool
 ) -> None:
-    """TP2 to an engine of two ranks."""
-    engines, layout = [(wide_server.address, 2)], LayoutConfig(tp=2, sequence_parallel=True)
+    """TP2 to an engine of one rank and to one of two."""
+    engine: EngineServer = request.getfixturevalue("wide_server" if wide else "restored")
+    engines, layout = [(engine.address, 1 + wide)], LayoutConfig(tp=2, sequence_parallel=True)
     answers = run_ranks(2, train_and_send, model_path, layout, engines, "adapter", deadline=240)
     check(answers[0], weight_syncs=6)
 
@@ -174,9 +179,15 @@ def others() -> Tensors:
     return list(make_model(7).state_dict().items())
 
 
-@pytest.fixture(params=KINDS)
-def sync(request: pytest.FixtureRequest, wide_server: EngineServer) -> Iterator[WeightSync]:
-    with make_sync(request.param, wide_server.address, 2) as running:
+WIDE = [pytest.param((kind, True), id=f"{kind}-2", marks=pytest.mark.full) for kind in KINDS]
+
+
+@pytest.fixture(params=[*(pytest.param((kind, False), id=kind) for kind in KINDS), *WIDE])
+def sync(request: pytest.FixtureRequest) -> Iterator[WeightSync]:
+    """To an engine of one rank, or of two."""
+    kind, wide = request.param
+    engine: EngineServer = request.getfixturevalue("wide_server" if wide else "restored")
+    with make_sync(kind, engine.address, 1 + wide) as running:
         yield running
 
 
