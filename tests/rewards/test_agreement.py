@@ -20,7 +20,7 @@ def _rows(name: str) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[VerifierPool]:
-    with VerifierPool(RewardConfig(workers=2, answer_format="auto")) as verifiers:
+    with VerifierPool(RewardConfig(workers=2, answer_format="auto", response_timeout_s=1.5)) as verifiers:
         yield verifiers
 
 
