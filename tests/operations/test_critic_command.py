@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,9 +11,9 @@ import torch
 from tiny_runs import make_model, train_config, write_config
 from transformers import AutoConfig, AutoModelForTokenClassification
 
-from vapo_megatron.algorithms.critic_probes import MEANING
+from vapo_megatron.algorithms.critic_probes import MEANING, Probes
 from vapo_megatron.cli import PRESETS
-from vapo_megatron.config.critic_probes import ProbedRunConfig
+from vapo_megatron.config.critic_probes import CriticProbesConfig, ProbedRunConfig
 from vapo_megatron.config.load import load_config
 from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.data.sample import Sample
@@ -21,7 +22,7 @@ from vapo_megatron.engines.request import GenerationRequest
 from vapo_megatron.errors import BadInput
 from vapo_megatron.operations.critic_lab import command as critic_command
 from vapo_megatron.operations.critic_lab import probe_rollouts
-from vapo_megatron.operations.critic_lab.command import probe_critic
+from vapo_megatron.operations.critic_lab.command import probe_critic, probed
 from vapo_megatron.rewards.grading import grade_samples
 
 
@@ -152,12 +153,42 @@ def test_a_critic_that_reads_more_is_given_it_and_engines_are_not(
         (["data.eval=[]"], "data.eval has no set"),
         (["preset=grpo"], "has no critic to probe"),
         (["preset=vapo_direct", "critic.kind=probe"], "critic.kind=probe: "),
+        (
+            ["algorithm.mask_function=examples.custom_functions.functions:until_the_code_ends"],
+            "algorithm.mask_function: ",
+        ),
     ],
 )
 def test_what_cannot_be_probed_is_refused_in_one_line(config: Path, overrides: list[str], said: str) -> None:
     with pytest.raises(BadInput) as refused:
         probe_critic(load(config, *overrides))
     assert said in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_discounted_returns_leave_the_groups_mean_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What turns paid before a state is taken from the group's mean; a discount is none of that."""
+    prompts, siblings, again, length = 20, 4, 4, 100
+    generator = torch.Generator().manual_seed(0)
+    chances = torch.rand(prompts, generator=generator).repeat_interleave(siblings)
+    rewards = (torch.rand(len(chances) * again, generator=generator) < chances.repeat_interleave(again)).float()
+    drawn = (torch.rand(len(chances), generator=generator) < chances).double()
+    others = ((drawn.view(prompts, -1).sum(1, keepdim=True) - drawn.view(prompts, -1)) / (siblings - 1)).flatten()
+    bounds = torch.arange(len(rewards) + 1) * length
+    batch = SimpleNamespace(
+        rewards=rewards,
+        response_cu_seqlens=bounds,
+        turn_rewards=None,
+        group_ids=torch.arange(len(chances)).repeat_interleave(again),
+        response_lengths=torch.full((len(rewards),), length),
+        truncated=torch.zeros(len(rewards), dtype=torch.bool),
+    )
+    number = torch.arange(prompts).repeat_interleave(siblings)
+    states: Any = (batch, bounds[:-1] + 50, others, number, torch.full((len(chances),), 50), torch.zeros_like(number))
+    values, probes = torch.zeros(len(rewards) * length), CriticProbesConfig(continuations=again, bootstrap=100)
+    given: list[Any] = []
+    monkeypatch.setattr(critic_command, "Probes", lambda *fields: given.append(fields) or Probes(*fields))
+    probed(probe_rollouts.Drawn(*states, drawn), values, 0.99, probes)
+    assert torch.equal(given[0][2], others) and not torch.equal(given[0][1].amax(1), drawn)
 
 
 def test_training_refuses_the_section(config: Path) -> None:

@@ -50,7 +50,7 @@ class SampleWriter:
         if step == 1:
             with suppress(OSError):  # of an attempt that ended before its first checkpoint
                 (self._folder / f"step_000001{_OTHERS}").unlink()
-            if dropped:
+            if dropped and samples[0].episode is None:  # those of agents are refused there
                 others = (sample for sample in samples if sample.group not in groups)
                 self._save(1, _OTHERS, (_row(sample, True) for sample in (*others, *dropped)))
         return self._save(step) if self._rows else None

@@ -119,6 +119,8 @@ def with_checkpoint(settings: ProbedRunConfig) -> ProbedRunConfig:
         raise BadInput("algorithm.kl.placement=reward: the return of a continuation lacks it, set it off to probe")
     if algorithm.advantage.credit == "turn" and algorithm.advantage.gamma < 1:
         raise BadInput("algorithm.advantage.gamma below 1 with credit=turn: probes discount by tokens, set it to 1")
+    if algorithm.mask_function is not None:
+        raise BadInput("algorithm.mask_function: probes read every token, leave it out to probe the critic without it")
     model, critic = settings.model, settings.critic
     if probes.checkpoint is not None:
         saved = Path(settings.run.directory) / HF_FOLDER / probes.checkpoint
@@ -175,7 +177,8 @@ def probed(drawn: Drawn, values: Tensor, gamma: float, config: CriticProbesConfi
     batch, k = drawn.batch, config.continuations
     bounds, starts = batch.response_cu_seqlens, drawn.starts
     returns = monte_carlo_returns(batch.rewards, bounds, gamma, batch.turn_rewards)
-    earned = returns[bounds[:-1]] - returns[starts]  # by turns before the state
+    paid = monte_carlo_returns(batch.rewards, bounds, 1.0, batch.turn_rewards)
+    earned = paid[bounds[:-1]] - paid[starts]  # by turns before the state
     probes = Probes(
         values[starts].double().view(-1, k).mean(1),
         returns[starts].double().view(-1, k),
