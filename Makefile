@@ -46,16 +46,20 @@ install: $(STAMP)
 quickstart: $(STAMP)
 	@$(BIN)/python examples/quickstart/run.py
 
-# A file of tests stays on one worker: its fixtures start engines and train models once. Many tests fork ranks of their own.
-WORKERS ?= 2
+# Compiled once, also where PYTHONDONTWRITEBYTECODE is set: workers and the programs that tests start import the same modules.
+PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q
+
+# A file of tests stays on one worker: its fixtures start engines and train models once. Many tests fork ranks of their own,
+# and many of `make test` wait for a while: it has a worker more than two cores.
+WORKERS ?=
 test: lint
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 40
+	@$(PYTEST) -n $(or $(WORKERS),3) --dist loadfile --no-loadscope-reorder --durations 40
 
 test-full: $(STAMP) test-verifiers
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m full -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 20
+	@$(PYTEST) -m full -n $(or $(WORKERS),2) --dist loadfile --no-loadscope-reorder --durations 20
 
 test-layouts: $(STAMP)
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m layouts -n $(WORKERS) tests/megatron
+	@$(PYTEST) -m layouts -n $(or $(WORKERS),2) tests/megatron
 
 # FAULTS: how many; SEED: which ones, and when.
 test-faults: $(STAMP)

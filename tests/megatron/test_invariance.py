@@ -22,21 +22,33 @@ NAMES = (*WHOLE_MODELS, "adapter", "adapter-value")
 OVERLAP = OPTIMIZER.model_copy(update={"overlap": True})
 FULL, SELECTIVE = RecomputeConfig(granularity="full"), RecomputeConfig(granularity="selective")
 
-# Splits over ranks that cost most are given fewer cases; test_invariance_full.py has more layouts, and gives every case
-# to every setting.
-SPLITS: list[Split | tuple[Split, tuple[str, ...]]] = [
-    Split(max_tokens=40),
-    (Split(8), ("policy", "value")),  # a rank without a sample
-    Split(2, LayoutConfig(cp=2), 40, recompute=SELECTIVE),
-    Split(4, LayoutConfig(tp=2, pp=2), 40, recompute=FULL),
-    Split(4, LayoutConfig(pp=2, vpp=2), 40, optimizer=OVERLAP),
-    (Split(4, LayoutConfig(tp=4, sequence_parallel=True), 60), ("nll",)),
-    (Split(2, LayoutConfig(tp=2, sequence_parallel=True), 40), ("adapter", "adapter-value")),
-    (Split(8, LayoutConfig(cp=8), 16), ("policy", "terminal")),
-    (Split(8, LayoutConfig(tp=2, pp=2, cp=2, sequence_parallel=True), 40, optimizer=OVERLAP), ("policy", "value")),
+FIRST, SECOND = ("policy", "nll", "adapter-value"), ("value", "terminal", "adapter")
+# Split, cases, and whether `make test-full` alone trains them. Splits over ranks that cost most are given fewer cases;
+# test_invariance_full.py has more layouts, and gives every case to every setting.
+SPLITS: list[tuple[Split, tuple[str, ...], bool]] = [
+    (Split(max_tokens=40), NAMES, False),
+    (Split(8), ("policy", "value"), False),  # a rank without a sample
+    (Split(4, LayoutConfig(tp=4, sequence_parallel=True), 60), ("nll",), False),
+    (Split(2, LayoutConfig(tp=2, sequence_parallel=True), 40), ("adapter", "adapter-value"), False),
+    *(
+        (split, names, names is not in_test)
+        for split, in_test in (
+            (Split(2, LayoutConfig(cp=2), 40, recompute=SELECTIVE), FIRST),
+            (Split(4, LayoutConfig(tp=2, pp=2), 40, recompute=FULL), SECOND),
+            (Split(4, LayoutConfig(pp=2, vpp=2), 40, optimizer=OVERLAP), FIRST),
+        )
+        for names in (FIRST, SECOND)
+    ),
+    (Split(8, LayoutConfig(cp=8), 16), ("policy", "terminal"), True),
+    (
+        Split(8, LayoutConfig(tp=2, pp=2, cp=2, sequence_parallel=True), 40, optimizer=OVERLAP),
+        ("policy", "value"),
+        True,
+    ),
     (
         Split(8, LayoutConfig(tp=2, pp=2, vpp=2, sequence_parallel=True), 40, recompute=SELECTIVE, offload="always"),
         ("policy", "value"),
+        True,
     ),
 ]
 
@@ -51,11 +63,9 @@ def reference(models: dict[tuple[str, bool], Path]) -> dict[str, Any]:
     return run_split(models, NAMES, Split())[0]
 
 
-PAIRS = [(entry, NAMES) if isinstance(entry, Split) else entry for entry in SPLITS]
-IS_LARGE = [split.world == 8 and split.layout.model_size > 1 for split, _ in PAIRS]
 CASES = [
-    pytest.param(*pair, id=str(pair[0]), marks=[pytest.mark.full] * is_large)
-    for pair, is_large in zip(PAIRS, IS_LARGE, strict=True)
+    pytest.param(split, names, id=f"{split}-{names[0]}", marks=[pytest.mark.full] * in_full)
+    for split, names, in_full in SPLITS
 ]
 
 
