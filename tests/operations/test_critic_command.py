@@ -22,7 +22,7 @@ from vapo_megatron.engines.request import GenerationRequest
 from vapo_megatron.errors import BadInput
 from vapo_megatron.operations.critic_lab import command as critic_command
 from vapo_megatron.operations.critic_lab import probe_rollouts
-from vapo_megatron.operations.critic_lab.command import probe_critic, probed
+from vapo_megatron.operations.critic_lab.command import probe_critic, probed, values_on_ranks
 from vapo_megatron.rewards.grading import grade_samples
 
 
@@ -88,7 +88,14 @@ def test_states_are_continued_and_judged(config: Path, monkeypatch: pytest.Monke
         graded.append(list(samples))
         grade_samples(samples, *args)
 
+    scored: list[Any] = []
+
+    def remembered(settings: ProbedRunConfig, drawn: Any, ranks: int) -> torch.Tensor:
+        scored.append(drawn)
+        return values_on_ranks(settings, drawn, ranks)
+
     monkeypatch.setattr(critic_command, "engines_of", stand_in)
+    monkeypatch.setattr(critic_command, "values_on_ranks", remembered)
     monkeypatch.setattr(probe_rollouts, "grade_samples", watched)
     settings = load(config)
     probe_critic(settings)
@@ -108,6 +115,9 @@ def test_states_are_continued_and_judged(config: Path, monkeypatch: pytest.Monke
         for whole in wholes[3 * number : 3 * number + 3]:
             assert whole.prompt is prompt and whole.response_ids[: longest - limit].tolist() == before
             assert len(whole.response_ids) > longest - limit, "graded is the whole response, continuation and all"
+    (seen,) = scored
+    before = [longest - limit for limit in continued.max_new_tokens for _ in range(3)]
+    assert (seen.starts - seen.batch.response_cu_seqlens[:-1]).tolist() == before, "the value is that of the state"
     assert len({prompt.cursor for request in engines.requests for prompt in request.prompts}) == 4 + 16
     folder = Path(settings.run.directory) / "critic_probes"
     page = (folder / "report.md").read_text()
@@ -144,6 +154,9 @@ def test_a_critic_that_reads_more_is_given_it_and_engines_are_not(
         probe_critic(load(config, "critic.privileged_field=solution"))
 
 
+AGENT = ["rollout.agent=no_such_module:run", "rollout.episode.max_tokens=100", "algorithm.advantage.credit=turn"]
+
+
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
@@ -157,6 +170,8 @@ def test_a_critic_that_reads_more_is_given_it_and_engines_are_not(
             ["algorithm.mask_function=examples.custom_functions.functions:until_the_code_ends"],
             "algorithm.mask_function: ",
         ),
+        ([*AGENT, "algorithm.advantage.gamma=0.9"], "algorithm.advantage.gamma below 1 with credit=turn"),
+        (AGENT, "rollout.agent=no_such_module:run: cannot be imported"),
     ],
 )
 def test_what_cannot_be_probed_is_refused_in_one_line(config: Path, overrides: list[str], said: str) -> None:

@@ -220,6 +220,18 @@ def test_dropped_groups_are_told_once_more_where_their_step_is_taken_again() -> 
     again.end()
 
 
+def test_groups_that_wait_for_a_later_step_are_not_dropped() -> None:
+    rollouts = ahead()
+    rollouts.begin(StepRule(4, 3, most_draws=12, staleness=1), 2, 0)
+    steps(rollouts)
+    with Recorder(Path("unused"), MonitoringConfig(), is_main_rank=False) as recorder:
+        rollouts.prepare_sync(recorder)  # all of steps 2 and 3 are graded
+        rollouts.take(recorder)
+    assert rollouts.stream is not None and rollouts.stream.ledger.graded
+    assert [group[0].prompt.cursor for group in rollouts.stream.dropped] == [5, 8]
+    rollouts.end()
+
+
 def test_a_checkpoint_holds_the_groups_that_wait() -> None:
     rollouts = ahead()
     rule = StepRule(2, 4, staleness=1)
