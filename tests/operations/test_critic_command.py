@@ -141,11 +141,13 @@ def test_a_critic_that_reads_more_is_given_it_and_engines_are_not(
 
     monkeypatch.setattr(critic_command, "engines_of", stand_in)
     monkeypatch.setattr(critic_command, "values_on_ranks", valued)
-    settings = load(config, "critic.privileged_field=answer")
+    overlong = "algorithm.shaping.soft_overlong={max_length: 8, cache_length: 7}"
+    settings = load(config, "critic.privileged_field=answer", overlong)
     probe_critic(settings)
     tokenizer = TextTokenizer(Path(settings.run.directory) / "hf/final/actor", settings.data.prompt)
     (batch,) = scored
     assert batch.privileged_lengths.tolist() == [1] * batch.samples
+    assert bool((batch.rewards < settings.reward.incorrect).any()), "rewards are shaped, by whole responses"
     starts = [prompt for prompt in engines.requests[1].prompts for _ in range(3)]
     assert batch.privileged_tokens.tolist() == [tokenizer.encode_response(start.answer)[0] for start in starts]
     first = tuple(batch.tokens[: batch.prompt_lengths[0]].tolist())
@@ -174,7 +176,10 @@ AGENT = ["rollout.agent=no_such_module:run", "rollout.episode.max_tokens=100", "
         (AGENT, "rollout.agent=no_such_module:run: cannot be imported"),
     ],
 )
-def test_what_cannot_be_probed_is_refused_in_one_line(config: Path, overrides: list[str], said: str) -> None:
+def test_what_cannot_be_probed_is_refused_in_one_line(
+    config: Path, overrides: list[str], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(critic_command, "engines_of", None)  # before any engine starts
     with pytest.raises(BadInput) as refused:
         probe_critic(load(config, *overrides))
     assert said in str(refused.value) and "\n" not in str(refused.value)
