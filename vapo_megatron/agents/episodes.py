@@ -90,7 +90,7 @@ _KEY = "rollout.agent"
 WRITTEN_BEFORE = "written_before"  # figure of an episode that repeats turns: tokens of those
 _MOST_TURNS = 8  # turns of an episode that have figures of their own
 # Groups that break one after another, with none that is whole between them: the agent itself is wrong then.
-_MOSTBROKEN_GROUPS = 16
+_MOST_BROKEN_GROUPS = 16
 
 Agent = Callable[[dict[str, Any], str, Any], Awaitable[Any]]
 
@@ -172,10 +172,10 @@ class Agents:
             raise errors.exceptions[0] from None
         samples = [task.result() for task in running]
         self._broken_in_a_row = 0 if is_whole(samples) else self._broken_in_a_row + 1
-        if self._broken_in_a_row == _MOSTBROKEN_GROUPS:
+        if self._broken_in_a_row == _MOST_BROKEN_GROUPS:
             causes = ", ".join(f"{cause} {count}" for cause, count in self.broken.most_common())
             raise RunFailed(
-                f"{_KEY}: an episode broke in each of {_MOSTBROKEN_GROUPS} groups one after another ({causes}): look "
+                f"{_KEY}: an episode broke in each of {_MOST_BROKEN_GROUPS} groups one after another ({causes}): look "
                 "at the warnings above, and try the agent on one row"
             )
         return samples

@@ -150,10 +150,9 @@ class GroupStream:
         unfinished = [number for number, group in self._graded.items() if _goes_on(group)]
         taken = {number: self._graded.pop(number) for number in self.ledger.take(unfinished)}
         self._begun |= {number: _next_window(taken[number]) for number in unfinished if number in taken}
-        gone = (
-            [] if self.ledger.rule.any_order else sorted(self._graded.items())
-        )  # in any order, long groups are not yet
-        self.dropped = [group for number, group in gone if number not in self.ledger]
+        # In any order, long groups are still on their way: what was dropped would be short ones.
+        done = {} if self.ledger.rule.any_order else self._graded
+        self.dropped = [group for number, group in sorted(done.items()) if number not in self.ledger]
         self._graded = {number: group for number, group in self._graded.items() if number in self.ledger}
         await self._drop_surplus()
         if self.ledger.rule.any_order:
