@@ -28,7 +28,7 @@ needs_te = pytest.mark.skipif(
 LAYERS = 4
 # Of log-probs, the largest and the mean difference. Inputs and weights of this model's linear layers rounded to e4m3 by
 # hand give a mean of 0.23 and a largest of 1.3 of 200 log-probs.
-BF16_TOLERANCE, FP8_TOLERANCE = 0.1, 0.35
+BF16_TOLERANCE, FP8_TOLERANCE, FP8_LARGEST = 0.1, 0.35, 1.3
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -92,8 +92,9 @@ def test_a_recipe_is_near_bfloat16(model_dir: Path, recipe: str, adapter: dict[s
     batch = make_batch()
     rows = trainable.config.precision.rows
     assert all(len(m.ids) % rows == 0 for m in trainable.microbatches(batch, range(batch.samples)))
-    apart = (found - exact)[:, 0].abs().mean()
-    assert 0 < apart < FP8_TOLERANCE  # above 0: FP8 was really used
+    apart = (found - exact).abs()
+    assert 0 < apart[:, 0].mean() < FP8_TOLERANCE  # above 0: FP8 was really used
+    assert apart.max() < FP8_LARGEST
     # AdamW's first step goes by signs: where gradients are near 0, rounding decides what the second norm is.
     assert norms[0] == pytest.approx(exact_norms[0], rel=0.15)
     assert norms[1] == pytest.approx(exact_norms[1], rel=0.4)

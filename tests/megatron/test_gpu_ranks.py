@@ -18,9 +18,9 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="torch sees fewer than two CUDA GPUs"),
 ]
-# As in test_gpu_precision.py: the largest difference of log-probs and entropies, in FP8 the mean; and of gradient norms
-# relative.
-TOLERANCE, FP8_TOLERANCE, NORM, FP8_NORM = 0.1, 0.35, 0.05, 0.4
+# As in test_gpu_precision.py: the largest difference of log-probs and entropies (in FP8 the mean too), and of gradient
+# norms relative.
+TOLERANCE, FP8_TOLERANCE, FP8_LARGEST, NORM, FP8_NORM = 0.1, 0.35, 1.3, 0.05, 0.4
 LAYOUTS = {
     "dp2": LayoutConfig(),
     "tp2 sp": LayoutConfig(tp=2, sequence_parallel=True),
@@ -70,7 +70,8 @@ def check(ranks: list[Found], expected: Found, fp8: bool = False) -> None:
         assert norms == pytest.approx(expected[1], rel=FP8_NORM if fp8 else NORM)
         for score, exact in zip(scores, expected[0], strict=True):
             apart = (torch.tensor(score) - torch.tensor(exact)).abs()
-            assert apart.mean() < FP8_TOLERANCE if fp8 else apart.max() < TOLERANCE
+            assert apart.max() < (FP8_LARGEST if fp8 else TOLERANCE)
+            assert apart.mean() < (FP8_TOLERANCE if fp8 else TOLERANCE)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
