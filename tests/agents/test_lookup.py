@@ -11,6 +11,8 @@ from examples.agents.lookup import Lookup, demonstrations, problem
 from vapo_megatron.cli import PRESETS
 from vapo_megatron.config.load import load_config
 from vapo_megatron.config.train import TrainConfig
+from vapo_megatron.data.sample import Prompt
+from vapo_megatron.run.preflight import cautions
 
 FOLDER = Path(__file__).parents[2] / "examples" / "agents"
 
@@ -34,3 +36,17 @@ def test_who_follows_the_tool_arrives_at_the_answer() -> None:
     assert asyncio.run(environment.step({"content": "get me"}))[0][0]["content"] == "?"
     assert asyncio.run(environment.step({"content": f"#### {row['answer']}"})) == ([], None, True)
     assert all(turn["response"][:4] in ("get ", "####") for turn in demonstrations(random.Random(1), 50))
+
+
+def test_problems_of_the_same_words_and_other_facts_are_no_repetition() -> None:
+    config = load_config(TrainConfig, FOLDER / "lookup.yaml", [], PRESETS)
+    prompts, unseen = (
+        [Prompt(str(number), "k1 h2", "4", (1,), extra={"table": [first, number]}) for number in range(20)]
+        for first in (0, 1)
+    )
+    assert not [line for line in cautions(config, prompts, {"unseen": unseen}) if "data." in line]
+    repeated = list(cautions(config, prompts[:1] * 20, {"unseen": prompts[:3] + unseen}))
+    assert any("20 rows and 1 different problem:" in line for line in repeated)
+    assert any("1 of the 23 problems of unseen are in data.train" in line for line in repeated)
+    alone = config.model_copy(update={"rollout": config.rollout.model_copy(update={"agent": None})})
+    assert any("20 rows and 1 different problem:" in line for line in cautions(alone, prompts, {}))

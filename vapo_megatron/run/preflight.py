@@ -1,9 +1,11 @@
 """The checks of a config and its files before anything is started."""
 
+import json
 import os
 import resource
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from itertools import chain
 from pathlib import Path
 
@@ -56,19 +58,25 @@ def cautions(
             updates += config.value_pretraining.updates(config.samples)
         yield from long_warmup(name, section, warmup, updates)
     files = ", ".join(map(str, config.data.train_files))
-    problems = {prompt.problem for prompt in prompts}
+    problem = partial(_problem, seen_by_agent=config.rollout.agent is not None)
+    problems = set(map(problem, prompts))
     if len(problems) < _FEWEST_DISTINCT * len(prompts):
         yield (
             f"data.train={files} holds {len(prompts)} rows and {len(problems)} different "
             f"problem{'s' if len(problems) > 1 else ''}: the others repeat them"
         )
     for name, rows in evaluations.items():
-        if seen := sum(prompt.problem in problems for prompt in rows):
+        if seen := sum(problem(prompt) in problems for prompt in rows):
             yield (
                 f"data.eval: {seen} of the {len(rows)} problems of {name} are in data.train: their accuracy says "
                 "nothing of new problems (vapo-megatron prepare-data --against leaves them out)"
             )
     yield from proportions_left(config)
+
+
+def _problem(prompt: Prompt, seen_by_agent: bool) -> str:
+    """What makes a problem another one: its text, and for agents the fields that their tools and environments read."""
+    return json.dumps([prompt.problem, prompt.extra], sort_keys=True, default=str) if seen_by_agent else prompt.problem
 
 
 def long_warmup(name: str, section: TrainableConfig, warmup: int, updates: int) -> Iterator[str]:
