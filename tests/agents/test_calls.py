@@ -139,6 +139,17 @@ def test_calls_within_their_limit_may_take_longer_together(tokenizer: TextTokeni
     assert sample.reward == 5.0 and episode_metrics([sample])["agent/engine_seconds"] > 0.5
 
 
+@pytest.mark.parametrize("limit", ["timeout_s", "call_timeout_s"])
+def test_waiting_for_room_on_an_engine_does_not_count(tokenizer: TextTokenizer, limit: str) -> None:
+    """Twelve episodes of two turns in two places: some wait for longer than they may take."""
+    Engine.seconds, started = 0.15, time.monotonic()
+    samples = play(tokenizer, f"{__name__}:in_this_process", samples=12, max_running_requests=1, **{limit: 0.6})
+    assert is_whole(samples) and time.monotonic() - started > 1.2
+    Engine.seconds = 1.0
+    (sample,) = play(tokenizer, f"{__name__}:in_this_process", samples=1, max_running_requests=1, **{limit: 0.6})
+    assert sample.grade_reason == f"broken: {limit.removesuffix('_s')}", "and the engine's own time does"
+
+
 async def gives_up_and_works(task: dict[str, Any], base_url: str, http_client: Any) -> float:
     with pytest.raises(httpx.ReadTimeout):
         await http_client.post(f"{base_url}/chat/completions", json={"messages": task["messages"]}, timeout=0.6)

@@ -4,7 +4,8 @@ import asyncio
 import math
 import secrets
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from http import HTTPStatus
 from typing import Any
@@ -66,8 +67,25 @@ class Episode:
 
     def begin_call(self, seconds: float | None) -> None:
         """Limit what comes next, a response or the agent's work until its next request, to these seconds."""
-        if seconds is not None and not self.closed and not self.deadline.expired():
-            self.deadline.reschedule(min(self.ends_at, asyncio.get_running_loop().time() + seconds))
+        if seconds is not None:
+            self._reschedule(min(self.ends_at, asyncio.get_running_loop().time() + seconds))
+
+    @contextmanager
+    def waits(self) -> Iterator[None]:
+        """Stop the clocks of the episode and of its call while no engine has room for them, or none serves."""
+        loop, call_ends_at = asyncio.get_running_loop(), self.deadline.when()
+        start = loop.time()
+        self._reschedule(None)
+        try:
+            yield
+        finally:
+            waited = loop.time() - start
+            self.ends_at += waited
+            self._reschedule(self.ends_at if call_ends_at is None else call_ends_at + waited)
+
+    def _reschedule(self, ends_at: float | None) -> None:
+        if not self.closed and not self.deadline.expired():
+            self.deadline.reschedule(ends_at)
 
 
 class _Refused(Exception):
@@ -262,7 +280,7 @@ class Endpoint:
         turn_request = replace(
             request, prompt=prompt, samples=1, max_new_tokens=room, begun=(empty,), engine=episode.engine
         )
-        (turn,) = await self._dispatcher.generate(turn_request)
+        (turn,) = await self._dispatcher.generate(turn_request, episode.waits)
         episode.engine = turn.engine
         if turn.goes_on or not len(turn.response_ids):
             episode.fault = "stopped"

@@ -91,12 +91,14 @@ class EpisodeConfig(Section):
     max_tokens: int = Field(
         8192, ge=8, description="tokens of an episode: prompts, responses and observations of all its segments"
     )
-    timeout_s: float = Field(600.0, gt=0, description="seconds that an episode may take")
+    timeout_s: float = Field(
+        600.0, gt=0, description="seconds that an episode may take, without its waits for an engine that has room"
+    )
     call_timeout_s: float | None = Field(
         None,
         gt=0,
-        description="seconds that one call within it may take: a response of the policy with its wait for an engine, "
-        "or the agent's tools between two of them; none: timeout_s alone",
+        description="seconds that one call within it may take: a response of the policy, counted likewise, or the "
+        "agent's tools between two of them; none: timeout_s alone",
     )
     tool_parser: str | None = Field(
         None,

@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from concurrent import futures
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -159,10 +159,13 @@ class Dispatcher:
         if self.when_stranded is not None and all(engine.lost for engine in self._engines):
             self.when_stranded()
 
-    async def generate(self, group: GroupRequest) -> list[Sample]:
+    async def generate(
+        self, group: GroupRequest, waits: Callable[[], AbstractContextManager[None]] = nullcontext
+    ) -> list[Sample]:
         """The responses to one prompt, from the server with the fewest outstanding tokens. Cancelling aborts them.
 
-        stop() ends them early: unfinished responses then have the finish_reason abort.
+        stop() ends them early: unfinished responses then have the finish_reason abort. waits: entered each time that
+        the group waits until a server has room for it.
 
         Raises:
             RunFailed: a server refused the request or has weights of another run.
@@ -172,7 +175,8 @@ class Dispatcher:
         samples = list(group.begun) or [empty_response(group, index) for index in range(group.samples)]
         left = [sample for sample in samples if sample.finish_reason == "abort"]
         while True:
-            engine = await self._engine_for(number, group)
+            with waits():
+                engine = await self._engine_for(number, group)
             if engine is None:  # stopped before it began
                 return samples
             try:
