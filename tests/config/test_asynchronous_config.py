@@ -41,7 +41,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (PARTIAL | ahead(1), TIS, r"partial_responses.oversampling=1.5 with asynchronous.max_staleness=1"),
     (PARTIAL | {"deterministic": True}, TIS, r"partial_responses.oversampling=1.5 with deterministic=true"),
     (ahead(1) | {"router_replay": True}, TIS, r"router_replay=true with asynchronous.max_staleness=1"),
-    (ahead(0, weight_sync="retract"), TIS, r"weight_sync=retract with max_staleness=0: no response runs"),
+    (ahead(0, weight_sync="retract"), TIS, r"weight_sync=retract with asynchronous.max_staleness=0: no response runs"),
     (ahead(1, weight_sync="in_place") | {"deterministic": True}, TIS, r"weight_sync=in_place with deterministic=true"),
 ]
 

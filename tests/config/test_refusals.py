@@ -45,7 +45,7 @@ SERVER: dict[str, Any] = {"url": "http://host", "model": "m"}
             "as data.fields: unknown key problm; did you mean problem?",
         ),
         (EvaluationDataConfig, {"eval": [{"name": "a", "path": "p"}] * 2}, "names a, a are not all different"),
-        (SftDataConfig, {"path": "p", "steps": 3, "epochs": 2}, "steps=3 and epochs=2 both say how long"),
+        (SftDataConfig, {"path": "p", "steps": 3, "epochs": 2}, "steps=3 with epochs=2: both say how long"),
         (ServerConfig, SERVER | {"url": "https://me:word@host"}, "has a user or password"),
         (EvaluateConfig, EVALUATE, "neither is given of model"),
         (EvaluateConfig, EVALUATE | {"model": {"path": "m"}, "server": SERVER}, "both are given of model"),

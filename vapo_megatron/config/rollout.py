@@ -3,7 +3,7 @@
 from typing import Literal
 from urllib.parse import urlsplit
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from vapo_megatron.config.base import Section, key_from_environment
 
@@ -66,11 +66,6 @@ class PartialResponsesConfig(Section):
         "finish, the others continue under the next weights; none: a step waits for all its groups",
     )
 
-    @property
-    def enabled(self) -> bool:
-        """Whether unfinished responses continue in the next step."""
-        return self.oversampling is not None
-
 
 class HealthConfig(Section):
     """When an engine is restarted, and when the run gives up."""
@@ -109,6 +104,51 @@ class EpisodeConfig(Section):
 
 class RolloutConfig(Section):
     """The SGLang servers. Each server uses `tp` devices of one node."""
+
+    CONFLICTS = (
+        (
+            "asynchronous.weight_sync!=auto",
+            "asynchronous.max_staleness=0",
+            "no response runs during a weight sync then, set max_staleness, or leave weight_sync out",
+        ),
+        (
+            "asynchronous.weight_sync=retract|in_place",
+            "deterministic=true",
+            "when a response changes weights depends on timing, set weight_sync=wait or deterministic=false",
+        ),
+        (
+            "agent",
+            "partial_responses.oversampling, windows>1, router_replay",
+            "an episode is trained whole; unset one of them",
+        ),
+        (
+            "router_replay",
+            "asynchronous.max_staleness>0, partial_responses.oversampling",
+            "the experts of old weights are not those of the policy; unset one of them",
+        ),
+        (
+            "windows>1",
+            "asynchronous.max_staleness>0, partial_responses.oversampling, router_replay",
+            "each step trains on all that the previous weights have generated, and on nothing else; unset one of them",
+        ),
+        (
+            "partial_responses.oversampling",
+            "asynchronous.max_staleness>0",
+            "responses already continue across steps there; unset one of them",
+        ),
+        (
+            "partial_responses.oversampling",
+            "deterministic=true",
+            "which responses are finished depends on timing; unset one of them",
+        ),
+        ("quantization=fp8", "load_format!=dummy", "the checkpoint is not in FP8, set load_format=dummy"),
+        (
+            "sync.transport!=auto|distributed",
+            "external_urls",
+            "these engines share no memory with the trainer, set auto",
+        ),
+        ("num_engines!=1", "external_urls", "no engine is started, leave it out"),
+    )
 
     external_urls: tuple[str, ...] = Field(
         (),
@@ -179,59 +219,6 @@ class RolloutConfig(Section):
         "verifiers:NAME. Training then collects its episodes; none: each response answers a prompt",
     )
     episode: EpisodeConfig = EpisodeConfig()
-
-    @model_validator(mode="after")
-    def _modes_fit(self) -> "RolloutConfig":
-        ahead, oversampling = self.asynchronous, self.partial_responses.oversampling
-        if ahead.max_staleness == 0 and ahead.weight_sync != "auto":
-            raise ValueError(
-                f"asynchronous.weight_sync={ahead.weight_sync} with max_staleness=0: no response runs during a "
-                "weight sync then, set max_staleness, or leave weight_sync out"
-            )
-        if ahead.weight_sync in ("retract", "in_place") and self.deterministic is True:
-            raise ValueError(
-                f"asynchronous.weight_sync={ahead.weight_sync} with deterministic=true: when a response changes "
-                "weights depends on timing, set weight_sync=wait or deterministic=false"
-            )
-        staleness = (f"asynchronous.max_staleness={ahead.max_staleness}", ahead.max_staleness > 0)
-        partial = (f"partial_responses.oversampling={oversampling}", self.partial_responses.enabled)
-        windows = (f"windows={self.windows}", self.windows > 1)
-        agent = (f"agent={self.agent}", self.agent is not None)
-        replay = ("router_replay=true", self.router_replay)
-        always = ("deterministic=true", self.deterministic is True)
-        whole, old_experts = "an episode is trained whole", "the experts of old weights are not those of the policy"
-        fresh = "each step trains on all that the previous weights have generated, and on nothing else"
-        for (key, is_on), (second_key, second_is_on), why in (
-            (agent, partial, whole),
-            (agent, windows, whole),
-            (agent, replay, whole),
-            (replay, staleness, old_experts),
-            (windows, staleness, fresh),
-            (windows, partial, fresh),
-            (windows, replay, fresh),
-            (partial, staleness, "responses already continue across steps there"),
-            (partial, always, "which responses are finished depends on timing"),
-            (partial, replay, old_experts),
-        ):
-            if is_on and second_is_on:
-                raise ValueError(f"{key} with {second_key}: {why}; unset one of them")
-        return self
-
-    @model_validator(mode="after")
-    def _engines_can_be_fed(self) -> "RolloutConfig":
-        if self.quantization == "fp8" and self.load_format != "dummy":
-            raise ValueError(
-                f"quantization=fp8 with load_format={self.load_format}: the checkpoint is not in FP8, "
-                "set load_format=dummy"
-            )
-        if self.external_urls and self.sync.transport not in ("auto", "distributed"):
-            raise ValueError(
-                f"sync.transport={self.sync.transport} with external_urls: these engines share no memory with the "
-                "trainer, set auto"
-            )
-        if self.external_urls and self.num_engines != 1:
-            raise ValueError(f"num_engines={self.num_engines} with external_urls: no engine is started, leave it out")
-        return self
 
     @field_validator("external_urls")
     @classmethod

@@ -116,18 +116,14 @@ class EvaluationConfig(Section):
 class SftDataConfig(Section):
     """Demonstrations: rows {problem, response}."""
 
+    CONFLICTS = (("steps", "epochs!=1", "both say how long to train, give one"),)
+
     path: str = Field(description="jsonl with the fields problem and response")
     batch_size: int = Field(64, ge=1, description="demonstrations per optimizer step")
     steps: int | None = Field(None, ge=1, description="optimizer steps; none: epochs over the file")
     epochs: int = Field(1, ge=1, description="passes over the file")
     max_tokens: int = Field(4096, ge=2, description="limit of prompt and response tokens together")
     prompt: PromptTemplate = PromptTemplate()
-
-    @model_validator(mode="after")
-    def _one_length(self) -> "SftDataConfig":
-        if self.steps is not None and self.epochs != 1:
-            raise ValueError(f"steps={self.steps} and epochs={self.epochs} both say how long to train: give one")
-        return self
 
 
 class HangsConfig(Section):
