@@ -18,9 +18,9 @@ from vapo_megatron.checkpoint.manifest import (
     needed_files,
     read_manifest,
     read_progress,
-    write_json,
 )
 from vapo_megatron.errors import BadInput
+from vapo_megatron.weights.hf_writer import write_json
 
 
 def make_unit(folder: Path, checkpoint_id: str = "u1", step: int = 7) -> Path:

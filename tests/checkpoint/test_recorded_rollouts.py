@@ -23,7 +23,6 @@ from vapo_megatron.checkpoint.manifest import (
     check_contents,
     check_structure,
     needed_files,
-    write_json,
 )
 from vapo_megatron.checkpoint.recorded_rollouts import BYTES_PER_TOKEN, RecordedRollouts, remove_unneeded, write_rollout
 from vapo_megatron.config.algorithm import AlgorithmConfig
@@ -32,6 +31,7 @@ from vapo_megatron.data.batch import ExperienceBatch, from_samples
 from vapo_megatron.data.sample import Prompt, Sample
 from vapo_megatron.errors import BadInput
 from vapo_megatron.training.value_pretraining import Targets
+from vapo_megatron.weights.hf_writer import write_json
 
 
 def some_samples(seed: int, groups: int, size: int = 3, longest: int = 30, observed: bool = False) -> list[Sample]:

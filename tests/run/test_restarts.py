@@ -15,7 +15,7 @@ import torch.distributed as dist
 from tiny_runs import make_model, problems, write_rows
 
 from vapo_megatron.checkpoint import host_memory
-from vapo_megatron.checkpoint.manifest import MANIFEST_FILE, Damaged, Manifest, write_json
+from vapo_megatron.checkpoint.manifest import MANIFEST_FILE, Damaged, Manifest
 from vapo_megatron.checkpoint.resume import Start
 from vapo_megatron.config.load import dump_config
 from vapo_megatron.config.train import TrainConfig
@@ -23,6 +23,7 @@ from vapo_megatron.engines.server.process import EngineAddress
 from vapo_megatron.errors import TryAgain
 from vapo_megatron.run import launch, ranks
 from vapo_megatron.run.ranks import RankKilled
+from vapo_megatron.weights.hf_writer import write_json
 
 
 @pytest.fixture(scope="module")

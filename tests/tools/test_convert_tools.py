@@ -16,8 +16,9 @@ from typer import Typer
 from tools.convert_hf_to_megatron import app as to_megatron
 from tools.convert_megatron_to_hf import app as to_hf
 from vapo_megatron.checkpoint.dist_saver import ModelSaver
-from vapo_megatron.checkpoint.manifest import MANIFEST_FILE, Manifest, file_facts, write_json
+from vapo_megatron.checkpoint.manifest import MANIFEST_FILE, Manifest, file_facts
 from vapo_megatron.config.model import LayoutConfig
+from vapo_megatron.weights.hf_writer import write_json
 from vapo_megatron.weights.torch_dist import write_model_card
 
 IDS = torch.randint(0, VOCAB, (1, 20), generator=torch.Generator().manual_seed(3))

@@ -114,7 +114,12 @@ class Checkpointer:
                     self._memory.finish()
                     self._memory.begin(snapshot, making_room)
                     self._memory.finish()
-                raise self._refused(snapshot.name, problem)
+                checkpoint = self._run_dir / CHECKPOINT_FOLDER / str(snapshot.name)
+                raise TryAgain(
+                    f"{checkpoint}: cannot be saved ({problem}), tried twice: make room or mend the disk, then start "
+                    "again with run.resume=auto; checkpoints saved before are untouched",
+                    shared=True,
+                )
         if decision.stop or last:
             self.wait()
         if dist.get_rank() == 0 and not snapshot.record and not self._disk.is_busy:
@@ -217,14 +222,6 @@ class Checkpointer:
             self._last = None
             self._recorder.console.alarm(f"saving failed ({outcome.problem})")
         return outcome.problem
-
-    def _refused(self, name: CheckpointName, problem: str) -> TryAgain:
-        checkpoint = self._run_dir / CHECKPOINT_FOLDER / str(name)
-        return TryAgain(
-            f"{checkpoint}: cannot be saved ({problem}), tried twice: make room or mend the disk, then start again "
-            "with run.resume=auto; checkpoints saved before are untouched",
-            shared=True,
-        )
 
 
 class TimeLimit:

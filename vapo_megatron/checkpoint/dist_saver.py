@@ -233,28 +233,24 @@ def bytes_per_weight(dtype: str) -> int:
 
 
 def checkpoint_bytes(config: TrainConfig, parameters: Mapping[str, int]) -> int:
-    """Bytes of one checkpoint: weights and optimizer of what is trained of actor and critic, counted by name
-    (trained_parameters), and weights of a reference that is replaced."""
+    """Bytes of one checkpoint: weights and optimizer of what is trained of actor and critic, counted by name,
+    and weights of a reference that is replaced."""
     width = bytes_per_weight(config.model.dtype)
     reference = parameters["actor"] * width if config.algorithm.saves_reference else 0
     return sum(parameters.values()) * (width + OPTIMIZER_BYTES) + reference
 
 
-def trained_parameters(config: TrainConfig, specs: Mapping[str, ModelSpec]) -> dict[str, int]:
-    """Parameters of actor and critic, by name, that are trained: all, or adapters and a critic's head."""
-    return {
+def run_bytes(config: TrainConfig, specs: Mapping[str, ModelSpec]) -> int:
+    """Bytes that the last export and the checkpoints take at least, the one being written too; specs: by model's
+    name."""
+    saves = config.checkpoint
+    trained = {  # all parameters, or adapters and a critic's head
         name: adapter_parameter_count(spec, config.model.adapter, "value" if name == "critic" else "lm")
         if config.trainable(name).kind == "adapter"
         else spec.parameter_count()
         for name, spec in specs.items()
         if name != "reference"
     }
-
-
-def run_bytes(config: TrainConfig, specs: Mapping[str, ModelSpec]) -> int:
-    """Bytes that the last export and the checkpoints take at least, the one being written too; specs: by model's
-    name."""
-    saves, trained = config.checkpoint, trained_parameters(config, specs)
     names = {"actor", "critic"} if config.export.critic else {"actor"}
     exported = sum(spec.parameter_count() for name, spec in specs.items() if name in names)
     checkpoints = saves.keep.last + 1 if saves.saves else 0

@@ -89,14 +89,6 @@ def _facts_of(path: Path) -> FileFacts:
         return FileFacts(bytes=size, sha256=hashlib.file_digest(file, "sha256").hexdigest())
 
 
-def write_json(path: Path, content: Any) -> None:
-    """JSON that is on the disk when this returns. Raises OSError."""
-    with path.open("w", encoding="utf-8") as file:
-        json.dump(content, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-
-
 def read_manifest(checkpoint: Path) -> Manifest:
     """The manifest of a committed checkpoint. Raises BadInput where it is missing, unreadable or of a newer format."""
     path = checkpoint / MANIFEST_FILE

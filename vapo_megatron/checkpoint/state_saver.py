@@ -40,7 +40,6 @@ from vapo_megatron.checkpoint.manifest import (
     Progress,
     file_facts,
     readable_manifests,
-    write_json,
 )
 from vapo_megatron.checkpoint.nodes import Nodes, send_to_keepers
 from vapo_megatron.checkpoint.resume import RUN_FILES, Resumed, SavedModel, layouts
@@ -54,6 +53,7 @@ from vapo_megatron.megatron.dist_optimizer import rng_state
 from vapo_megatron.megatron.mesh import world_timeout
 from vapo_megatron.monitoring.names import EVALUATION
 from vapo_megatron.weights.adapters import base_identity
+from vapo_megatron.weights.hf_writer import write_json
 from vapo_megatron.weights.torch_dist import write_model_card
 
 # Bytes of host memory that are left to others.
@@ -177,7 +177,7 @@ class StateSaver:
                 saved.model.offloader.onload_only(*onloaded)
             writers: list[Callable[[Path], None]] = [partial(_write_generators, rank, rng_state())]
             if rank == 0:
-                writers += self._rank_zero_writers(snapshot)
+                writers.append(self._rank_zero_writer(snapshot))
         if self._in_memory:
             copies = 1 if self._nodes.count == 1 else 2
             needed = sum(plan.bytes for plan in plans.values()) * len(self._nodes.own) * copies
@@ -190,7 +190,11 @@ class StateSaver:
             models=tuple(run.models),
             world_size=dist.get_world_size(),
             layouts=layouts(run.models),
-            metrics=_metrics_to_keep(snapshot.metrics, run.settings.checkpoint.keep.best),
+            metrics={
+                name: value
+                for name, value in snapshot.metrics.items()
+                if (name.startswith(EVALUATION) or name == run.settings.checkpoint.keep.best) and math.isfinite(value)
+            },
             files={},
             record=dict(snapshot.record),
         )
@@ -222,11 +226,11 @@ class StateSaver:
         for part in ("ranks", *self._run.models):
             (folder / part).mkdir(parents=True, exist_ok=True)
 
-    def _rank_zero_writers(self, snapshot: Snapshot) -> list[Callable[[Path], None]]:
+    def _rank_zero_writer(self, snapshot: Snapshot) -> Callable[[Path], None]:
         run = self._run
         copies = {name: path.read_bytes() for name in RUN_FILES if (path := run.run_dir / name).is_file()}
 
-        def write_small(folder: Path) -> None:
+        def write(folder: Path) -> None:
             dump_config(run.settings, folder / "config.yaml")
             write_json(folder / PROGRESS_FILE, snapshot.progress.model_dump(mode="json"))
             for name, content in snapshot.contents.items():
@@ -236,15 +240,13 @@ class StateSaver:
             for name, content in copies.items():
                 (folder / name).write_bytes(content)
                 sync(folder / name)
-
-        def write_cards(folder: Path) -> None:
             for key, saved in run.models.items():
                 model = saved.model
                 dtype = str(model.dtype).removeprefix("torch.")
                 base = None if model.adapter is None else (base_identity(saved.source_dir), model.adapter)
                 write_model_card(folder / key, model.spec, model.head, saved.source_dir, dtype, base)
 
-        return [write_small, write_cards]
+        return write
 
     def _run_save(self, save: _Save) -> None:
         try:
@@ -337,15 +339,6 @@ def _reason(error: BaseException) -> str:
             return cause.strerror
         cause = cause.__cause__ or cause.__context__
     return reason_of(error)
-
-
-def _metrics_to_keep(metrics: Mapping[str, float], best: str | None) -> dict[str, float]:
-    """The metrics of evaluations, and the one that decides which checkpoint is the best, if they are finite."""
-    return {
-        name: value
-        for name, value in metrics.items()
-        if (name.startswith(EVALUATION) or name == best) and math.isfinite(value)
-    }
 
 
 def _check_room(needed: int, folder: Path) -> None:

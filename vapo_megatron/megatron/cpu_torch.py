@@ -150,15 +150,6 @@ def _with_cuda_type_names(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _patch_optimizers() -> None:
-    import megatron.core.optimizer.distrib_optimizer as distributed
-    import megatron.core.optimizer.optimizer as plain
-
-    optimizer: Any = distributed.DistributedOptimizer
-    optimizer.__init__ = _with_cuda_type_names(optimizer.__init__)
-    plain.clip_grad_by_total_norm_fp32 = _with_cuda_type_names(plain.clip_grad_by_total_norm_fp32)
-
-
 @functools.cache
 def _patch_once() -> None:
     import megatron.core.jit as jit
@@ -175,7 +166,12 @@ def _patch_once() -> None:
     random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
     # It warns that the CPU's generator moved while the GPU's was in use: here they are one.
     logging.getLogger("megatron.core.tensor_parallel.random").setLevel(logging.ERROR)
-    _patch_optimizers()
+    import megatron.core.optimizer.distrib_optimizer as distributed
+    import megatron.core.optimizer.optimizer as plain
+
+    optimizer: Any = distributed.DistributedOptimizer
+    optimizer.__init__ = _with_cuda_type_names(optimizer.__init__)
+    plain.clip_grad_by_total_norm_fp32 = _with_cuda_type_names(plain.clip_grad_by_total_norm_fp32)
 
 
 def install() -> None:

@@ -75,19 +75,13 @@ class RotaryTables:
 _LONG = 64
 
 
-class RMSNorm(torch.nn.Module):
+class RMSNorm(torch.nn.RMSNorm):
     """Root-mean-square norm; Megatron sums its weight gradient over tensor-parallel ranks under sequence
     parallelism."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
-        super().__init__()
-        self.eps = eps
-        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        super().__init__(hidden_size, eps, dtype=config.params_dtype)
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Normalise the last dimension."""
-        return F.rms_norm(x, x.shape[-1:], self.weight, self.eps)
 
 
 class _GatherSequence(torch.autograd.Function):

@@ -52,14 +52,6 @@ def swiglu(x: Tensor) -> Tensor:
     return activated
 
 
-def install_swiglu(model: torch.nn.Module) -> None:
-    """Use this activation in a built model's MLPs and experts. Their config must have use_te_activation_func, which in
-    Megatron means that an MLP's activation takes gate and up in one tensor."""
-    for module in model.modules():
-        if isinstance(module, MLP):
-            module.activation_func = swiglu
-
-
 def transformer_config(spec: ModelSpec, model: ModelConfig, trainable: TrainableConfig) -> TransformerConfig:
     """Megatron's config of a model. Fusions that need GPU kernels are off without a GPU."""
     layout, recompute = trainable.layout, trainable.recompute
@@ -97,7 +89,7 @@ def transformer_config(spec: ModelSpec, model: ModelConfig, trainable: Trainable
         calculate_per_token_loss=True,
         persist_layer_norm=fused,
         bias_activation_fusion=fused,
-        use_te_activation_func=not fused,  # see install_swiglu
+        use_te_activation_func=not fused,  # an MLP's activation then takes gate and up in one tensor: swiglu
         bias_dropout_fusion=fused,
         apply_rope_fusion=fused,
         masked_softmax_fusion=False,
@@ -163,11 +155,12 @@ def build_model(
         if fused:
             model.rotary_pos_emb.inv_freq = spec.rope_inv_freq().to(model.rotary_pos_emb.inv_freq.device)
         else:
-            install_swiglu(model)
             tables = RotaryTables(spec.rope_inv_freq(), mesh.cp_size, mesh.cp_rank)
             for module in model.modules():
                 if isinstance(module, SDPACoreAttention):
                     module.rotary = tables
+                elif isinstance(module, MLP):  # experts too
+                    module.activation_func = swiglu
         if last and head == "value":
             model.output_layer = ValueHead(config, spec.value_outputs, mesh.pg.tp).to(current_platform().device)
         elif last:

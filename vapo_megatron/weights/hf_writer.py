@@ -97,9 +97,14 @@ class _Shards:
     def finish(self) -> None:
         """Write the rest, number the files, and write their index."""
         self._write()
-        for i, name in enumerate(shard_names(len(self._names))):
+        count, places = self.count, dict[str, str]()
+        for i, tensors in enumerate(self._names):
+            name = SINGLE_FILE if count == 1 else f"model-{i + 1:05d}-of-{count:05d}.safetensors"
             os.replace(self._folder / f"{i:05d}", self._folder / name)
-        write_index(self._folder, self._names, self._total)
+            places |= dict.fromkeys(tensors, name)
+        if count > 1:
+            index = {"metadata": {"total_size": self._total}, "weight_map": places}
+            write_json(self._folder / INDEX_FILE, index)
 
     @property
     def count(self) -> int:
@@ -168,23 +173,6 @@ def exported_config(source: dict[str, Any], spec: ModelSpec, head: Head, dtype: 
         config["label2id"] = {label: i for i, label in enumerate(labels)}
         config["classifier_dropout"] = 0.0
     return config
-
-
-def shard_names(count: int) -> list[str]:
-    """Names of a directory's `count` weight files."""
-    if count == 1:
-        return [SINGLE_FILE]
-    return [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
-
-
-def write_index(folder: Path, shards: Sequence[Sequence[str]], total_size: int) -> None:
-    """Write the index of several shards; a single one needs none. Raises OSError. shards: names of the tensors in each.
-    total_size: bytes of all of them."""
-    if len(shards) == 1:
-        return
-    files = shard_names(len(shards))
-    places = {tensor: name for name, tensors in zip(files, shards, strict=True) for tensor in tensors}
-    write_json(folder / INDEX_FILE, {"metadata": {"total_size": total_size}, "weight_map": places})
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
