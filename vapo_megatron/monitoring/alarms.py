@@ -93,15 +93,8 @@ Rule = Callable[[History], str | None]
 
 @dataclass(frozen=True)
 class Alarm:
-    """A fault that shows in the metrics.
-
-    Attributes:
-        name: in monitoring.alarms and the metric alarm/<name>.
-        rule: from a history, what is wrong after its newest row, or None.
-        threshold: the condition, as docs/alarms.md gives it.
-        meaning: of the fault, likewise.
-        remedy: what to look at or change first, likewise.
-    """
+    """A fault that shows in the metrics. The rule says what is wrong after a history's newest row; None: nothing. The
+    texts are those of docs/alarms.md; remedy is what to look at or change first."""
 
     name: str
     rule: Rule

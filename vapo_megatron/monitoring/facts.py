@@ -1,6 +1,5 @@
 """Versions, commit and machine of a run."""
 
-import json
 import platform
 import socket
 import subprocess
@@ -9,8 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-
-from vapo_megatron.config.atomic import atomic_write
 
 PACKAGES = ("torch", "megatron-core", "sglang", "transformers", "transformer-engine", "apex", "flash-attn", "triton")
 
@@ -31,14 +28,6 @@ def environment_facts() -> dict[str, Any]:
         "cpu_cores": psutil.cpu_count(),
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
     }
-
-
-def write_environment(run_dir: Path) -> Path:
-    """Write environment_facts() to run_dir/environment.json. Raises BadInput where that cannot be written."""
-    path = run_dir / "environment.json"
-    with atomic_write(path) as file:
-        json.dump(environment_facts(), file, indent=2)
-    return path
 
 
 def installed_version(package: str) -> str | None:

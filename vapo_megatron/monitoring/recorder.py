@@ -1,5 +1,6 @@
 """One object for everything that a run prints and records: console, metrics, samples, alarms, trackers."""
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -8,13 +9,13 @@ from typing import Self
 from torch import Tensor
 
 from vapo_megatron import logs
-from vapo_megatron.config.atomic import CannotWrite
+from vapo_megatron.config.atomic import CannotWrite, atomic_write
 from vapo_megatron.config.run import MonitoringConfig
 from vapo_megatron.data.sample import Sample
 from vapo_megatron.monitoring import names
 from vapo_megatron.monitoring.alarms import Alarms
 from vapo_megatron.monitoring.console import Advance, RunConsole
-from vapo_megatron.monitoring.facts import write_environment
+from vapo_megatron.monitoring.facts import environment_facts
 from vapo_megatron.monitoring.metrics import MetricsWriter
 from vapo_megatron.monitoring.samples import Decode, SampleWriter
 from vapo_megatron.monitoring.timers import PhaseTimer
@@ -52,7 +53,8 @@ class Recorder:
         self._alarms = Alarms(config.alarms, kept)
         self._trackers = Trackers(self.console.note)
         if is_main_rank:
-            write_environment(run_dir)
+            with atomic_write(run_dir / "environment.json") as file:
+                json.dump(environment_facts(), file, indent=2)
             self._trackers = start_trackers(config, run_dir, start_step, self.console.note)
 
     @contextmanager

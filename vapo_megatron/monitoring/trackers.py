@@ -200,14 +200,17 @@ class WeightsAndBiases:
         """Raises any error of starting: no login, no network, no space."""
         import wandb  # an extra, which few install
 
-        self._table, self._defined = wandb.Table, set[str]()
+        self._table, self._defined, path = wandb.Table, set[str](), run_dir / "wandb" / "run_id"
         mode = "offline" if offline else os.environ.get("WANDB_MODE") or "online"
         if mode == "online" and not wandb.login(prompt=False):
             raise ValueError("no login: run `wandb login`, set WANDB_API_KEY, or monitoring.wandb=offline")
+        if not path.is_file():
+            with atomic_write(path) as file:
+                file.write(secrets.token_hex(8))
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT") or "vapo-megatron",
             name=run_dir.name,
-            id=_run_id(run_dir),
+            id=path.read_text(encoding="utf-8").strip(),
             resume="allow",
             mode=mode,  # type: ignore[arg-type]
             dir=str(run_dir),
@@ -236,14 +239,6 @@ class WeightsAndBiases:
         end.join(END_SECONDS)
         if end.is_alive():
             raise TimeoutError(f"not everything was sent within {END_SECONDS:.0f} s; `wandb sync` sends the rest")
-
-
-def _run_id(run_dir: Path) -> str:
-    path = run_dir / "wandb" / "run_id"
-    if not path.is_file():
-        with atomic_write(path) as file:
-            file.write(secrets.token_hex(8))
-    return path.read_text(encoding="utf-8").strip()
 
 
 def _run_config(run_dir: Path) -> dict[str, Any]:

@@ -23,7 +23,8 @@ def reason_of_failure(error: Exception, timeout_s: float) -> tuple[str, bool, fl
         status, wait = error.status_code, error.response.headers.get("Retry-After")
         # Too many requests, and a server that is starting, overloaded or behind a broken proxy.
         passing = status in (408, 409, 425, 429) or (status >= 500 and status != 501)
-        return f"HTTP {status}: {one_line(error.response.text, 300)}", passing, float(wait) if _digits(wait) else 0.0
+        seconds = float(wait) if wait is not None and wait.isdigit() else 0.0  # a date is left to the usual pauses
+        return f"HTTP {status}: {one_line(error.response.text, 300)}", passing, seconds
     if isinstance(error, APITimeoutError):
         return f"no answer within {timeout_s:g} s", True, 0.0
     if isinstance(error, APIConnectionError):
@@ -40,7 +41,3 @@ def text_of(message: ChatCompletionMessage) -> str:
 def one_line(text: str, most: int) -> str:
     """The beginning of a text, on one line."""
     return " ".join(text.split())[:most]
-
-
-def _digits(retry_after: str | None) -> bool:
-    return retry_after is not None and retry_after.isdigit()  # a date is left to the usual pauses

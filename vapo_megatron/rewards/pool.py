@@ -5,7 +5,6 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, as_completed
 from dataclasses import asdict, dataclass, field, replace
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
@@ -219,9 +218,7 @@ class VerifierPool:
     def __enter__(self) -> "VerifierPool":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _verifier(self, reward: str) -> _Verifier:

@@ -10,7 +10,7 @@ from functools import lru_cache
 from itertools import accumulate, chain
 
 from math_verify import parse, verify
-from sympy import Basic, Expr, Set, Union
+from sympy import Expr, Set, Union
 from sympy.core.relational import Equality
 
 from vapo_megatron.rewards.equivalence import quick_comparison
@@ -58,7 +58,9 @@ def equivalent(ground_truth: str, answer: str, answer_is_formula: bool) -> bool:
     MemoryError passes through; whatever else goes wrong within the libraries means "not equal".
     """
     if answer_is_formula and (pairs := paired_entries(_rows_kept(ground_truth), _rows_kept(answer))) is not None:
-        return bool(pairs) and all(_same_entry(true_form, form) for true_form, form in pairs)
+        return bool(pairs) and all(
+            equivalent(*pair, True) if (same := quick_comparison(*pair)) is None else same for pair in pairs
+        )
     truth_forms = _parsed(ground_truth, True)
     answer_forms = _parsed(answer, answer_is_formula)
     return any(_verify(true_form, form) for true_form in truth_forms for form in answer_forms)
@@ -67,11 +69,6 @@ def equivalent(ground_truth: str, answer: str, answer_is_formula: bool) -> bool:
 def _rows_kept(text: str) -> str:
     """text in normal form, unless it holds an environment, whose row ends the normal form might take for spaces."""
     return text.strip().strip("$").strip() if r"\begin" in text else normal_form(text)
-
-
-def _same_entry(ground_truth: str, answer: str) -> bool:
-    same = quick_comparison(ground_truth, answer)
-    return same if same is not None else equivalent(ground_truth, answer, True)
 
 
 @lru_cache(maxsize=256)  # a group's responses share their ground truth
@@ -107,17 +104,14 @@ def _one_is_constant(one: Expr, other: Expr) -> bool:
 def _varies(formula: Expr) -> bool:
     """Whether a formula has different values at two points; no where it cannot be evaluated there."""
     try:
+        letters = sorted(formula.free_symbols, key=str)
         first, second = (
-            complex(formula.subs({letter: point ** (1 + n / 7) for n, letter in enumerate(_letters(formula))}))
+            complex(formula.subs({letter: point ** (1 + n / 7) for n, letter in enumerate(letters)}))
             for point in (0.7312890625, 1.618033988749895)
         )
     except Exception:  # as below
         return False
     return abs(first - second) > 1e-6 * max(abs(first), abs(second))
-
-
-def _letters(formula: Expr) -> list[Basic]:
-    return sorted(formula.free_symbols, key=str)
 
 
 def _verify(ground_truth: object, answer: object) -> bool:
