@@ -207,9 +207,10 @@ def doctor(
     """Check whether the machines are fit for a run: start one process per node, or one on this machine."""
     settings = _load(PlanConfig, config, overrides)
     from vapo_megatron.operations.doctor import command
+    from vapo_megatron.run.ranks import leave
 
     names = [name for name in node_names.split(",") if name]
-    command.leave(command.doctor(settings, quick, wait, broken_nodes, names))
+    leave(command.doctor(settings, quick, wait, broken_nodes, names))  # checks that hang are not waited for
 
 
 @app.command()

@@ -86,16 +86,8 @@ def _types_in(annotation: Any) -> set[Any]:
 
 
 def key_from_environment(variable: str | None, name: str, remedy: str) -> str | None:
-    """The key in an environment variable; None where no variable is named.
-
-    Args:
-        variable: its name, the value of the config key `name`.
-        name: of the config key, for the message.
-        remedy: what to do where it is not set, after "export it, ".
-
-    Raises:
-        BadInput: the variable is not set, or empty.
-    """
+    """The key in an environment variable, which the config key `name` names; None where it names none. Raises BadInput
+    where the variable is not set, or empty; remedy: what to do then, after "export it, "."""
     if variable is None:
         return None
     key = os.environ.get(variable)

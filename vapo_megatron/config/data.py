@@ -227,10 +227,6 @@ class ServerConfig(Section):
         return value
 
     def api_key(self) -> str | None:
-        """The key.
-
-        Raises:
-            BadInput: the variable is not set.
-        """
+        """The key. Raises BadInput where the variable is not set."""
         remedy = "or leave the key out for a server that needs none"
         return key_from_environment(self.api_key_variable, "server.api_key_variable", remedy)

@@ -231,11 +231,8 @@ class RolloutConfig(Section):
         return value
 
     def api_key(self) -> str | None:
-        """The key of the engines in external_urls; None without api_key_variable.
-
-        Raises:
-            BadInput: the variable is not set.
-        """
+        """The key of the engines in external_urls; None without api_key_variable. Raises BadInput where that is not
+        set."""
         remedy = "with the same value for the engines and the trainer"
         return key_from_environment(self.api_key_variable, "rollout.api_key_variable", remedy)
 

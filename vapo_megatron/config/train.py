@@ -271,27 +271,22 @@ class TrainConfig(Section):
         policy, reference = ("model.path", Path(self.model.path)), self.algorithm.kl.reference_path
         sources = {"actor": policy}
         if self.has_critic_model:
-            sources["critic"] = (self.critic_key, self.critic_source)
+            sources["critic"] = self.critic_source
         if self.has_reference_model:
             sources["reference"] = ("algorithm.kl.reference_path", Path(reference)) if reference else policy
         return sources
 
     @property
-    def critic_source(self) -> Path:
-        """The Hugging Face directory that the critic starts from."""
-        return Path(self.critic.init_path or self.critic.model_path or self.model.path)
+    def critic_source(self) -> tuple[str, Path]:
+        """The key and the Hugging Face directory that the critic starts from."""
+        paths = {"critic.init_path": self.critic.init_path, "critic.model_path": self.critic.model_path}
+        return next(((key, Path(path)) for key, path in paths.items() if path), ("model.path", Path(self.model.path)))
 
     @property
     def shares_base(self) -> bool:
         """Whether actor and critic train adapters on the same frozen weights, which are then held once."""
         mine, its = ((section.kind, section.layout, section.precision) for section in (self.actor, self.critic))
-        return mine == its and mine[0] == "adapter" and self.critic_source == Path(self.model.path)
-
-    @property
-    def critic_key(self) -> str:
-        """The key that names critic_source."""
-        paths = (("critic.init_path", self.critic.init_path), ("critic.model_path", self.critic.model_path))
-        return next((key for key, path in paths if path), "model.path")
+        return mine == its and mine[0] == "adapter" and self.critic_source[1] == Path(self.model.path)
 
     @property
     def samples(self) -> int:

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,21 +29,15 @@ from vapo_megatron.weights.spec import ModelSpec, read_spec
 
 
 @dataclass(frozen=True)
-class EvaluatedModel:
-    """A model served by our own engines. engine_devices: the GPUs of each server; None: the CPU."""
-
-    spec: ModelSpec
-    tokenizer: TextTokenizer
-    engine_devices: list[range | None]
-
-
-@dataclass(frozen=True)
 class Evaluation:
-    """A checked evaluation. prompts: by the name of their set; model: None with an external server."""
+    """A checked evaluation. prompts: by the name of their set. A model on our own engines has a spec, a tokenizer, and
+    engine_devices, the GPUs of each server (None: the CPU); an external server has none of them."""
 
     settings: EvaluateConfig
     prompts: dict[str, list[Prompt]]
-    model: EvaluatedModel | None
+    spec: ModelSpec | None = None
+    tokenizer: TextTokenizer | None = None
+    engine_devices: Sequence[range | None] = ()
 
     @property
     def model_name(self) -> str:
@@ -84,7 +79,7 @@ def check_evaluation(settings: EvaluateConfig, platform: Platform) -> Evaluation
             )
         settings.server.api_key()
         check_room(Path(settings.run.directory))
-        return Evaluation(settings, _prompts(settings, None), None)
+        return Evaluation(settings, _prompts(settings, None))
     assert settings.model is not None
     spec, tokenizer = _read_model(settings, settings.model)
     check_agent(settings.rollout, tokenizer)
@@ -92,7 +87,7 @@ def check_evaluation(settings: EvaluateConfig, platform: Platform) -> Evaluation
     model_dir = Path(settings.model.path)
     EngineServer(model_dir, settings.rollout, settings.model.dtype, Path(os.devnull), devices[0]).check_arguments()
     check_room(Path(settings.run.directory))
-    return Evaluation(settings, _prompts(settings, tokenizer), EvaluatedModel(spec, tokenizer, devices))
+    return Evaluation(settings, _prompts(settings, tokenizer), spec, tokenizer, devices)
 
 
 def read_inputs(settings: EvaluateConfig) -> str:
@@ -138,10 +133,9 @@ def facts(plan: Evaluation, run_dir: Path) -> dict[str, object]:
     """The lines at the head of the console."""
     settings, sampling = plan.settings, plan.settings.sampling
     model, engines = plan.model_name, "none of our own"
-    if plan.model is not None:
-        spec = plan.model.spec
-        model = f"{model} ({spec.family}, {spec.parameter_count():,} parameters)"
-        engines = f"{len(plan.model.engine_devices)} x TP{settings.rollout.tp}"
+    if plan.spec is not None:
+        model = f"{model} ({plan.spec.family}, {plan.spec.parameter_count():,} parameters)"
+        engines = f"{len(plan.engine_devices)} x TP{settings.rollout.tp}"
     return {
         "model": model,
         "sets": ", ".join(

@@ -12,7 +12,6 @@ from pathlib import Path
 from vapo_megatron.agents.episodes import Agents
 from vapo_megatron.checkpoint.lease import Lease
 from vapo_megatron.config.atomic import atomic_write
-from vapo_megatron.config.data import EvalSet
 from vapo_megatron.config.load import dump_config
 from vapo_megatron.config.model import ModelConfig
 from vapo_megatron.config.rollout import RolloutConfig
@@ -88,7 +87,10 @@ def evaluate_checkpoint(settings: EvaluateConfig) -> None:
             make_run_dir(settings, settings.run)
         console = RunConsole()
         console.header(f"vapo-megatron evaluate: {settings.run.name}", facts(plan, run_dir))
-        logs = {entry.name: _response_log(plan, entry, run_dir) for entry in settings.data.eval}
+        logs: dict[str, ResponseLog] = {}
+        for entry in settings.data.eval:
+            name, path = entry.name, run_dir / "evaluation" / f"{entry.name}.jsonl"
+            logs[name] = ResponseLog(path, plan.prompts[name], entry.samples, plan.origin(name))
         dump_config(settings, run_dir / "config.yaml")  # sets or limits may have changed since an earlier start
         answered = [name for name, log in logs.items() if len(log.groups) == len(plan.prompts[name])]
         if answered:
@@ -109,18 +111,13 @@ def evaluate_checkpoint(settings: EvaluateConfig) -> None:
         )
 
 
-def _response_log(plan: Evaluation, entry: EvalSet, run_dir: Path) -> ResponseLog:
-    path = run_dir / "evaluation" / f"{entry.name}.jsonl"
-    return ResponseLog(path, plan.prompts[entry.name], entry.samples, plan.origin(entry.name))
-
-
 def _start(plan: Evaluation, run_dir: Path, console: RunConsole, stack: ExitStack) -> Generate:
     """Start the engines, which end with the stack, or the client of an external server."""
     settings = plan.settings
     if settings.server is not None:
         return OpenAIClient(settings.server, settings.data.prompt, settings.sampling, settings.run.seed).generate
-    assert plan.model is not None and settings.model is not None
-    tokenizer, devices, logs = plan.model.tokenizer, plan.model.engine_devices, run_dir / "logs"
+    assert plan.tokenizer is not None and settings.model is not None
+    tokenizer, devices, logs = plan.tokenizer, plan.engine_devices, run_dir / "logs"
     started = engines_of(settings.model, settings.rollout, devices, tokenizer.eos_token_ids, logs, console)
     dispatcher = stack.enter_context(started)
     collect: Collect = dispatcher.collect

@@ -28,14 +28,7 @@ _SEED_BITS = 0x7FFF_FFFF  # what every server takes
 
 
 class OpenAIClient:
-    """Requests k responses to each prompt, each with its own seed, many at once.
-
-    Args:
-        config: the server section.
-        template: how a problem becomes a prompt; the server applies the chat template.
-        sampling: how responses are drawn.
-        seed: of the run.
-    """
+    """Requests k responses to each prompt, each with its own seed, many at once. The server applies chat templates."""
 
     def __init__(self, config: ServerConfig, template: PromptTemplate, sampling: SamplingConfig, seed: int) -> None:
         self._config, self._template, self._sampling, self._seed = config, template, sampling, seed

@@ -72,15 +72,12 @@ def _cuda_code(error: BaseException, text: str) -> int | None:
 
 def _out_of_memory(error: BaseException, text: str, where: str) -> RunFailed:
     asked, free = _ASKED.search(text), _FREE.search(text)
-    amount = _in_gib(asked[1]) if asked else "an unknown amount"
+    amount = asked[1] if asked else "an unknown amount"
+    if amount.endswith(" bytes"):
+        amount = f"{int(amount.split()[0]) / 2**30:.2f} GiB"
     room = f", {free[2]} of {free[1]} were free" if free else ""
     return RunFailed(
         f"{where}: out of memory{phase_of(error)}: {amount} was requested{room}: lower actor.max_tokens_per_microbatch "
         "(critic likewise) or rollout.mem_fraction_static, or set actor.recompute.granularity=full; "
         "`vapo-megatron plan CONFIG` shows what fits"
     )
-
-
-def _in_gib(amount: str) -> str:
-    number, unit = amount.split()
-    return f"{int(number) / 2**30:.2f} GiB" if unit == "bytes" else amount

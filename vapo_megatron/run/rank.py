@@ -29,7 +29,7 @@ from vapo_megatron.rewards.pool import VerifierPool
 from vapo_megatron.run.ranks import end_from_thread
 from vapo_megatron.run.watchdog import Watchdog
 from vapo_megatron.training.loop import train
-from vapo_megatron.training.models import Models, load_critic, load_models
+from vapo_megatron.training.models import Models, load_model, load_models
 from vapo_megatron.training.outputs import show_header
 from vapo_megatron.training.rollouts import Rollouts, make_rollouts
 from vapo_megatron.training.skipped_updates import SkippedUpdates
@@ -105,13 +105,13 @@ def _refusals_interrupt() -> Iterator[None]:
 def pretrain_critic_rank(config: CriticPretrainingConfig, run_dir: Path, start: Start) -> None:
     """Collective: value pretraining on recorded responses, with neither actor nor engines; ends with a value checkpoint
     where a run has its own."""
-    is_main_rank, source = dist.get_rank() == 0, config.critic_source
+    is_main_rank, source = dist.get_rank() == 0, config.critic_source[1]
     tokenizer, policy = TextTokenizer(Path(config.model.path), config.data.prompt), read_spec(Path(config.model.path))
     resumed = open_resumed(start.checkpoint, start.copy) if start.checkpoint is not None else None
     with ExitStack() as stack:
         stack.callback(watch(config, run_dir).close)
         with (timer := PhaseTimer())("load_models"):
-            critic = load_critic(config, resumed)
+            critic = load_model("critic", config, resumed, {})
         if resumed is not None and is_main_rank:
             restore_run_files(run_dir, resumed, config)
         start_step = int(resumed is not None)

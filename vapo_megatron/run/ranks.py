@@ -131,16 +131,16 @@ def run_as_external_rank(place: RankPlace, body: Callable[[], None], collective_
     except VapoError as error:
         if str(error) and (place.rank == 0 or not error.shared):
             print(f"vapo-megatron: rank {place.rank}: {error}", file=sys.stderr, flush=True)
-        _leave(error.exit_code)
+        leave(error.exit_code)
     except (SystemExit, KeyboardInterrupt):
         raise
     except BaseException as error:
         failure = explain(error, _where(place))
         if failure is None:
             traceback.print_exc()
-            _leave(1)
+            leave(1)
         print(f"vapo-megatron: {failure}", file=sys.stderr)
-        _leave(DEVICE_FAULT if isinstance(failure, DeviceFault) else _code_of(failure))
+        leave(DEVICE_FAULT if isinstance(failure, DeviceFault) else _code_of(failure))
 
 
 def _code_of(error: VapoError) -> int:
@@ -152,8 +152,9 @@ def _where(place: RankPlace) -> str:
     return f"rank {place.rank} on {node_name()} ({device})"
 
 
-def _leave(code: int) -> NoReturn:
-    """End without Python's exit handlers, which would wait for other ranks; open files and streams are flushed."""
+def leave(code: int) -> NoReturn:
+    """Flush the streams and end, without Python's exit handlers, which would wait for other ranks, and without waiting
+    for threads."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
@@ -167,7 +168,7 @@ def end_from_thread(error: VapoError) -> NoReturn:
     """End this rank immediately, from any thread, and report why."""
     for tell in _tell:
         tell(error)
-    _leave(_code_of(error))
+    leave(_code_of(error))
 
 
 def _started_rank(

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from vapo_megatron.checkpoint.checkpoints import HF_FOLDER, final_step, latest_checkpoint
-from vapo_megatron.checkpoint.manifest import Progress, check_structure, read_manifest, read_progress
+from vapo_megatron.checkpoint.manifest import check_structure, read_manifest, read_progress
 from vapo_megatron.checkpoint.resume import Start, check_config_change
 from vapo_megatron.config.run_directory import check_place, make_run_dir
 from vapo_megatron.config.train import SftConfig, TrainConfig
@@ -80,7 +80,11 @@ def _check_saved(settings: Settings, checkpoint: Path, check: Callable[[], None]
     check()
     _check_fit(settings, checkpoint)
     if isinstance(settings, TrainConfig) and _has_actor(settings):
-        _check_prompts(settings, read_progress(checkpoint, manifest))
+        # The same prompts, in the same order, as up to the saved state.
+        tokenizer = TextTokenizer(Path(settings.model.path), settings.data.prompt)
+        prompts = train_prompts(settings.data, tokenizer, settings.critic.privileged_field)
+        source = PromptSource(prompts, settings.run.seed, settings.data.shuffle, settings.data.weights)
+        source.restore(read_progress(checkpoint, manifest).prompts)
 
 
 def _has_actor(settings: Settings) -> bool:
@@ -122,7 +126,7 @@ def _check_fit(settings: Settings, checkpoint: Path) -> None:
     """Raises BadInput where a model of the config has another shape than the one that was saved."""
     models = {"actor": ("model.path", Path(settings.model.path))} if _has_actor(settings) else {}
     if isinstance(settings, TrainConfig) and settings.has_critic_model:
-        models["critic"] = (settings.critic_key, settings.critic_source)
+        models["critic"] = settings.critic_source
     for name, (key, path) in models.items():
         card, now = read_model_card(checkpoint / name), read_spec(path)
         saved = card.spec
@@ -137,10 +141,3 @@ def _check_fit(settings: Settings, checkpoint: Path) -> None:
                 f"{key}={path}: its weights are not those that the adapters in {checkpoint / name} belong to: give "
                 "back the model that the run started from, or choose another run.name"
             )
-
-
-def _check_prompts(config: TrainConfig, progress: Progress) -> None:
-    """Raises BadInput where the run would draw other prompts, or in another order, than up to its saved state."""
-    tokenizer = TextTokenizer(Path(config.model.path), config.data.prompt)
-    prompts = train_prompts(config.data, tokenizer, config.critic.privileged_field)
-    PromptSource(prompts, config.run.seed, config.data.shuffle, config.data.weights).restore(progress.prompts)

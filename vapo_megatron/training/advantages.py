@@ -280,24 +280,24 @@ def gae(batch: ExperienceBatch, rewards: Tensor, config: AlgorithmConfig, of: Te
     An unfinished response goes on from V of its last state where shaping.truncated says so; T-PPO's window (arXiv
     2506.15050) learns no value from it (teaches_critic).
 
-    of: int64, the lengths of all responses of which these are a part.
+    of: int64, the lengths of all responses of which these are a part. With credit=turn turns take the place of tokens,
+    and the length-adaptive lambda counts them.
     """
-    values, bounds = batch.values, batch.response_cu_seqlens
+    values, bounds, lengths = batch.values, batch.response_cu_seqlens, batch.response_lengths
     assert values is not None, "no values: the batch is not scored"
+    estimator: Callable[..., tuple[Tensor, Tensor]] = partial(decoupled_gae, cu_seqlens=bounds, of=of)
     if config.advantage.credit == "turn":
-        gae_over_turns(batch, rewards, config)
-        return
-    estimator: Callable[..., tuple[Tensor, Tensor]] = partial(decoupled_gae, of=of)
-    if config.advantage.off_policy == "vtrace":
+        turns, responses = turns_of(batch)
+        estimator, lengths = partial(turn_gae, turns=turns, responses=responses), responses.diff()
+    elif config.advantage.off_policy == "vtrace":
         assert batch.old_logprobs is not None, "no log-probs: the batch is not scored"
         weights = importance.tis(batch.old_logprobs - batch.rollout_logprobs, 1.0)
-        estimator = partial(corrected_gae, rho=weights, c=weights)
+        estimator = partial(corrected_gae, cu_seqlens=bounds, rho=weights, c=weights)
     batch.advantages, batch.returns = estimator(
         rewards,
         values,
-        bounds,
-        lam_policy=policy_lambda(batch.response_lengths, config.advantage),
-        lam_critic=lambda_of(config.advantage.lambda_critic, batch.response_lengths, config.advantage),
+        lam_policy=policy_lambda(lengths, config.advantage),
+        lam_critic=lambda_of(config.advantage.lambda_critic, lengths, config.advantage),
         gamma=config.advantage.gamma,
         bootstrap_values=bootstrap_of_truncated(values, batch.truncated, bounds) if config.shaping.bootstraps else None,
     )
@@ -308,24 +308,6 @@ def turns_of(batch: ExperienceBatch) -> tuple[Tensor, Tensor]:
     if batch.loss_mask is None:
         return batch.response_cu_seqlens, torch.arange(batch.samples + 1)
     return turn_bounds(batch.loss_mask.nonzero().squeeze(1), batch.response_cu_seqlens)
-
-
-def gae_over_turns(batch: ExperienceBatch, rewards: Tensor, config: AlgorithmConfig) -> None:
-    """Same as gae(), with turns in place of tokens: length-adaptive lambda counts turns."""
-    values, bounds = batch.values, batch.response_cu_seqlens
-    assert values is not None, "no values: the batch is not scored"
-    turns, responses = turns_of(batch)
-    counts = responses.diff()
-    batch.advantages, batch.returns = turn_gae(
-        rewards,
-        values,
-        turns,
-        responses,
-        lam_policy=policy_lambda(counts, config.advantage),
-        lam_critic=lambda_of(config.advantage.lambda_critic, counts, config.advantage),
-        gamma=config.advantage.gamma,
-        bootstrap_values=bootstrap_of_truncated(values, batch.truncated, bounds) if config.shaping.bootstraps else None,
-    )
 
 
 def lambda_of(choice: Lambda, lengths: Tensor, config: AdvantageConfig) -> Tensor:

@@ -88,11 +88,10 @@ class Models:
 def load_models(config: TrainConfig, resumed: Resumed | None) -> Models:
     """Collective: build the models that the algorithm asks for, with weights of Hugging Face directories, or of the
     checkpoint that the run goes on from where it holds them. They are offloaded afterwards."""
-    algorithm, sources = config.algorithm, {name: source for name, (_, source) in config.sources.items()}
-    meshes: dict[str, Mesh] = {}
+    algorithm, meshes = config.algorithm, dict[str, Mesh]()
     models: dict[str, Trainable] = {}
-    for name, source in sources.items():
-        models[name] = _load(name, source, config, meshes, resumed, models.get("actor"))
+    for name in config.sources:
+        models[name] = load_model(name, config, resumed, meshes, models.get("actor"))
     base = models["actor"].base
     models["actor"].offloader.onload_only()
     if base is not None:
@@ -112,27 +111,23 @@ def load_models(config: TrainConfig, resumed: Resumed | None) -> Models:
         critic,
         models.get("reference"),
         has_base_as_reference=algorithm.uses_reference and "reference" not in models,
-        sources=sources,
+        sources={name: source for name, (_, source) in config.sources.items()},
         saves_reference=algorithm.saves_reference,
         base=base,
         shares_device=not config.rollout.external_urls,
     )
 
 
-def _load(
-    name: str,
-    source: Path,
-    config: TrainConfig,
-    meshes: dict[str, Mesh],
-    resumed: Resumed | None,
-    actor: Trainable | None = None,
+def load_model(
+    name: str, config: TrainConfig, resumed: Resumed | None, meshes: dict[str, Mesh], actor: Trainable | None = None
 ) -> Trainable:
-    model = _build(name, source, config, meshes)
+    """Collective: one of the models, as load_models has it. meshes: those that there are already, by layout."""
+    model = _build(name, config, meshes)
     if name == "critic" and actor is not None and config.shares_base:
         model.share_base(actor)
     resumes = resumed is not None and name in resumed.manifest.models
     if not resumes or model.adapter is not None:  # of which a checkpoint has adapters alone
-        _read_weights(model, source, config)
+        _read_weights(model, config)
     if name == "reference":
         model.freeze()
     else:
@@ -145,16 +140,10 @@ def _load(
     return model
 
 
-def load_critic(config: TrainConfig, resumed: Resumed | None) -> Trainable:
-    """Collective: the critic alone, as load_models has it."""
-    return _load("critic", config.critic_source, config, {}, resumed)
-
-
 def load_frozen(name: str, config: TrainConfig) -> Trainable:
     """Collective: the actor or the critic with the weights that the config names, to score with: no optimizer."""
-    source = config.sources[name][1]
-    model = _build(name, source, config, {})
-    _read_weights(model, source, config)
+    model = _build(name, config, {})
+    _read_weights(model, config)
     model.freeze()
     return model
 
@@ -167,9 +156,9 @@ def replace_reference(models: Models, config: KlConfig, step: int) -> None:
         models.reference.copy_from(models.actor)
 
 
-def _build(name: str, source: Path, config: TrainConfig, meshes: dict[str, Mesh]) -> Trainable:
+def _build(name: str, config: TrainConfig, meshes: dict[str, Mesh]) -> Trainable:
     section = config.trainable(name)
-    spec = read_spec(source, value_outputs=config.algorithm.value_loss.outputs)
+    spec = read_spec(config.sources[name][1], value_outputs=config.algorithm.value_loss.outputs)
     key = section.layout.model_dump_json()
     if key not in meshes:
         meshes[key] = make_mesh(section.layout, name)
@@ -180,11 +169,11 @@ def _build(name: str, source: Path, config: TrainConfig, meshes: dict[str, Mesh]
     )
 
 
-def _read_weights(model: Trainable, source: Path, config: TrainConfig) -> None:
+def _read_weights(model: Trainable, config: TrainConfig) -> None:
     load_hf(
         model.chunks,
         model.spec,
-        source,
+        config.sources[model.name][1],
         model.mesh,
         model.head,
         value_head="saved" if model.name == "critic" and config.critic.init != "policy" else "new",

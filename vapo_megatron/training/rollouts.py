@@ -1,7 +1,7 @@
 """The rollout side of a run: prompts go to the engines, responses come back and are graded."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -195,7 +195,9 @@ class Rollouts:
             recorder.add(episode_metrics(samples) | self.agents.broken_metrics(len(samples)))
         counts, self._counted = ledger.counts - self._counted, ledger.counts.copy()
         if ledger.rule.most_draws is not None:
-            recorder.add(dynamic_sampling_metrics(counts))
+            trained = counts["trained"]  # groups, by outcome
+            recorder.add({"dynamic_sampling/prompts": float(trained + counts[NO_SIGNAL])})
+            recorder.add({"dynamic_sampling/kept": float(trained - counts[FILLED])})
         if ledger.rule.oldest:
             recorder.add(age_metrics(samples, self.engines.version))
             recorder.add(self._waits.row(start, tokens, self.engines, ledger))
@@ -248,16 +250,6 @@ def has_signal(group: Sequence[Sample]) -> bool:
     """Whether some responses of a group are correct and others are not (DAPO's dynamic sampling)."""
     correct = torch.tensor([bool(sample.correct) for sample in group])
     return bool(informative_groups(correct, torch.zeros(len(group), dtype=torch.int64)).all())
-
-
-def dynamic_sampling_metrics(counts: Mapping[str, int]) -> dict[str, float]:
-    """Number of groups that a step has examined, and number of those with signal. counts: groups by outcome."""
-    trained, filled = counts["trained"], counts[FILLED]
-    looked_through = trained + counts[NO_SIGNAL]
-    return {
-        "dynamic_sampling/prompts": float(looked_through),
-        "dynamic_sampling/kept": float(trained - filled),
-    }
 
 
 def make_rollouts(

@@ -67,7 +67,7 @@ def probe_critic(settings: ProbedRunConfig) -> None:
     check_room(folder)
     tokenizer = TextTokenizer(Path(config.model.path), config.data.prompt)
     tokenizer.check_vocabulary(specs["actor"].vocab_size)
-    tokenizer.check_same(config.critic_source, "critic.init_path")
+    tokenizer.check_same(config.critic_source[1], "critic.init_path")
     check_agent(config.rollout, tokenizer)
     source, prompts = choose_prompts(config, tokenizer)
     check_privileged(config, specs["critic"], {f"row {row.id}": len(row.privileged_ids) for row in prompts})
@@ -75,7 +75,7 @@ def probe_critic(settings: ProbedRunConfig) -> None:
     states = len(prompts) * probes.responses_per_prompt * len(probes.quantiles)
     facts: dict[str, object] = {
         "policy": config.model.path,
-        "critic": config.critic_source,
+        "critic": config.critic_source[1],
         "prompts": f"{len(prompts)} of the {source}",
         "probes": f"{states} states, {probes.continuations} continuations each",
         "seed": probes.seed,

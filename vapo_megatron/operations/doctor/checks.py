@@ -37,14 +37,7 @@ _NEW_TOKENS = 8
 
 @dataclass(frozen=True)
 class Examination:
-    """The input of every check.
-
-    Attributes:
-        config: of the run to come.
-        meeting: this node's place among the nodes.
-        quick: whether slow checks are left out.
-        wait: seconds to wait for other nodes.
-    """
+    """The input of every check. quick: slow checks are left out; wait: seconds to wait for other nodes."""
 
     config: PlanConfig
     meeting: Meeting
@@ -69,14 +62,8 @@ class Examination:
 
 @dataclass(frozen=True)
 class Check:
-    """One check.
-
-    Attributes:
-        name: in the report.
-        run: the check; may raise VapoError (a fault with its message) or Unreadable (a warning).
-        deadline: seconds after which it counts as hanging, which is a fault.
-        gpu, between, slow: whether it applies to GPUs only, to several nodes only, and is left out by --quick.
-    """
+    """One check. `run` may raise VapoError (a fault with its message) or Unreadable (a warning); beyond `deadline`
+    seconds it hangs, a fault. gpu, between, slow: for GPUs only, for several nodes only, left out by --quick."""
 
     name: str
     run: Callable[[Examination], list[Line]]

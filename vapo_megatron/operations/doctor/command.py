@@ -1,7 +1,5 @@
 """`vapo-megatron doctor CONFIG`, on one node or on all of a job."""
 
-import os
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
@@ -79,15 +77,8 @@ def doctor(
 def check_run(settings: TrainConfig, planned: PlanConfig) -> int:
     """`vapo-megatron train --check`: whatever can be known of a run before its ranks start, on this machine alone.
 
-    Args:
-        settings: the config of the run; nothing is written.
-        planned: the same, for doctor.
-
-    Returns:
-        The exit code: 1 where the machine has a fault.
-
-    Raises:
-        BadInput: something in the config, its files or the saved state cannot work.
+    planned: the same config, for doctor. Nothing is written. Returns the exit code: 1 where the machine has a fault.
+    Raises BadInput where something in the config, its files or the saved state cannot work.
     """
     look_first(settings)
     facts: list[str] = []
@@ -101,10 +92,3 @@ def check_run(settings: TrainConfig, planned: PlanConfig) -> int:
     report = NodeReport(node_name(), 0, tuple(line for line in lines if line.status in ("ok", "warning", "fault")))
     show([report])
     return 1 if report.status == "fault" else 0
-
-
-def leave(code: int) -> None:
-    """End without waiting for checks that hang in their threads."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)

@@ -158,9 +158,12 @@ def _device(run: PlannedRun, phase: Phase, stages: dict[str, int], engine: Plann
         if is_probe(config) and phase == "score_policy":
             parts["hidden states in passing"] = 2 * tokens * model.spec.hidden_size * 4
     # For engines in FP8 the tensors of a bucket are quantised, and packed into a third buffer.
-    quantised = config.rollout.quantization == "fp8"
-    buckets = _BUCKETS + 2 * quantised if phase == "weight_sync" else 0
-    parts["weight sync buffers"] = buckets * _bucket(config, models["actor"])
+    if phase == "weight_sync":
+        # A parameter above a bucket's size is a bucket alone, a small model is one bucket.
+        spec, width = models["actor"].spec, models["actor"].width
+        largest = max(config.rollout.sync.bucket_mib << 20, spec.vocab_size * spec.hidden_size * width)
+        bucket = float(min(largest, spec.parameter_count() * width))
+        parts["weight sync buffers"] = (_BUCKETS + 2 * (config.rollout.quantization == "fp8")) * bucket
     if not config.rollout.external_urls:
         onloaded = phase == "rollout"
         if onloaded or phase == "weight_sync":
@@ -187,12 +190,6 @@ def minibatch_samples(config: TrainConfig) -> int:
     update, batch = config.algorithm.update, config.batch
     size = update.size(config.samples, batch.prompts_per_step)
     return min(size * (batch.samples_per_prompt if update.minibatch_unit == "groups" else 1), config.samples)
-
-
-def _bucket(config: TrainConfig, actor: PlannedModel) -> float:
-    """Bytes of the largest bucket: a parameter above its size is a bucket alone, a small model is one bucket."""
-    largest = actor.spec.vocab_size * actor.spec.hidden_size * actor.width
-    return float(min(max(config.rollout.sync.bucket_mib << 20, largest), actor.spec.parameter_count() * actor.width))
 
 
 def _host(run: PlannedRun) -> Holding:

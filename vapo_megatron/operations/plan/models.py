@@ -214,12 +214,6 @@ class PlannedModel:
         expert = routed * (columns * spec.expert_ffn_size + spec.hidden_size) * self.width
         return expert + 3 * 4 * spec.num_experts / self._cut
 
-    def _kept_by_layer(self) -> float:
-        """Bytes per token of a layer under none or selective."""
-        if self.config.recompute.granularity == "none":
-            return self.layer()
-        return self._norms() + self._attention(inputs_only=True) + self._mlp()
-
     def activations_kept(self, tokens: float, stage: int, step_tokens: float) -> float:
         """Bytes that forward passes keep for backward at the fullest moment of a pipeline stage's schedule.
 
@@ -243,8 +237,10 @@ class PlannedModel:
     def _kept_by_chunk(self, layers: int) -> tuple[float, float]:
         """Bytes per token: of every pass in flight, and of what is being computed again."""
         recompute, state = self.config.recompute, self._hidden * self.width
-        if recompute.granularity != "full":
-            return layers * self._kept_by_layer(), 0.0
+        if recompute.granularity == "none":
+            return layers * self.layer(), 0.0
+        if recompute.granularity == "selective":
+            return layers * (self._norms() + self._attention(inputs_only=True) + self._mlp()), 0.0
         block = min(recompute.layers, layers)
         return -(-layers // block) * state, block * self.layer()
 

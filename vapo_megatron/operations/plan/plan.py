@@ -27,7 +27,7 @@ from vapo_megatron.operations.plan.rollout import (
     PlannedEngine,
     drawn_prompts,
     forward_flops,
-    mlp_share,
+    matrix_parameters,
     rollout_seconds,
     training_flops,
 )
@@ -58,7 +58,8 @@ def _compute_seconds(model: PlannedModel, flops: Flops, hardware: Hardware) -> f
     head = flops.head * model.layout.pp / efficiency.linear
     if model.spec.num_experts:
         # Where experts are spread over ranks, all wait for the one whose experts get most tokens.
-        experts, waiting = mlp_share(model.spec), EXPERT_IMBALANCE if model.layout.ep > 1 else 1.0
+        experts = matrix_parameters(model.spec, "mlp.") / matrix_parameters(model.spec)
+        waiting = EXPERT_IMBALANCE if model.layout.ep > 1 else 1.0
     linear = (1 - experts) / efficiency.linear + experts * waiting / efficiency.experts
     body = flops.linear * linear / gain + flops.attention / efficiency.attention
     return (body + head) / (hardware.bf16 * model.world)

@@ -49,11 +49,6 @@ class PlannedEngine:
         return 1 + 4 / 128**2 if self.config.quantization == "fp8" else float(self.width)
 
     @property
-    def static(self) -> float:
-        """Bytes of a GPU for weights and KV cache: mem_fraction_static of what is free when the engine starts."""
-        return self.config.mem_fraction_static * max(0.0, self.hardware.device_memory - self.taken)
-
-    @property
     def cache_bytes_per_token(self) -> float:
         """Bytes of keys and values of one token on each GPU that has it; key-value heads fewer than GPUs are copied."""
         heads = max(1.0, self.spec.num_kv_heads / self.config.tp)
@@ -61,8 +56,10 @@ class PlannedEngine:
 
     @property
     def cache_tokens(self) -> int:
-        """Tokens that its KV cache holds; 0 or less where the weights alone do not fit."""
-        tokens = int((self.static - self.weights) / self.cache_bytes_per_token)
+        """Tokens that its KV cache holds; 0 or less where the weights alone do not fit. Weights and cache together have
+        mem_fraction_static of what is free when the engine starts."""
+        static = self.config.mem_fraction_static * max(0.0, self.hardware.device_memory - self.taken)
+        tokens = int((static - self.weights) / self.cache_bytes_per_token)
         limit = self.config.max_total_tokens
         return tokens if limit is None else min(tokens, limit)
 
@@ -141,11 +138,6 @@ def training_flops(spec: ModelSpec, forward: Flops, layout: LayoutConfig, recomp
     """
     linear, attention = recompute.granularity == "full", recompute.granularity != "none"  # computed again
     return Flops(forward.linear * (3 + linear), forward.attention * (3.5 + attention), forward.head * 4)
-
-
-def mlp_share(spec: ModelSpec) -> float:
-    """The MLP's, or the experts', share of a layer's matrix weights."""
-    return matrix_parameters(spec, "mlp.") / matrix_parameters(spec)
 
 
 # Seconds until a sum over GPUs of one node begins to move bytes; an assumption.

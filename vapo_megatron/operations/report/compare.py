@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import scipy.stats
 
+from vapo_megatron.config.base import differences
 from vapo_megatron.data.jsonl import read_rows
 from vapo_megatron.errors import BadInput
 from vapo_megatron.evaluation.metrics import PROBLEMS, bootstrap_interval
@@ -55,12 +56,6 @@ def compare_runs(a: Path, b: Path) -> list[Comparison]:
             "evaluate both on the same sets"
         )
     return [_compare_set(name, sets_a[name], sets_b[name]) for name in common]
-
-
-def differing_sampling(a: Path, b: Path) -> dict[str, tuple[Any, Any]]:
-    """Settings of sampling that two evaluations do not share: a difference may be theirs."""
-    of_a, of_b = (read_evaluation(run_dir).get("sampling", {}) for run_dir in (a, b))
-    return {key: (of_a.get(key), of_b.get(key)) for key in sorted(of_a | of_b) if of_a.get(key) != of_b.get(key)}
 
 
 def _compare_set(name: str, a: Path, b: Path) -> Comparison:
@@ -111,8 +106,9 @@ def comparison_table(first: Path, second: Path, comparisons: Sequence[Comparison
     """A line a set, and what it means, on standard output."""
     console = RunConsole()
     console.header("vapo-megatron compare", {"first": first, "second": second})
-    for run_dir in (first, second):
-        if (step := read_evaluation(run_dir).get("step")) is not None:
+    evaluations = read_evaluation(first), read_evaluation(second)
+    for run_dir, evaluation in zip((first, second), evaluations, strict=True):
+        if (step := evaluation.get("step")) is not None:
             console.note(f"{run_dir}: a training run, its evaluation after step {step}")
     titles = ["set", "problems", "first", "second", "difference", "95 % interval", "better/worse", "p"]
     rows = [
@@ -123,8 +119,8 @@ def comparison_table(first: Path, second: Path, comparisons: Sequence[Comparison
         for row in comparisons
     ]
     console.table(titles, rows)
-    for key, values in differing_sampling(first, second).items():
-        console.note(f"not sampled alike: {key} {values[0]} against {values[1]}")
+    for key, ours, theirs in differences(*(evaluation.get("sampling", {}) for evaluation in evaluations)):
+        console.note(f"not sampled alike: {key} {ours} against {theirs}")
     console.note("p: two-sided, paired by problem (sign-flip permutation test of the mean difference)")
 
 

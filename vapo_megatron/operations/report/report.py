@@ -6,6 +6,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
@@ -139,15 +140,17 @@ def headline(run: Run) -> list[tuple[str, str, str]]:
     """The figures at the top of the page: label, figure, remark."""
     figures = []
     for name, entry in run.sets.items():
-        first = series(run.rows, f"{names.EVALUATION}{name}_avg@{entry['samples']}")[1]
-        before = f", before training {first[0]:.3f}" if len(first) > 1 else ""
+        averages = series(run.rows, f"{names.EVALUATION}{name}_avg@{entry['samples']}")[1]
+        before = f", before training {averages[0]:.3f}" if len(averages) > 1 else ""
         interval = f"95 % interval {entry['low']:.3f} to {entry['high']:.3f}, {entry['problems']} problems{before}"
         figures.append((f"{name}, avg@{entry['samples']}", f"{entry['avg_at_k']:.3f}", interval))
     critic, group, position = (
         series(run.rows, name)[1] for name in (names.EXPLAINED_VARIANCE, names.BASELINE_LOO, names.BASELINE_POSITION)
     )
-    if (accuracy := _ends(series(run.rows, names.ACCURACY)[1])) is not None:
-        figures.append(("accuracy in training", f"{accuracy[1]:.3f}", f"last tenth of steps; first {accuracy[0]:.3f}"))
+    if accuracy := series(run.rows, names.ACCURACY)[1]:
+        tenth = max(1, len(accuracy) // 10)
+        first, last = fmean(accuracy[:tenth]), fmean(accuracy[-tenth:])
+        figures.append(("accuracy in training", f"{last:.3f}", f"last tenth of steps; first {first:.3f}"))
     if critic:
         mean, _, half = mean_of_last(critic).partition(" ± ")
         remark = f"{half and f'± {half} '}of the variance of returns, last {min(len(critic), LAST_STEPS)} steps"
@@ -170,14 +173,6 @@ def headline(run: Run) -> list[tuple[str, str, str]]:
         alarms = [alarm["name"].replace("_", " ") for alarm in alarms_of(run.rows)]
         figures.append(("alarms", str(len(alarms) or "none"), ", ".join(alarms)))
     return figures
-
-
-def _ends(values: Sequence[float]) -> tuple[float, float] | None:
-    """The means of the first and of the last tenth."""
-    if not values:
-        return None
-    part = max(1, len(values) // 10)
-    return sum(values[:part]) / part, sum(values[-part:]) / part
 
 
 def duration(seconds: float) -> str:

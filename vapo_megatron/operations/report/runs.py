@@ -83,7 +83,9 @@ class Run:
         if len(steps) > STEPS_OF_SAMPLES:
             steps = [steps[round(i * (len(steps) - 1) / most)] for i in range(STEPS_OF_SAMPLES)]
         origins: list[tuple[dict[str, Any], Path]] = [({"step": step}, files[step]) for step in steps]
-        origins += [({"set": name}, self._outputs(name)) for name in self.sets]
+        # An evaluation within a training names its responses by the step.
+        prefix = "" if (step := self.evaluation.get("step")) is None else f"step_{step:06d}_"
+        origins += [({"set": name}, self.directory / "evaluation" / f"{prefix}{name}.jsonl") for name in self.sets]
         origins = [(origin, path) for origin, path in origins if path.is_file()]
         share = BYTES_OF_SAMPLES // max(1, len(origins))
         return [origin | row for origin, path in origins for row in _within(path, share)]
@@ -97,11 +99,6 @@ class Run:
     def sets(self) -> dict[str, Mapping[str, Any]]:
         """The results of its last evaluation, by name."""
         return {entry["name"]: entry for entry in self.evaluation.get("sets", ())}
-
-    def _outputs(self, name: str) -> Path:
-        """The responses to a set; an evaluation within a training names them by its step."""
-        step = self.evaluation.get("step")
-        return self.directory / "evaluation" / f"{name if step is None else f'step_{step:06d}_{name}'}.jsonl"
 
 
 def _within(path: Path, size: int) -> Iterator[dict[str, Any]]:
