@@ -17,7 +17,7 @@ import hashlib
 import math
 import multiprocessing
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -26,9 +26,9 @@ from statistics import NormalDist, mean
 from typing import Any, Literal, cast
 
 import numpy as np
-from aiohttp import web
 
 from benchmarks.common import parser, publish
+from benchmarks.stub_engines import AT_ONCE, PROMPT, decode_seconds, prefill_seconds, serve
 from vapo_megatron.config.algorithm import DynamicSamplingConfig
 from vapo_megatron.config.reward import RewardConfig
 from vapo_megatron.config.rollout import AsynchronousConfig, PartialResponsesConfig, RolloutConfig, SamplingConfig
@@ -36,7 +36,6 @@ from vapo_megatron.config.run import BatchConfig
 from vapo_megatron.data.prompts import PromptSource
 from vapo_megatron.data.sample import Prompt, Sample
 from vapo_megatron.engines.dispatcher import Dispatcher
-from vapo_megatron.engines.inside import columns
 from vapo_megatron.engines.ledger import StepRule, step_rule
 from vapo_megatron.engines.request import response_seed
 from vapo_megatron.engines.server.client import EngineClient, PauseMode
@@ -45,18 +44,8 @@ from vapo_megatron.operations.plan.rollout import BETWEEN_PROMPTS
 from vapo_megatron.operations.plan.simulation import Outcome, Scenario, simulate
 from vapo_megatron.training.rollouts import Rollouts, age_metrics
 
-PROMPT, LONGEST, STEPS, RESPONSES, AT_ONCE, GRADERS = 20, 300, 4, 4, 24, 4
+LONGEST, STEPS, RESPONSES, GRADERS = 300, 4, 4, 4
 _NORMAL = NormalDist()
-
-
-def decode_seconds(running: float, context: float) -> float:
-    """Seconds of an engine's decoding step."""
-    return 0.018 + 0.0003 * running + 5e-7 * running * context
-
-
-def prefill_seconds(tokens: float) -> float:
-    """Seconds in which an engine reads so many tokens."""
-    return 0.0006 * tokens
 
 
 @cache
@@ -195,137 +184,6 @@ CASES = (
 )
 
 
-class Stub:
-    """An engine that goes through its batch token by token, and sleeps for each."""
-
-    def __init__(self, length_of: Callable[[int, int], int]) -> None:
-        self.length_of, self.version, self.paused = length_of, 0, False
-        self.waiting: list[dict[str, Any]] = []
-        self.running: list[dict[str, Any]] = []
-        self.changed = asyncio.Event()
-
-    async def generate(self, request: web.Request) -> web.Response:
-        """A request for the responses to one prompt."""
-        body, entries = await request.json(), []
-        call = {"left": len(body["rid"]), "done": asyncio.Event(), "read": False}
-        for name, prompt, params in zip(body["rid"], body["input_ids"], body["sampling_params"], strict=True):
-            length = self.length_of(prompt[0], params["sampling_seed"]) - (len(prompt) - PROMPT)
-            entries.append(
-                {"name": name, "call": call, "had": len(prompt), "length": length, "spans": [], "reason": "stop"}
-            )
-        self.waiting += entries
-        self.changed.set()
-        await call["done"].wait()
-        return web.Response(body=columns.pack([self.answer(one) for one in entries]), content_type=columns.MEDIA_TYPE)
-
-    def answer(self, one: dict[str, Any]) -> dict[str, Any]:
-        """As SGLang's."""
-        start, spans = 0, []
-        for version, count in one["spans"] or [(self.version, 0)]:
-            spans.append({"version": str(version), "start": start, "end": start + count})
-            start += count
-        meta = {"finish_reason": {"type": one["reason"]}, "weight_versions": spans}
-        return {"output_ids": [0] * start, "meta_info": meta | {"output_token_logprobs": [[0.0, 0, None]] * start}}
-
-    def finish(self, one: dict[str, Any], reason: str) -> None:
-        """One response is done."""
-        one["reason"] = reason
-        one["call"]["left"] -= 1
-        if one["call"]["left"] == 0:
-            one["call"]["done"].set()
-
-    async def abort(self, request: web.Request) -> web.Response:
-        """End responses, with what there is of them."""
-        names = set(await request.json())
-        for batch in (self.running, self.waiting):
-            for one in [one for one in batch if one["name"] in names]:
-                batch.remove(one)
-                self.finish(one, "abort")
-        return web.json_response({})
-
-    async def pause(self, request: web.Request) -> web.Response:
-        """Stop; retracted responses are read anew."""
-        self.paused = True
-        if (await request.json())["mode"] == "retract":
-            for one in self.running:
-                one["call"]["read"] = False
-            self.waiting, self.running = self.running + self.waiting, []
-        return web.json_response({})
-
-    async def resume(self, request: web.Request) -> web.Response:
-        """Go on."""
-        self.paused = False
-        self.changed.set()
-        return web.json_response({})
-
-    async def load(self, request: web.Request) -> web.Response:
-        """Weights of a version."""
-        self.version = int((await request.json())["weight_version"])
-        return web.json_response({"message": '{"problems": [], "seconds": 0, "checksums": []}'})
-
-    def begin_waiting(self) -> float:
-        """Start what there is room for; the seconds of reading it."""
-        seconds = 0.0
-        while self.waiting and len(self.running) < AT_ONCE:
-            one = self.waiting.pop(0)
-            written = sum(count for _, count in one["spans"])
-            context = one["had"] + written
-            seconds += prefill_seconds(context - (PROMPT if one["call"]["read"] else 0))
-            one["call"]["read"] = True
-            self.running.append(one)
-        return seconds
-
-    async def work(self) -> None:
-        """For ever."""
-        while True:
-            now = time.monotonic()
-            while not self.paused and (self.running or self.waiting):
-                now += self.begin_waiting()
-                tokens = sum(one["had"] + sum(count for _, count in one["spans"]) for one in self.running)
-                batch = list(self.running)
-                now += decode_seconds(len(batch), tokens / len(batch))
-                await asyncio.sleep(max(0.0, now - time.monotonic()))
-                for one in batch:
-                    if one in self.running:  # not aborted, not retracted
-                        self.write(one)
-            self.changed.clear()
-            await self.changed.wait()
-
-    def write(self, one: dict[str, Any]) -> None:
-        """A token."""
-        spans = one["spans"]
-        if spans and spans[-1][0] == self.version:
-            spans[-1] = (self.version, spans[-1][1] + 1)
-        else:
-            spans.append((self.version, 1))
-        if sum(count for _, count in spans) >= one["length"]:
-            self.running.remove(one)
-            self.finish(one, "stop")
-
-
-def serve(cases: Sequence[Case], ports: Any) -> None:
-    """The stub engines of some runs, until they are killed; puts the ports of each run."""
-
-    async def start(case: Case) -> tuple[int, "asyncio.Task[None]"]:
-        stub, application = Stub(case.lengths.draw), web.Application(client_max_size=1 << 30)
-        application.router.add_post(f"/{columns.PATH}", stub.generate)
-        application.router.add_post(f"/{columns.ABORT_PATH}", stub.abort)
-        application.router.add_post("/pause_generation", stub.pause)
-        application.router.add_post("/continue_generation", stub.resume)
-        application.router.add_post("/update_weights_from_tensor", stub.load)
-        runner = web.AppRunner(application)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        return int(runner.addresses[0][1]), asyncio.create_task(stub.work())
-
-    async def run() -> None:
-        started = [[await start(case) for _ in range(case.engines)] for case in cases]
-        ports.put([[port for port, _ in stubs] for stubs in started])
-        await asyncio.gather(*(task for stubs in started for _, task in stubs))
-
-    asyncio.run(run())
-
-
 class MeasuredEngines:
     """What Rollouts needs of training.engines.Engines, over servers that do not care what weights they get."""
 
@@ -436,7 +294,8 @@ def main() -> None:
     chosen = [(number, case) for number, case in enumerate(CASES, 1) if given.only in (None, number)]
     context = multiprocessing.get_context("fork")
     queue = context.SimpleQueue()
-    stubs = context.Process(target=serve, args=([case for _, case in chosen], queue), daemon=True)
+    engines = [[case.lengths.draw] * case.engines for _, case in chosen]
+    stubs = context.Process(target=serve, args=(engines, queue), daemon=True)
     stubs.start()
     with ThreadPoolExecutor(given.side_by_side) as pool:
         cases, ports = [case for _, case in chosen], queue.get()
