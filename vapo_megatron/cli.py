@@ -224,14 +224,12 @@ def report(
     port: Annotated[int, typer.Option(min=0, max=65535, help="of --serve; 0: a free one")] = 8765,
 ) -> None:
     """Write report.html for a run or an evaluation; for several runs, one page that overlays them."""
+    from vapo_megatron.operations.report import report as pages
+
     if serve:
-        from vapo_megatron.operations.report.report import serve as serve_report
-
-        serve_report(run_dirs, port)
-        return
-    from vapo_megatron.operations.report.report import write_report
-
-    typer.echo(write_report(run_dirs, out))
+        pages.serve(run_dirs, port)
+    else:
+        typer.echo(pages.write_report(run_dirs, out))
 
 
 # Scripts of tools/ that are commands too; a wheel has them inside the package (setup.py).

@@ -149,14 +149,10 @@ class ModelSaver:
 
 
 def load_training_state(trainable: Trainable, folder: Path, fetch: Callable[[set[str]], None] | None = None) -> None:
-    """Collective: fill a prepared model, its optimizer and its schedule from a checkpoint, saved at whatever layout.
+    """Collective: fill a prepared model, its optimizer and its schedule from its folder in a checkpoint, saved at
+    whatever layout. Raises BadInput where that does not fit the model, or cannot be read.
 
-    Args:
-        trainable, folder: what is filled, and its folder in the checkpoint.
-        fetch: called on all ranks together, each time with the files of the folder that this one reads next.
-
-    Raises:
-        BadInput: the checkpoint does not fit the model, or cannot be read.
+    fetch: called on all ranks together, each time with the files of the folder that this one reads next.
     """
     strategy = _Strategy(_Reader(folder, fetch))
     with torch.no_grad():

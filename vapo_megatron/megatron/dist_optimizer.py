@@ -73,8 +73,12 @@ def _state(trainable: Trainable) -> dict[str, Any]:
     state = model_state(trainable.chunks)
     if trainable.optimizer is None:
         return state
-    _prime(trainable)
     parts = _parts(trainable)
+    for part in parts:
+        # Megatron can neither save nor load an optimizer without states, and itself creates them by making a step.
+        part.init_state_fn(part.optimizer, part.config)
+        if isinstance(part.optimizer, Adam):
+            _set_steps(part.optimizer)
     if len(parts) > 1:
         trainable.optimizer._synchronize_steps()
     states = [part.state_dict() for part in parts]
@@ -107,16 +111,6 @@ def _parts(trainable: Trainable) -> list[Any]:
     """Megatron's optimizers of a model: one, or one for its dense part and one for its experts."""
     chained = getattr(trainable.optimizer, "chained_optimizers", None) or [trainable.optimizer]
     return [part for part in chained if not getattr(part, "is_stub_optimizer", False)]
-
-
-def _prime(trainable: Trainable) -> None:
-    """Create the states of an optimizer that has not stepped yet. Megatron can neither save nor load an optimizer
-    without them, and itself creates them by making a step."""
-    for part in _parts(trainable) if trainable.optimizer is not None else ():
-        inner = part.optimizer
-        part.init_state_fn(inner, part.config)
-        if isinstance(inner, Adam):
-            _set_steps(inner)
 
 
 def _set_steps(inner: Adam) -> None:

@@ -74,7 +74,8 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
     path = run_dir / METRICS_FILE
     rows: list[dict[str, Any]] = []
     for number, row in read_rows(path, may_be_cut=True) if path.exists() else ():
-        odd = [name for name, value in row.items() if value is not None and not _is_number(value)]
+        numbers = {name: value for name, value in row.items() if value is not None}
+        odd = [n for n, value in numbers.items() if not isinstance(value, int | float) or not math.isfinite(value)]
         if odd or not isinstance(row.get("step"), int):
             name = (odd or ["step"])[0]
             raise BadInput(
@@ -83,7 +84,3 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
             )
         rows.append(row)
     return rows
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)

@@ -103,8 +103,7 @@ class Recorder:
     def write(self, step: int) -> dict[str, float]:
         """End the row of a step: write it, and print the alarms that it raises."""
         row, self._row = self._row | self.timer.take(), {}
-        for line in self._keep(step, row, self._samples.take()):
-            self.console.alarm(line)
+        self._keep(step, row, self._samples.take())
         return row
 
     @property
@@ -125,20 +124,20 @@ class Recorder:
         self._row = {}
         row |= {names.own_counter(names.PRETRAINING): float(updates), f"{names.PRETRAINING}samples": float(samples)}
         row |= {f"{names.PRETRAINING}{name}": value for name, value in self.timer.take().items()}
-        for line in self._keep(0, row, ()):
-            self.console.alarm(line)
+        self._keep(0, row, ())
 
-    def _keep(self, step: int, row: dict[str, float], samples: Sequence[Row]) -> list[str]:
-        """Write a row to the files and trackers, and return the alarms that it raises."""
+    def _keep(self, step: int, row: dict[str, float], samples: Sequence[Row]) -> None:
+        """Write a row to the files and trackers, and print the alarms that it raises."""
         if self._metrics is None:
-            return []
+            return
         if failures := self._trackers.failures + self._samples.failures + self._metrics.refused + self._left_out:
             row[names.TRACKER_FAILURES] = float(failures)
         lines = [f"{name}: {text}" for name, text in self._alarms.check(row).items()]
         row |= self._alarms.metrics()
         finite = self._metrics.write(step, row)
         self._trackers.write(Record(step, finite, samples, lines))
-        return lines
+        for line in lines:
+            self.console.alarm(line)
 
     def __enter__(self) -> Self:
         return self

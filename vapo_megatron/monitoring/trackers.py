@@ -79,13 +79,8 @@ class Trackers:
 
 
 def start_trackers(config: MonitoringConfig, run_dir: Path, start_step: int, note: Callable[[str], None]) -> Trackers:
-    """The trackers that config asks for.
-
-    Args:
-        run_dir: holds config.yaml, if the run has one.
-        start_step: the first step of this attempt; 0 for a new run.
-        note: prints a line.
-    """
+    """The trackers that config asks for. start_step: the first step of this attempt, 0 for a new run; note: prints a
+    line."""
     trackers = Trackers(note)
     if config.tensorboard:
         trackers.start("TensorBoard", lambda: TensorBoard(run_dir, start_step))

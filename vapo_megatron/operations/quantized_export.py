@@ -47,20 +47,11 @@ def check_source(source: Path) -> ModelSpec:
 def export_quantized(
     source: Path, out: Path, format_: Format, sequences: Sequence[Sequence[int]], device: torch.device
 ) -> float:
-    """Quantise a policy and write it; the directory appears whole, or not at all.
+    """Quantise the policy of a directory that check_source has checked; `out` appears whole, or not at all. Returns its
+    bytes over those of source.
 
-    Args:
-        source: its Hugging Face directory, checked by check_source.
-        out: must not exist.
-        format_: of the weights.
-        sequences: token ids of the calibration.
-        device: where the model fits in bfloat16.
-
-    Returns:
-        Its bytes over those of source.
-
-    Raises:
-        BadInput: out exists, the model computes NaN or infinity, or the file system refuses.
+    sequences: token ids of the calibration; device: where the model fits in bfloat16. Raises BadInput where out exists,
+    the model computes NaN or infinity, or the file system refuses.
     """
     with new_directory(out, replace=False) as folder:
         with _quietly():

@@ -23,12 +23,7 @@ def grade_samples(
     A truncated response is not verified, unless reward.grade_truncated is set for a user's function: it counts as
     incorrect, whatever it says. A response that goes on in a later step is never verified.
 
-    Args:
-        samples: to fill, in place.
-        verifier: what decides.
-        decode: from token ids to text.
-        config: the reward of a truncated response, and whether it is verified.
-        advance: gets 1 for each graded sample.
+    decode: from token ids to text; advance: gets 1 for each graded sample.
     """
     for sample in samples:
         sample.text = decode(sample.response_ids.tolist())

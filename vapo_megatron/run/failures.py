@@ -33,12 +33,8 @@ class LostPeer(TryAgain):
 
 
 def explain(error: BaseException, where: str) -> VapoError | None:
-    """The one line for an error; None for one that has no known meaning and deserves its stack trace.
-
-    Args:
-        error: what a rank's work ended with.
-        where: the rank, its node and device, in words.
-    """
+    """The one line for an error of a rank's work; None for one that has no known meaning and deserves its stack trace.
+    where: the rank, its node and device, in words."""
     text = str(error)
     code = _cuda_code(error, text)
     if isinstance(error, torch.OutOfMemoryError | MemoryError) or code == _OUT_OF_MEMORY or "t allocate memory" in text:

@@ -46,13 +46,8 @@ def prepare_start(settings: Settings, check: Callable[[], None], take: Callable[
 def foresee_start(settings: Settings, check: Callable[[], None], take: Callable[[], None] = lambda: None) -> Start:
     """Decide where the run begins, and check all that can be checked before anything starts. Nothing is changed.
 
-    Args:
-        settings: the config of the run.
-        check: raises BadInput for a config that cannot work.
-        take: as in prepare_start.
-
-    Raises:
-        BadInput: the config cannot work, does not fit the saved state, or that is damaged.
+    check: raises BadInput for a config that cannot work; take: as in prepare_start. Raises BadInput where the config
+    cannot work, does not fit the saved state, or that is damaged.
     """
     run_dir = Path(settings.run.directory)
     if settings.run.resume == "auto":

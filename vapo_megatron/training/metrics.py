@@ -130,13 +130,8 @@ def over_tokens(batch: ShardedBatch, *numbers: Tensor) -> list[OverTokens]:
 
 
 def value_metrics(batch: ShardedBatch, values: Tensor, returns: Tensor, known: Tensor) -> dict[str, float]:
-    """Collective: how well values explain Monte-Carlo returns, next to free baselines (docs/critic.md).
-
-    Args:
-        batch: the samples.
-        values, returns: float32 [own T].
-        known: bool [S], the samples that have a return; the others count nowhere.
-    """
+    """Collective: how well values explain Monte-Carlo returns, both float32 [own T], next to free baselines
+    (docs/critic.md). known: bool [S], the samples that have a return; the others count nowhere."""
     table, bounds = batch.table, batch.own.response_cu_seqlens
     quantiles = tuple(p / 100 for p in names.BIAS_POSITIONS)
     every = critic_metrics.Figures.read(batch.everywhere(critic_metrics.figures_of(values, returns, bounds, quantiles)))
@@ -173,12 +168,8 @@ def turn_metrics(
     """Collective: what values of turns' first states explain of the returns from there on, beside the same baselines:
     the other responses of the group, and the number of the turn.
 
-    Args:
-        batch: the samples, with values.
-        rewards: float32 [own T].
-        turns, responses: of turn_bounds(), of the samples at home.
-        gamma: discount from turn to turn.
-        known: bool [S], the samples that have a return.
+    rewards: float32 [own T]; turns, responses: of turn_bounds(), of the samples at home; gamma: discount from turn to
+    turn; known: bool [S], the samples that have a return.
     """
     home, ones = batch.own, torch.ones(batch.own.samples)
     assert home.values is not None, "no values: the batch is not scored"

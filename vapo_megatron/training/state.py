@@ -36,13 +36,10 @@ class RunState:
     """Progress of a run, the same on every rank.
 
     Attributes:
-        run_dir: the run directory.
         step: the current step, or the last one that was done; 0 before the first.
-        pretraining: the progress of value pretraining.
         recorded: the rollouts recorded for value pretraining; empty once it is over.
-        metrics: the metrics of the last step, by name; only those of rank 0 count.
-        updates: judges the optimizer updates.
-        returns: the returns of past steps, for advantage.calibration and advantage.tracker.
+        metrics: of the last step, by name; only those of rank 0 count.
+        returns: of past steps, for advantage.calibration and advantage.tracker.
     """
 
     def __init__(

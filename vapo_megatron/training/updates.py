@@ -39,15 +39,8 @@ RECOMPUTED = ("old_logprobs", "ref_logprobs")
 def first_update_faults(
     critic: Trainable | Probe, part: Part, loss: ValueLoss, result: StepResult, config: AlgorithmConfig
 ) -> list[str]:
-    """Collective: what the first optimizer step on a rollout gives away.
-
-    Args:
-        critic: which has just made the step.
-        part: of its mini-batch, with the values that the rollout was scored with.
-        loss: of the step.
-        result: of the step; its outputs are those of the critic before it.
-        config: of the algorithm.
-    """
+    """Collective: what the first optimizer step on a rollout gives away, which the critic has just made on this part of
+    the mini-batch. The part has the values that the rollout was scored with, the result the critic's outputs before."""
     batch = part.batch
     assert batch.selected is not None and batch.returns is not None and batch.values is not None
     counts = loss_counts(loss.weights, teaches_critic(batch, config.shaping), batch.response_cu_seqlens)

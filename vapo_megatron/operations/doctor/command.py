@@ -27,18 +27,13 @@ def doctor(
     """Check this node, and together with the other nodes of the job what needs several; rank 0 prints the result.
 
     Args:
-        config: of the run that is to follow.
-        quick: without the slow checks.
         wait: seconds to wait for other nodes to come.
         broken_file: gets the names of nodes with a fault, one per line.
         node_names: of all nodes in the order of their ranks, equally many on each, so that those that do not come
             have a name; empty where it is not known.
 
-    Returns:
-        The exit code: on rank 0 1 where any node has a fault; 0 elsewhere.
-
-    Raises:
-        RunFailed: this process does not reach the others.
+    Returns the exit code: on rank 0 1 where any node has a fault; 0 elsewhere. Raises RunFailed where this process does
+    not reach the others.
     """
     place = place_from_environment()
     meeting = Meeting(place, node_name(), wait)

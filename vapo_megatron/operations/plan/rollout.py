@@ -19,15 +19,8 @@ _PREFILL_TOKENS = 8192
 
 @dataclass(frozen=True)
 class PlannedEngine:
-    """One server on `config.tp` GPUs.
-
-    Attributes:
-        spec: the policy.
-        config: the rollout section.
-        width: bytes of a cache entry, and of a weight that is not quantised.
-        hardware: of each of its GPUs.
-        taken: bytes of a GPU that the offloaded trainer keeps while the engine starts.
-    """
+    """One server on `config.tp` GPUs. width: bytes of a cache entry and of a weight that is not quantised; taken: bytes
+    of a GPU that the offloaded trainer keeps while the engine starts."""
 
     spec: ModelSpec
     config: RolloutConfig
