@@ -158,8 +158,8 @@ def _device(run: PlannedRun, phase: Phase, stages: dict[str, int], engine: Plann
         if is_probe(config) and phase == "score_policy":
             parts["hidden states in passing"] = 2 * tokens * model.spec.hidden_size * 4
     if phase == "weight_sync":
-        # A parameter above a bucket's size is a bucket alone, a small model is one bucket. For engines in FP8 the tensors
-        # of a bucket are quantised, and packed into a third buffer.
+        # A parameter above a bucket's size is a bucket alone, a small model is one bucket. For engines in FP8
+        # its tensors are quantised, and packed into a third buffer.
         spec, width = models["actor"].spec, models["actor"].width
         largest = max(config.rollout.sync.bucket_mib << 20, spec.vocab_size * spec.hidden_size * width)
         bucket = float(min(largest, spec.parameter_count() * width))
