@@ -113,11 +113,13 @@ def test_models_read_observations_and_speak_of_response_tokens_alone(cp: int) ->
 
 @pytest.mark.parametrize("credit", ["token", "turn"])
 @pytest.mark.parametrize("truncated", ["terminal", "bootstrap"])
-def test_rewards_on_the_way_count_from_their_turn_on(credit: str, truncated: str) -> None:
-    """GAE and returns against the sums written out in float64. Sample 1 has turns of 4 and 5 tokens, and is cut off."""
-    gamma, lam = 0.97, 0.9
-    settings = {"advantage": {"gamma": gamma, "lambda_policy": lam, "credit": credit}}
-    config = AlgorithmConfig.model_validate(settings | {"shaping": {"truncated": truncated}})
+@pytest.mark.parametrize("kind", [0.9, "length_adaptive"])
+def test_rewards_on_the_way_count_from_their_turn_on(credit: str, truncated: str, kind: float | str) -> None:
+    """GAE and returns against the sums written out in float64. Sample 1 has turns of 4 and 5 tokens, and is cut off.
+    A length-adaptive lambda counts tokens or turns."""
+    gamma, alpha = 0.97, 0.8
+    advantages = {"gamma": gamma, "lambda_policy": kind, "length_adaptive_alpha": alpha, "credit": credit}
+    config = AlgorithmConfig.model_validate({"advantage": advantages, "shaping": {"truncated": truncated}})
     batch = scored(OBSERVED)
     batch.truncated = torch.tensor([False, True, False, False])
     batch.turn_rewards = torch.zeros(45)
@@ -133,6 +135,7 @@ def test_rewards_on_the_way_count_from_their_turn_on(credit: str, truncated: str
         end, goes_on = bounds[sample + 1], truncated == "bootstrap" and bool(batch.truncated[sample])
         after = values[end - 1] if goes_on else 0.0  # the last state stands for the one after it
         final = 0.0 if goes_on else float(batch.rewards[sample]) - sum(rewards[bounds[sample] : end])
+        lam = kind if isinstance(kind, float) else max(0.0, 1 - 1 / (alpha * len(starts)))
         advantage = target = 0.0
         following = values_after = after
         for start, stop in reversed(list(zip(starts, [*starts[1:], end], strict=True))):
