@@ -61,7 +61,7 @@ class Case:
         return "value" if self.loss.startswith("value") else "lm"
 
 
-ATTENTION = AdapterConfig(rank=4, layers=("linear_qkv", "linear_proj"))
+EXPERTS = AdapterConfig(rank=3, layers=("linear_fc1", "linear_fc2"))
 CASES = {
     case.name: case
     for case in (
@@ -75,7 +75,8 @@ CASES = {
         Case("moe", "policy", family="qwen3_moe"),
         Case("adapter", "policy", tied=True, adapter=AdapterConfig(rank=4, alpha=16)),
         Case("adapter-value", "value", family="qwen2", adapter=AdapterConfig(rank=3)),
-        Case("adapter-moe", "policy", family="qwen3_moe", adapter=ATTENTION),
+        Case("adapter-moe", "value", family="qwen3_moe", adapter=AdapterConfig(rank=4, alpha=16)),
+        Case("adapter-experts", "policy", family="qwen3_moe", adapter=EXPERTS),
     )
 }
 

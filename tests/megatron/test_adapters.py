@@ -22,7 +22,7 @@ from trainables import loss_of, make_trainable
 from vapo_megatron.config.model import ActorConfig, AdapterConfig
 from vapo_megatron.errors import BadInput
 from vapo_megatron.megatron.adapters import without_adapters
-from vapo_megatron.weights.adapters import adapted_layers, adapter_parameter_count, check_adapter
+from vapo_megatron.weights.adapters import adapter_parameter_count, adapters_of, check_adapter
 from vapo_megatron.weights.export import save_adapters, save_hf, stream_hf
 from vapo_megatron.weights.spec import read_spec
 
@@ -53,14 +53,47 @@ def read_adapters(folder: Path) -> dict[str, tuple[Tensor, Tensor]]:
     return {name: tuple(tensors[f"base_model.model.{name}.lora_{x}.weight"] for x in "AB") for name in names}  # type: ignore[misc]
 
 
+class Experts(torch.nn.Module):
+    """The experts of a layer, one after another, each with weights and adapters of its own, in place of transformers'
+    fused ones."""
+
+    def __init__(self, fused: Any, halves: list[dict[str, tuple[Tensor, Tensor]]], alpha: float) -> None:
+        super().__init__()
+        self.projections = torch.nn.ModuleList()
+        for gate_up, down, adapters in zip(fused.gate_up_proj, fused.down_proj, halves, strict=True):
+            gate, up = gate_up.chunk(2)
+            expert = torch.nn.ModuleDict()
+            for name, weight in (("gate_proj", gate), ("up_proj", up), ("down_proj", down)):
+                linear = torch.nn.Linear(*weight.T.shape, bias=False)
+                linear.weight.data = weight.detach().clone()
+                expert[name] = LowRank(linear, *adapters[name], alpha)
+            self.projections.append(expert)
+
+    def forward(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        out = torch.zeros_like(hidden)
+        for number, expert in enumerate(self.projections):
+            share = (weights * (chosen == number)).sum(-1, keepdim=True)
+            gated = F.silu(expert["gate_proj"](hidden)) * expert["up_proj"](hidden)  # type: ignore[index]
+            out = out + share * expert["down_proj"](gated)  # type: ignore[index]
+        return out
+
+
 def with_adapters(model_dir: Path, folder: Path) -> Any:
     """transformers' model with the adapters of a PEFT directory, all else frozen."""
     model = transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).requires_grad_(False)
     alpha = json.loads((folder / "adapter_config.json").read_text())["lora_alpha"]
+    of_experts: dict[str, dict[str, dict[str, tuple[Tensor, Tensor]]]] = {}
     for name, (a, b) in read_adapters(folder).items():
         parent, _, leaf = name.rpartition(".")
+        if ".experts." in name:
+            layer, _, number = parent.partition(".experts.")
+            of_experts.setdefault(layer, {}).setdefault(number, {})[leaf] = a, b
+            continue
         module = model.get_submodule(parent)
         setattr(module, leaf, LowRank(getattr(module, leaf), a, b, alpha))
+    for layer, by_number in of_experts.items():
+        mlp = model.get_submodule(layer)
+        mlp.experts = Experts(mlp.experts, [by_number[str(number)] for number in range(len(by_number))], alpha)
     return model
 
 
@@ -102,11 +135,13 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("qwen2"), "qwen2")
 
 
-def test_an_adapted_policy_learns_what_transformers_learns(tmp_path: Path) -> None:
-    model_dir = write_model(tmp_path / "model", "qwen3")
-    (norms, scores, _), *_ = run_ranks(2, train, model_dir, tmp_path, "lm", {"layout": {"tp": 2}})
+@pytest.mark.parametrize("family,layout", [("qwen3", {"tp": 2}), ("qwen3_moe", {"ep": 2})])
+def test_an_adapted_policy_learns_what_transformers_learns(tmp_path: Path, family: str, layout: dict[str, int]) -> None:
+    model_dir = write_model(tmp_path / "model", family)
+    (norms, scores, _), *_ = run_ranks(2, train, model_dir, tmp_path, "lm", {"layout": layout})
     model = with_adapters(model_dir, tmp_path / "before-adapter")
-    assert torch.equal(logprobs(model), logprobs(transformers.AutoModelForCausalLM.from_pretrained(model_dir)))
+    before = logprobs(transformers.AutoModelForCausalLM.from_pretrained(model_dir))
+    torch.testing.assert_close(logprobs(model), before, rtol=0, atol=0 if family == "qwen3" else 1e-5)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
     batch, expected = make_batch(), []
@@ -125,8 +160,10 @@ def test_an_adapted_policy_learns_what_transformers_learns(tmp_path: Path) -> No
     np.testing.assert_allclose(scores, logprobs(model).detach(), rtol=2e-4, atol=2e-4)
 
 
-def test_adapters_begin_as_those_of_peft(tmp_path: Path, model_dir: Path) -> None:
+@pytest.mark.parametrize("family", ["qwen2", pytest.param("qwen3_moe", marks=pytest.mark.full)])
+def test_adapters_begin_as_those_of_peft(tmp_path: Path, family: str) -> None:
     """Each A is drawn for itself, uniformly within 1 / sqrt(in); every B is zero."""
+    model_dir = write_model(tmp_path / "model", family)
     run_ranks(1, train, model_dir, tmp_path, "lm", {})
     halves = list(read_adapters(tmp_path / "before-adapter").values())
     assert not any(b.any() for _, b in halves)
@@ -140,14 +177,16 @@ def drawn(model_dir: Path, head: Any, seed: int, layers: list[str]) -> tuple[set
     """Which linear layers have adapters, an A, and how many parameters are trained, counted in two ways."""
     trainable = make_trainable(model_dir, head, adapter={"rank": 4, "layers": layers}, seed=seed)
     assert trainable.adapter is not None
-    held = {name.rpartition(".")[2]: layer for c in trainable.chunks for name, _, layer in adapted_layers(c)}
+    held = {name.split(".")[-2]: adapter for c in trainable.chunks for name, adapter in adapters_of(c)}
     trained = sum(p.numel() for chunk in trainable.chunks for p in chunk.parameters() if p.requires_grad)
     counted = adapter_parameter_count(trainable.spec, trainable.adapter, head)
-    return set(held), held["linear_proj"].adapter.a.detach().numpy(), trained, counted
+    return set(held), held[layers[0]].a.detach().numpy(), trained, counted
 
 
-def test_a_seed_and_layers_are_what_the_config_says(model_dir: Path) -> None:
+@pytest.mark.parametrize("family", ["qwen2", "qwen3_moe"])
+def test_a_seed_and_layers_are_what_the_config_says(tmp_path: Path, family: str) -> None:
     """And the parameters that are trained are those that a checkpoint's size is worked out from."""
+    model_dir = write_model(tmp_path, family)
     layers = ["linear_proj", "linear_fc2"]
     ((names, first, trained, counted),) = run_ranks(1, drawn, model_dir, "lm", 1, layers)
     assert names == set(layers) and trained == counted
@@ -169,8 +208,13 @@ def test_a_policy_without_its_adapters_chooses_experts_for_itself(tmp_path: Path
     assert run_ranks(1, replays, write_model(tmp_path, "qwen3_moe"))[0] == (True, False, True)
 
 
-def test_what_is_exported_computes_what_was_trained(tmp_path: Path, model_dir: Path) -> None:
-    (_, scores, without), *_ = run_ranks(2, train, model_dir, tmp_path, "lm", {"layout": {"pp": 2}})
+@pytest.mark.parametrize(
+    "family,layout", [("qwen2", {"pp": 2}), pytest.param("qwen3_moe", {"pp": 2, "ep": 2}, marks=pytest.mark.full)]
+)
+def test_what_is_exported_computes_what_was_trained(tmp_path: Path, family: str, layout: dict[str, int]) -> None:
+    model_dir = write_model(tmp_path / "model", family)
+    ranks, section = layout["pp"] * layout.get("ep", 1), {"layout": layout}
+    (_, scores, without), *_ = run_ranks(ranks, train, model_dir, tmp_path, "lm", section)
     merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "after", dtype=torch.float32)
     for model in (merged, with_adapters(model_dir, tmp_path / "after-adapter")):
         np.testing.assert_allclose(logprobs(model).detach(), scores, rtol=1e-4, atol=1e-4)
@@ -183,10 +227,12 @@ def test_what_is_exported_computes_what_was_trained(tmp_path: Path, model_dir: P
     assert config["target_modules"] == sorted(projections), "PEFT leaves the weights of others unread"
 
 
-def test_peft_reads_what_is_exported(tmp_path: Path, model_dir: Path) -> None:
+@pytest.mark.parametrize("family,layout", [("qwen2", {"tp": 2}), ("qwen3_moe", {"ep": 2})])
+def test_peft_reads_what_is_exported(tmp_path: Path, family: str, layout: dict[str, int]) -> None:
     """PEFT's own class, as a user would load the adapters; peft is not among the requirements."""
     peft = pytest.importorskip("peft", reason="peft is not installed: docs/lora.md says how it was tried")
-    run_ranks(2, train, model_dir, tmp_path, "lm", {"layout": {"tp": 2}})
+    model_dir = write_model(tmp_path / "model", family)
+    run_ranks(2, train, model_dir, tmp_path, "lm", {"layout": layout})
     base = transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
     ids = torch.arange(40)[None]
     before = base(ids).logits
@@ -195,8 +241,10 @@ def test_peft_reads_what_is_exported(tmp_path: Path, model_dir: Path) -> None:
     expected = merged(ids).logits
     assert (expected - before).abs().max() > 1e-2
     torch.testing.assert_close(model(ids).logits, expected, rtol=1e-4, atol=1e-5)
-    tensors = read_tensors(tmp_path / "after")
-    for name, tensor in model.merge_and_unload().state_dict().items():
+    model.merge_and_unload().save_pretrained(tmp_path / "merged")  # where experts have names of their own
+    tensors, by_peft = read_tensors(tmp_path / "after"), read_tensors(tmp_path / "merged")
+    assert by_peft.keys() == tensors.keys()
+    for name, tensor in by_peft.items():
         torch.testing.assert_close(tensor, tensors[name], rtol=0, atol=1e-6, msg=name)
 
 
@@ -231,7 +279,8 @@ REFUSED = [
     ("qwen3", {"rank": 33}, {}, "model.adapter.rank=33 is above 32"),
     ("qwen3", {"rank": 32}, {}, None),
     ("qwen3", {"rank": 25, "layers": ["linear_proj"]}, {}, None),
-    ("qwen3_moe", {"rank": 4}, {}, "experts of a qwen3_moe model have no adapters"),
+    ("qwen3_moe", {"rank": 24}, {}, None),
+    ("qwen3_moe", {"rank": 25}, {}, r"rank=25 is above 24, .*mlp.experts.0.gate_proj"),
     ("qwen3_moe", {"rank": 4, "layers": ["linear_qkv"]}, {}, None),
 ]
 

@@ -28,10 +28,6 @@ from vapo_megatron.training.losses import ValueLoss
 from vapo_megatron.weights.load import load_hf
 from vapo_megatron.weights.spec import read_spec
 
-ADAPTED: dict[str, Any] = {
-    "qwen3": ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"),
-    "qwen3_moe": ("linear_qkv", "linear_proj"),
-}
 Steps = tuple[list[tuple[float, float]], float]
 
 
@@ -50,8 +46,9 @@ def model_dir(models: dict[str, Path]) -> Path:
 
 
 def build(model_dir: Path, layout: LayoutConfig, head: str, dtype: str, load: bool, freezes: bool = False) -> Trainable:
-    """dtype: "adapter" stands for adapters on frozen weights in float32, which are always loaded."""
-    adapter = dtype == "adapter"
+    """dtype: "adapter" stands for adapters on frozen weights in float32, which are always loaded; "adapter of experts"
+    for those alone, which leave Megatron's optimizer of all else without a parameter."""
+    adapter = dtype.startswith("adapter")
     spec, mesh = read_spec(model_dir), make_mesh(layout)
     shared: dict[str, Any] = {
         "layout": layout,
@@ -60,7 +57,9 @@ def build(model_dir: Path, layout: LayoutConfig, head: str, dtype: str, load: bo
         "kind": "adapter" if adapter else "model",
     }
     section = ActorConfig(**shared) if head == "lm" else CriticConfig(**shared)
-    settings = AdapterConfig(rank=3, layers=ADAPTED[read_spec(model_dir).family])
+    settings = AdapterConfig(rank=3)
+    if dtype == "adapter of experts":
+        settings = settings.model_copy(update={"layers": ("linear_fc1", "linear_fc2")})
     model = ModelConfig(path=str(model_dir), dtype="float32" if adapter else dtype, adapter=settings)  # type: ignore[arg-type]
     trainable = Trainable(spec, model, section, mesh, head, name="actor", seed=1)  # type: ignore[arg-type]
     if load or adapter:
@@ -120,7 +119,8 @@ CASES: list[Any] = [
     _only_in_full(
         "qwen3", "value", "adapter", 2, (2, {"pp": 2}), [(2, {"pp": 2}), (2, {"tp": 2, "sequence_parallel": True})]
     ),
-    _only_in_full("qwen3_moe", "lm", "adapter", 1, (2, {"ep": 2}), [(2, {"ep": 2}), (1, {})]),
+    _only_in_full("qwen3_moe", "lm", "adapter", 1, (2, {"ep": 2}), [(2, {"ep": 2}), (1, {}), (4, {"pp": 2})]),
+    _only_in_full("qwen3_moe", "lm", "adapter of experts", 1, (2, {"ep": 2}), [(2, {"ep": 2}), (1, {})]),
     # Family, head, dtype, updates before the save, the layout that saves, layouts that go on.
     ("qwen3", "lm", "float32", 2, (2, {"tp": 2}), [(2, {"tp": 2}), (2, {}), (1, {})]),
     # Tied embeddings on a pipeline have gradient buckets of their own, with padding before and after.

@@ -82,6 +82,17 @@ def test_transformer_engine_computes_what_the_local_layers_do(model_dir: Path) -
 
 
 @needs_te
+def test_adapters_of_grouped_experts_learn_what_those_of_local_ones_do(tmp_path: Path) -> None:
+    """Every token goes through every expert: rounding cannot choose others."""
+    sizes: dict[str, Any] = dict(hidden_size=256, head_dim=64, moe_intermediate_size=128, num_experts_per_tok=4)
+    model = write_model(tmp_path, "qwen3_moe", dtype=torch.bfloat16, **sizes)
+    local, local_norms = score_and_norms(make(model, attention="sdpa", adapter={"rank": 4}))
+    fused, fused_norms = score_and_norms(make(model, adapter={"rank": 4}))
+    assert (fused - local).abs().max() < BF16_TOLERANCE
+    assert fused_norms == pytest.approx(local_norms, rel=0.05)
+
+
+@needs_te
 @pytest.mark.parametrize("adapter", [None, {"rank": 4}])
 @pytest.mark.parametrize("recipe", CAPABILITY)
 def test_a_recipe_is_near_bfloat16(model_dir: Path, recipe: str, adapter: dict[str, int] | None) -> None:

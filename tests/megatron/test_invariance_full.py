@@ -117,6 +117,7 @@ def shares(splits: list[Split]) -> list[tuple[str, ...]]:
 
 EXPERT_SPLITS = [
     Split(2, LayoutConfig(ep=2)),
+    Split(2, LayoutConfig(tp=2, sequence_parallel=True), 60),  # copies of every expert, with tokens of their own
     Split(4, LayoutConfig(ep=4), 40),
     Split(4, LayoutConfig(tp=2, ep=2, sequence_parallel=True), 60),
     Split(4, LayoutConfig(pp=2, ep=2), 40, recompute=RECOMPUTES[2]),

@@ -83,12 +83,14 @@ def is_moment(value: Any) -> bool:
         (LayoutConfig(tp=2, pp=2), 4, "bfloat16", "lm", True, "model"),
         (LayoutConfig(), 2, "bfloat16", "lm", True, "adapter"),
         (LayoutConfig(tp=2, pp=2), 4, "float32", "value", False, "adapter"),
+        (LayoutConfig(pp=2, ep=2), 4, "bfloat16", "value", False, "adapter"),
     ],
 )
 def test_weights_gradients_and_optimizer(
     tmp_path: Path, layout: LayoutConfig, ranks: int, dtype: str, head: str, tied: bool, kind: str
 ) -> None:
-    directory = write_model(tmp_path, "qwen2", tie_word_embeddings=tied, **SHAPE)
+    family = "qwen2" if layout.ep == 1 else "qwen3_moe"
+    directory = write_model(tmp_path, family, tie_word_embeddings=tied, **SHAPE)
     section, width = section_of(layout, head, kind), 4 if dtype == "float32" else 2
     adapter = ADAPTER if kind == "adapter" else None
     planned = PlannedModel("actor", read_spec(directory), head, section, ranks, width, False, adapter)  # type: ignore[arg-type]

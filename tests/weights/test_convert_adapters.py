@@ -9,6 +9,7 @@ import pytest
 import torch
 from batches import make_batch
 from called import called
+from grouped_layers import use_grouped_layers
 from hf_models import read_tensors, write_model, write_tensors
 from megatron.core import dist_checkpointing
 from ranks import run_ranks
@@ -23,17 +24,17 @@ from vapo_megatron.weights.adapters import base_identity
 from vapo_megatron.weights.export import save_adapters, save_hf
 from vapo_megatron.weights.torch_dist import model_state, put_model_state, write_model_card
 
-ATTENTION = ["linear_qkv", "linear_proj"]
 CASES = [
-    ("qwen3", "lm", {"tp": 2}, {}),
-    ("qwen2", "value", {"pp": 2}, {}),
-    ("qwen3_moe", "lm", {"ep": 2}, {"layers": ATTENTION}),
+    ("qwen3", "lm", {"tp": 2}, False),
+    ("qwen2", "value", {"pp": 2}, False),
+    ("qwen3_moe", "lm", {"ep": 2}, False),
+    ("qwen3_moe", "lm", {"ep": 2}, True),
 ]
 
 
-def save(source: Path, root: Path, head: Any, layout: dict[str, int], adapter: dict[str, Any]) -> None:
+def save(source: Path, root: Path, head: Any, layout: dict[str, int]) -> None:
     """What a run leaves after a step: a checkpoint, the merged export, and PEFT's of a policy."""
-    trainable = make_trainable(source, head, adapter={"rank": 4, "alpha": 8.0, **adapter}, layout=layout)
+    trainable = make_trainable(source, head, adapter={"rank": 4, "alpha": 8.0}, layout=layout)
     batch = make_batch()
     trainable.train_step(batch, range(batch.samples), loss_of(trainable, batch))
     model, folder = (trainable.chunks, trainable.spec, trainable.mesh), root / "checkpoint"
@@ -49,6 +50,12 @@ def save(source: Path, root: Path, head: Any, layout: dict[str, int], adapter: d
     if torch.distributed.get_rank() == 0:
         planned.close(results)  # type: ignore[arg-type]
         write_model_card(folder, trainable.spec, head, source, "float32", (base_identity(source), trainable.adapter))  # type: ignore[arg-type]
+
+
+def save_grouped(*arguments: Any) -> None:
+    """The same of a model whose experts have one grouped layer."""
+    use_grouped_layers()
+    save(*arguments)
 
 
 def convert(app: Any, *arguments: object) -> str:
@@ -68,12 +75,12 @@ def same(tensors: dict[str, Tensor], expected: dict[str, Tensor], tolerance: flo
         torch.testing.assert_close(tensor, expected[name], rtol=0, atol=tolerance, msg=name)
 
 
-@pytest.mark.parametrize(("family", "head", "layout", "adapter"), CASES)
+@pytest.mark.parametrize(("family", "head", "layout", "grouped"), CASES)
 def test_a_checkpoint_of_adapters_comes_out_merged_and_alone(
-    tmp_path: Path, family: str, head: str, layout: dict[str, int], adapter: dict[str, Any]
+    tmp_path: Path, family: str, head: str, layout: dict[str, int], grouped: bool
 ) -> None:
     source, checkpoint = write_model(tmp_path / "base", family), tmp_path / "checkpoint"
-    run_ranks(2, save, source, tmp_path, head, layout, adapter)
+    run_ranks(2, save_grouped if grouped else save, source, tmp_path, head, layout)
     merged, alone = tmp_path / "out", tmp_path / "alone"
     convert(to_hf, "--checkpoint", checkpoint, "--base", source, "--out", merged)
     same(read_tensors(merged), read_tensors(tmp_path / "merged"), 1e-7)
@@ -98,9 +105,9 @@ def test_a_checkpoint_of_adapters_comes_out_merged_and_alone(
     assert settings | {"base_model_name_or_path": str(source)} == live
 
 
-def differing(folder: Path, checkpoint: Path, source: Path, peft_dir: Path) -> list[str]:
+def differing(folder: Path, checkpoint: Path, source: Path, peft_dir: Path, layout: dict[str, int]) -> list[str]:
     """Adapters of a model, cut over ranks, that are not those of a PEFT directory after the checkpoint is loaded."""
-    trainable = make_trainable(source, "lm", adapter={"rank": 4, "alpha": 8.0}, layout={"tp": 2})
+    trainable = make_trainable(source, "lm", adapter={"rank": 4, "alpha": 8.0}, layout=layout)
     put_model_state(trainable.chunks, dist_checkpointing.load(model_state(trainable.chunks), str(checkpoint)))
     save_adapters(
         trainable.chunks,
@@ -114,12 +121,17 @@ def differing(folder: Path, checkpoint: Path, source: Path, peft_dir: Path) -> l
     return [name for name in loaded.keys() | expected.keys() if not torch.equal(loaded[name], expected[name])]
 
 
-def test_adapters_of_peft_become_a_checkpoint_that_a_cut_model_loads(tmp_path: Path) -> None:
-    source, given = write_model(tmp_path / "base", "qwen3"), tmp_path / "peft"
-    run_ranks(1, save, source, tmp_path, "lm", {}, {})
+@pytest.mark.parametrize(
+    "family,layout", [("qwen3", {"tp": 2}), pytest.param("qwen3_moe", {"ep": 2}, marks=pytest.mark.full)]
+)
+def test_adapters_of_peft_become_a_checkpoint_that_a_cut_model_loads(
+    tmp_path: Path, family: str, layout: dict[str, int]
+) -> None:
+    source, given = write_model(tmp_path / "base", family), tmp_path / "peft"
+    run_ranks(1, save, source, tmp_path, "lm", {})
     output = convert(to_megatron, "--hf", source, "--adapter", given, "--out", tmp_path / "there")
     assert "in 1 file" in output
-    assert run_ranks(2, differing, tmp_path / "loaded", tmp_path / "there", source, given) == [[], []]
+    assert run_ranks(2, differing, tmp_path / "loaded", tmp_path / "there", source, given, layout) == [[], []]
     convert(to_hf, "--checkpoint", tmp_path / "there", "--out", tmp_path / "back")
     same(peft(tmp_path / "back")[1], peft(given)[1])
     convert(to_hf, "--checkpoint", tmp_path / "there", "--base", source, "--dtype", "bfloat16", "--out", tmp_path / "x")
@@ -155,7 +167,7 @@ WRONG: list[tuple[Callable[[Path], Any], str]] = [
 
 def test_what_cannot_be_held_is_refused_in_one_line(tmp_path: Path) -> None:
     source = write_model(tmp_path / "base", "qwen3")
-    run_ranks(1, save, source, tmp_path, "lm", {}, {})
+    run_ranks(1, save, source, tmp_path, "lm", {})
     for number, (spoil, words) in enumerate(WRONG):
         folder = tmp_path / f"{number}"
         folder.mkdir()

@@ -38,6 +38,7 @@ from vapo_megatron.config.atomic import sync
 from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.errors import BadInput
 from vapo_megatron.megatron import dist_optimizer
+from vapo_megatron.megatron.optimizer import optimizer_tensors
 from vapo_megatron.megatron.trainable import Trainable
 from vapo_megatron.weights.adapters import adapter_parameter_count
 from vapo_megatron.weights.spec import ModelSpec
@@ -178,11 +179,7 @@ def load_training_state(trainable: Trainable, folder: Path, fetch: Callable[[set
 def _live_tensors(trainable: Trainable) -> list[torch.Tensor]:
     """Tensors that training changes in place."""
     tensors = [parameter for chunk in trainable.chunks for parameter in (*chunk.parameters(), *chunk.buffers())]
-    if trainable.optimizer is not None:
-        for part in getattr(trainable.optimizer, "chained_optimizers", None) or [trainable.optimizer]:
-            for parameter, values in part.optimizer.state.items():
-                tensors += [parameter, *(value for value in values.values() if isinstance(value, torch.Tensor))]
-    return tensors
+    return tensors if trainable.optimizer is None else [*tensors, *optimizer_tensors(trainable.optimizer)]
 
 
 def _copied(tensor: torch.Tensor, live: set[int]) -> torch.Tensor:

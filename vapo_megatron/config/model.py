@@ -135,7 +135,7 @@ class AdapterConfig(Section):
     layers: tuple[AdaptedLayer, ...] = Field(
         ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"),
         min_length=1,
-        description="linear layers that get adapters, by Megatron's names; experts get none",
+        description="linear layers that get adapters, by Megatron's names, each expert its own",
     )
 
 

@@ -2,10 +2,12 @@
 
 An adapter is a submodule of its linear layer, and a forward hook on that layer adds its output. The layer itself,
 Megatron's or Transformer Engine's, is unchanged. A column-parallel layer has all of A on every tensor-parallel rank and
-its rows of B; a row-parallel layer has its columns of A and all of B. Only [tokens, rank] goes between ranks.
+its rows of B; a row-parallel layer has its columns of A and all of B. Only [tokens, rank] goes between ranks. Experts
+are whole on their ranks, and so are their adapters: the ranks that hold the same expert sum its gradients.
 """
 
 import zlib
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -18,9 +20,9 @@ from torch.nn import Parameter
 
 from vapo_megatron.config.model import AdapterConfig
 from vapo_megatron.megatron.mesh import Mesh
-from vapo_megatron.weights.adapters import adapted_entries, adapted_layers, adapter_rules, is_row_parallel, linear_layer
-from vapo_megatron.weights.mapping import ADAPTER
-from vapo_megatron.weights.rules import Rule
+from vapo_megatron.megatron.moe import mark_experts
+from vapo_megatron.weights.adapters import adapted_entries, adapter_halves, adapters_of, is_row_parallel, linear_layer
+from vapo_megatron.weights.mapping import ADAPTER, Entry
 from vapo_megatron.weights.spec import Head, ModelSpec
 
 
@@ -28,27 +30,27 @@ class LowRank(torch.nn.Module):
     """A and B of one linear layer, as this rank holds them. B starts at 0, so that the layer's output is unchanged."""
 
     def __init__(
-        self, rule: Rule, config: AdapterConfig, spec: ModelSpec, mesh: Mesh, like: Tensor, sequence_cut: bool
+        self, weight: Entry, config: AdapterConfig, spec: ModelSpec, mesh: Mesh, like: Tensor, sequence_cut: bool
     ) -> None:
-        """rule: the rule of the layer's weight `like`, which gives both halves their dtype and device. sequence_cut:
+        """weight: the entry of the layer's weight `like`, which gives both halves their dtype and device. sequence_cut:
         whether tensor-parallel ranks share the tokens between layers (sequence parallelism)."""
         super().__init__()
-        self.rule, self.rank, self.scale = rule, config.rank, config.alpha / config.rank
-        self.enabled, self.row, self.sequence_cut, self.tp_group = True, is_row_parallel(rule), sequence_cut, mesh.pg.tp
-        shapes = {
-            half: half_rule.shard_shape(spec, mesh.tp_size)
-            for half, half_rule in adapter_rules(rule, config.rank).items()
-        }
+        self.adapts, self.rank, self.scale, rule = weight, config.rank, config.alpha / config.rank, weight.rule
+        of_expert = weight.expert is not None  # whose tokens are dispatched to the rank, all of them
+        self.enabled, self.row, self.sequence_cut = True, is_row_parallel(rule), sequence_cut and not of_expert
+        self.tp_group = mesh.pg.expt_tp if of_expert else mesh.pg.tp
+        halves = adapter_halves(weight, config.rank).items()
+        shapes = {half: entry.rule.shard_shape(spec, mesh.tp_size) for half, entry in halves}
         self.a = Parameter(torch.empty(shapes["a"], dtype=like.dtype, device=like.device))
         self.b = Parameter(torch.zeros(shapes["b"], dtype=like.dtype, device=like.device))
         cut, whole = (self.a, self.b) if self.row else (self.b, self.a)
         # Megatron counts a parameter in the gradient norm once for each rank that has a part of it, or on the first.
         cut.tensor_model_parallel = True  # type: ignore[attr-defined]
         # Each rank sees the gradient of its own tokens alone: Megatron sums those of marked parameters.
-        whole.sequence_parallel = sequence_cut  # type: ignore[attr-defined]
+        whole.sequence_parallel = self.sequence_cut  # type: ignore[attr-defined]
         rows = [part[0] // (1 if rule.cut is None or self.row else mesh.tp_size) for part in rule.hf_shapes(spec)]
         self._groups = 1 if self.row else max(1, rule.groups(spec) // mesh.tp_size)
-        self._rows = [size // self._groups for size in rows]  # of B, of each projection in a group
+        self.rows = [size // self._groups for size in rows]  # of B, of each projection in a group
 
     def forward(self, x: Tensor) -> Tensor:
         """The term to be added to the layer's output: x [..., in] -> [..., out], both cut as in the layer."""
@@ -61,7 +63,7 @@ class LowRank(torch.nn.Module):
             low = tensor_parallel.gather_from_sequence_parallel_region(low, group=self.tp_group)
         else:
             low = tensor_parallel.copy_to_tensor_model_parallel_region(low, group=self.tp_group)
-        if len(self._rows) == 1:
+        if len(self.rows) == 1:
             return F.linear(low, self.b)
         outputs = [
             F.linear(part, b.flatten(0, 1)).unflatten(-1, (self._groups, -1))
@@ -78,7 +80,37 @@ class LowRank(torch.nn.Module):
 
     def _parts_of_b(self, b: Tensor) -> Sequence[Tensor]:
         """[groups, rows, rank] of each projection."""
-        return b.unflatten(0, (self._groups, -1)).split(self._rows, 1)
+        return b.unflatten(0, (self._groups, -1)).split(self.rows, 1)
+
+
+# Grouped products take rows of a multiple of 16 bytes.
+_ALIGNED = 8
+
+
+class GroupedLowRank(torch.nn.ModuleList):
+    """The adapters of the experts whose weights one grouped linear layer of Transformer Engine holds, in its order."""
+
+    @property
+    def enabled(self) -> bool:
+        """Whether the layer adds them."""
+        return bool(self[0].enabled)
+
+    def forward(self, x: Tensor, tokens: Sequence[int]) -> Tensor:
+        """The term to be added to the layer's output: x [t, in], one expert's tokens after another's -> [t, out].
+        tokens: of each expert. As LowRank computes it, but in one grouped product for all experts. Zeros fill up a rank
+        that cannot be multiplied so."""
+        adapters: list[Any] = list(self)
+        if not len(x):
+            return torch.cat([adapter(x) for adapter in adapters])
+        first, rank = adapters[0], adapters[0].rank
+        missing = -rank % _ALIGNED
+        a = torch.stack([adapter.a for adapter in adapters]).unflatten(1, (-1, rank))
+        a = F.pad(a, (0, 0, 0, missing)).flatten(1, 2)
+        b = F.pad(torch.stack([adapter.b for adapter in adapters]), (0, missing))
+        ends = torch.tensor(tokens, device=x.device).cumsum(0, dtype=torch.int32)
+        low = F.grouped_mm(x, a.mT, offs=ends) * first.scale
+        parts = zip(low.split(rank + missing, -1), b.split(first.rows, 1), strict=True)
+        return torch.cat([F.grouped_mm(part, part_b.mT, offs=ends) for part, part_b in parts], -1)
 
 
 def add_adapters(
@@ -86,36 +118,53 @@ def add_adapters(
 ) -> None:
     """Add adapters to the linear layers of a model's chunks. Their values depend on the seed alone, at any layout: A is
     drawn as in PEFT, uniformly within 1 / sqrt(in)."""
-    places = {(entry.layer, entry.rule): linear_layer(entry.rule) for entry in adapted_entries(spec, config)}
+    by_layer = defaultdict(list)
+    for entry in adapted_entries(spec, config):
+        if entry.owner(spec, mesh.ep_size) in (None, mesh.ep_rank):
+            by_layer[entry.layer].append(entry)
     for chunk in chunks:
         for layer in chunk.decoder.layers:
-            for (number, rule), path in places.items():
-                if number == layer.layer_number - 1 and path is not None:
-                    linear = layer.get_submodule(path)
-                    assert not hasattr(linear, "layer_norm_weight"), "its input is not what its weight is applied to"
-                    adapter = LowRank(rule, config, spec, mesh, linear.weight, transformer.sequence_parallel)
-                    _draw(adapter, number, spec, mesh, seed)
-                    linear.adapter = adapter
+            for entry in by_layer[layer.layer_number - 1]:
+                linear, weight = _place(layer, entry)
+                assert not hasattr(linear, "layer_norm_weight"), "its input is not what its weight is applied to"
+                adapter = LowRank(entry, config, spec, mesh, getattr(linear, weight), transformer.sequence_parallel)
+                _draw(adapter, spec, mesh, seed)
+                if not hasattr(linear, "adapter"):
+                    linear.adapter = adapter if weight == "weight" else GroupedLowRank()
                     linear.register_forward_hook(_add_low_rank)
+                if weight != "weight":
+                    linear.adapter.append(adapter)
+        mark_experts(chunk)
         if chunk.pre_process and transformer.recompute_granularity is not None:
             # Layers that are computed again get gradients only where their input wants some.
             chunk.embedding.register_forward_hook(_want_gradient)
 
 
+def _place(layer: Any, entry: Entry) -> tuple[Any, str]:
+    """The linear layer of a transformer layer with an entry's weight, and the name that the weight has there."""
+    path = str(linear_layer(entry.rule))
+    if entry.expert is None:
+        return layer.get_submodule(path), "weight"
+    index, name = layer.mlp.local_expert_indices.index(entry.expert), path.rpartition(".")[2]
+    if hasattr(layer.mlp.experts, "local_experts"):
+        return getattr(layer.mlp.experts.local_experts[index], name), "weight"
+    return getattr(layer.mlp.experts, name), f"weight{index}"
+
+
 @torch.no_grad()
-def _draw(adapter: LowRank, layer: int | None, spec: ModelSpec, mesh: Mesh, seed: int) -> None:
-    rule = adapter_rules(adapter.rule, adapter.rank)["a"]
+def _draw(adapter: LowRank, spec: ModelSpec, mesh: Mesh, seed: int) -> None:
+    entry = adapter_halves(adapter.adapts, adapter.rank)["a"]
     wholes = []
-    for name, shape in zip(rule.hf, rule.hf_shapes(spec), strict=True):
-        generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name.format(layer=layer)}".encode()))
+    for name, shape in zip(entry.hf, entry.rule.hf_shapes(spec), strict=True):
+        generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
         wholes.append((2 * torch.rand(shape, generator=generator) - 1) / shape[1] ** 0.5)
-    adapter.a.copy_(rule.to_shard(wholes, spec, mesh.tp_rank, mesh.tp_size))
+    adapter.a.copy_(entry.rule.to_shard(wholes, spec, mesh.tp_rank, mesh.tp_size))
 
 
-def _add_low_rank(linear: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
+def _add_low_rank(linear: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
     if not linear.adapter.enabled:
         return output
-    return output[0] + linear.adapter(inputs[0]), output[1]
+    return output[0] + linear.adapter(*inputs), output[1]
 
 
 def _want_gradient(embedding: Any, inputs: Any, output: Tensor) -> Tensor:
@@ -133,7 +182,7 @@ def freeze_base(chunks: Sequence[Any], head: Head) -> None:
 @contextmanager
 def without_adapters(chunks: Sequence[Any]) -> Iterator[None]:
     """Disable a model's adapters, so that it computes the output of its frozen weights."""
-    adapters = [module.adapter for chunk in chunks for _, _, module in adapted_layers(chunk)]
+    adapters = [adapter for chunk in chunks for _, adapter in adapters_of(chunk)]
     for adapter in adapters:
         adapter.enabled = False
     try:

@@ -1,8 +1,8 @@
 """Low-rank adapters (LoRA, arXiv 2106.09685) and the rules of the weights that they adapt.
 
 An adapted weight is W + (alpha / rank) B A. As in PEFT, every Hugging Face projection has its own pair, A [rank, in]
-and B [out, rank]. Where Megatron fuses projections (query, key and value; gate and up), a rank stacks their As, and
-holds their Bs in the rows that the projections have in the fused weight.
+and B [out, rank]; every expert has pairs of its own. Where Megatron fuses projections (query, key and value; gate and
+up), a rank stacks their As, and holds their Bs in the rows that the projections have in the fused weight.
 """
 
 import hashlib
@@ -35,13 +35,10 @@ PEFT_CONFIG, PEFT_WEIGHTS, PEFT_PREFIX = "adapter_config.json", "adapter_model.s
 
 
 def linear_layer(rule: Rule) -> str | None:
-    """The path, within a transformer layer, of the linear layer with this weight; None for experts and other
-    weights."""
+    """The path, within a transformer layer, of the linear layer with this weight; None for other weights. An expert's
+    is the same for all experts."""
     path = rule.megatron.removesuffix(_WEIGHT)
-    folder, _, name = path.partition(".")
-    return (
-        path if folder in ("self_attention", "mlp") and name.startswith("linear_") and path != rule.megatron else None
-    )
+    return path if ".linear_" in path and path != rule.megatron else None
 
 
 def is_row_parallel(rule: Rule) -> bool:
@@ -49,8 +46,9 @@ def is_row_parallel(rule: Rule) -> bool:
     return rule.cut == 1
 
 
-def adapter_rules(rule: Rule, rank: int) -> dict[str, Rule]:
-    """Rules of both halves, `a` and `b`, of a linear layer's adapter."""
+def adapter_halves(weight: Entry, rank: int) -> dict[str, Entry]:
+    """Both halves, `a` and `b`, of the adapter of a linear layer's weight."""
+    rule = weight.rule
     path = rule.megatron.removesuffix(_WEIGHT)
 
     def names(half: str) -> tuple[str, ...]:
@@ -58,23 +56,21 @@ def adapter_rules(rule: Rule, rank: int) -> dict[str, Rule]:
 
     a = (Row if is_row_parallel(rule) else Replicated)(f"{path}.adapter.a", names("a"), (rank, rule.shape[-1]))
     if is_row_parallel(rule):
-        return {"a": a, "b": Replicated(f"{path}.adapter.b", names("b"), (rule.shape[0], rank))}
-    return {"a": a, "b": replace(rule, megatron=f"{path}.adapter.b", hf=names("b"), shape=(*rule.shape[:-1], rank))}
+        b: Rule = Replicated(f"{path}.adapter.b", names("b"), (rule.shape[0], rank))
+    else:
+        b = replace(rule, megatron=f"{path}.adapter.b", hf=names("b"), shape=(*rule.shape[:-1], rank))
+    return {"a": replace(weight, rule=a), "b": replace(weight, rule=b)}
 
 
 def adapted_entries(spec: ModelSpec, config: AdapterConfig) -> list[Entry]:
     """The weights that have an adapter, from input to output."""
-    every = ((entry, linear_layer(entry.rule)) for entry in entries(spec, "lm") if entry.expert is None)
+    every = ((entry, linear_layer(entry.rule)) for entry in entries(spec, "lm"))
     return [entry for entry, path in every if path is not None and path.rpartition(".")[2] in config.layers]
 
 
 def adapter_entries(spec: ModelSpec, config: AdapterConfig) -> list[Entry]:
     """Both halves of every adapter, from input to output."""
-    return [
-        Entry(rule, entry.layer)
-        for entry in adapted_entries(spec, config)
-        for rule in adapter_rules(entry.rule, config.rank).values()
-    ]
+    return [half for entry in adapted_entries(spec, config) for half in adapter_halves(entry, config.rank).values()]
 
 
 def adapter_parameter_count(spec: ModelSpec, config: AdapterConfig, head: Head) -> int:
@@ -83,22 +79,20 @@ def adapter_parameter_count(spec: ModelSpec, config: AdapterConfig, head: Head) 
     return sum(rule.count(spec) for rule in (*rules, *(spec.head_rules(head) if head == "value" else ())))
 
 
-def adapted_layers(chunk: Any) -> Iterator[tuple[str, int, Any]]:
-    """(name in the chunk, layer in the whole model, linear layer) of each adapted layer of a chunk."""
-    chunk = unwrapped(chunk)
-    for name, module in chunk.named_modules():
-        if isinstance(getattr(module, "adapter", None), Module):
-            index = int(name.removeprefix(LAYERS).partition(".")[0])
-            yield name, chunk.decoder.layers[index].layer_number - 1, module
+def adapters_of(chunk: Any) -> Iterator[tuple[str, Any]]:
+    """(name in the chunk, adapter) of each adapted weight of a chunk; `adapts` is that weight's entry."""
+    for name, module in unwrapped(chunk).named_modules():
+        if isinstance(getattr(module, "adapts", None), Entry):
+            yield name, module
 
 
-def local_adapters(chunks: Sequence[Module], rank: int) -> dict[Entry, Parameter]:
+def local_adapters(chunks: Sequence[Module]) -> dict[Entry, Parameter]:
     """Both halves of every adapter of this rank's chunks, each with its entry."""
     return {
-        Entry(rule, layer): getattr(module.adapter, half)
+        entry: getattr(adapter, half)
         for chunk in chunks
-        for _, layer, module in adapted_layers(chunk)
-        for half, rule in adapter_rules(module.adapter.rule, rank).items()
+        for _, adapter in adapters_of(chunk)
+        for half, entry in adapter_halves(adapter.adapts, adapter.rank).items()
     }
 
 
@@ -109,19 +103,20 @@ def sharded_adapters(chunk: Any) -> dict[str, Any]:
 
     groups = chunk.pg_collection
     state: dict[str, Any] = {}
-    for name, layer, module in adapted_layers(chunk):
-        rule = module.adapter.rule
-        path = f"{LAYERS}{layer}.{rule.megatron.removesuffix(_WEIGHT)}.adapter"
-        for half, cut in (("a", 1 if is_row_parallel(rule) else None), ("b", None if is_row_parallel(rule) else 0)):
-            parameter = getattr(module.adapter, half)
+    for name, adapter in adapters_of(chunk):
+        for half, entry in adapter_halves(adapter.adapts, adapter.rank).items():
+            parameter, key, cut = getattr(adapter, half), f"{LAYERS}{entry.layer}.{entry.rule.megatron}", entry.rule.cut
             shared: dict[str, Any] = {"tp_group": groups.tp, "dp_cp_group": groups.dp_cp}
+            if entry.expert is not None:  # one tensor of all experts, of which each rank saves its own
+                shared["prepend_offsets"] = ((0, entry.expert, chunk.config.num_moe_experts),)
+                shared["replica_id"] = (0, 0, groups.expt_dp.rank())
             if cut is None:
-                part = make_sharded_tensor_for_checkpoint(parameter, f"{path}.{half}", **shared)
+                part = make_sharded_tensor_for_checkpoint(parameter, key, **shared)
             else:
-                part = make_tp_sharded_tensor_for_checkpoint(parameter, f"{path}.{half}", tp_axis=cut, **shared)
-            if half == "b" and isinstance(rule, GateUp):
+                part = make_tp_sharded_tensor_for_checkpoint(parameter, key, tp_axis=cut, **shared)
+            if cut is not None and isinstance(entry.rule, GateUp):
                 part = apply_swiglu_sharded_factory(part, ())
-            state[f"{name}.adapter.{half}"] = part
+            state[f"{name}.{half}"] = part
     return state
 
 
@@ -143,22 +138,20 @@ def read_peft(folder: Path, spec: ModelSpec) -> tuple[AdapterConfig, dict[str, T
     except ValidationError as error:
         first = error.errors()[0]
         raise BadInput(f"{path}: r or lora_alpha is {first['input']!r}: {first['msg']}") from None
-    # Experts have none.
-    possible = [name for name in whole.layers if not (spec.num_experts and name.startswith("linear_fc"))]
     by_layer = {
         name: {
             half: shape
             for entry in adapter_entries(spec, whole.model_copy(update={"layers": (name,)}))
             for half, shape in zip(entry.hf, entry.rule.hf_shapes(spec), strict=True)
         }
-        for name in possible
+        for name in whole.layers
     }
     layers = tuple(name for name, shapes in by_layer.items() if shapes.keys() & tensors.keys())
     shapes = {half: shape for name in layers for half, shape in by_layer[name].items()}
     if wrong := sorted(shapes.keys() ^ tensors.keys()) or ([] if layers else [PEFT_WEIGHTS]):
         problem = "is missing" if wrong[0] in shapes else "cannot be held"
         raise BadInput(
-            f"{folder}: tensor {wrong[0]} {problem}; expected A and B of all projections of {' or '.join(possible)} in "
+            f"{folder}: tensor {wrong[0]} {problem}; expected A and B of all projections of {' or '.join(by_layer)} in "
             f"every layer of a {spec.family} model: merge the adapters into their model"
         )
     for name, shape in shapes.items():
@@ -213,11 +206,6 @@ def check_adapter(spec: ModelSpec, config: AdapterConfig, section: TrainableConf
     """Raises BadInput where a model cannot have the adapters of the config; name is the config section."""
     if section.kind == "model":
         return
-    if spec.num_experts and any(layer.startswith("linear_fc") for layer in config.layers):
-        raise BadInput(
-            f"model.adapter.layers={list(config.layers)} with {name}.kind=adapter: experts of a {spec.family} model "
-            "have no adapters here, set [linear_qkv,linear_proj]"
-        )
     for entry in adapted_entries(spec, config):
         narrowest = min(min(part) for part in entry.rule.hf_shapes(spec))
         if config.rank > narrowest:

@@ -17,7 +17,7 @@ from torch.nn import Module, Parameter
 from vapo_megatron.collectives import gather_values, on_rank_zero
 from vapo_megatron.config.model import AdapterConfig
 from vapo_megatron.errors import RunFailed
-from vapo_megatron.weights.adapters import PEFT_CONFIG, adapted_layers, adapter_entries, local_adapters, write_peft
+from vapo_megatron.weights.adapters import PEFT_CONFIG, adapter_entries, adapters_of, local_adapters, write_peft
 from vapo_megatron.weights.bucket import Bucket, DeviceSlots, SharedSlots, batches
 from vapo_megatron.weights.gather import ParamShard, PartTimes, ShardReader, assemble, lay_out_entries
 from vapo_megatron.weights.hf_writer import (
@@ -72,7 +72,7 @@ def stream_hf(
     for entry, parameter in local_parameters(chunks, spec, head, mesh.tp_size):
         local.setdefault(entry, parameter)
     device = next(iter(local.values())).device
-    adapters = {module.weight: module.adapter for chunk in chunks for _, _, module in adapted_layers(chunk)}
+    adapters = {adapter.adapts: adapter for chunk in chunks for _, adapter in adapters_of(chunk)}
     source = ShardReader(local, adapters, spec, mesh, device)
     slots = slots or DeviceSlots(device)
     yield from _stream(source, entries(spec, head), bucket_bytes, slots, times or PartTimes())
@@ -83,7 +83,7 @@ def stream_adapters(
     chunks: Sequence[Module], spec: ModelSpec, mesh: MeshView, config: AdapterConfig
 ) -> Iterator[Bucket]:
     """The adapters of a model under PEFT's names without the prefix of its classes; otherwise as stream_hf."""
-    local = local_adapters(chunks, config.rank)
+    local = local_adapters(chunks)
     device = next(iter(local.values())).device
     source = ShardReader(local, {}, spec, mesh, device)
     yield from _stream(source, adapter_entries(spec, config), BUCKET_BYTES, DeviceSlots(device), PartTimes())

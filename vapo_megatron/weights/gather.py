@@ -63,14 +63,14 @@ class ShardReader:
     """The source of a stream: this rank's parameters, their adapters, and the layout over ranks."""
 
     local: Mapping[Entry, Parameter]
-    adapters: Mapping[Parameter, Any]
+    adapters: Mapping[Entry, Any]
     spec: ModelSpec
     mesh: MeshView
     device: torch.device
 
     def shard(self, entry: Entry) -> Tensor:
         """This rank's shard of an entry, with its adapter merged if it has one."""
-        parameter, adapter = self.local[entry].detach(), self.adapters.get(self.local[entry])
+        parameter, adapter = self.local[entry].detach(), self.adapters.get(entry)
         return parameter if adapter is None else adapter.merged(parameter)
 
 

@@ -68,7 +68,9 @@ def place_of(entry: Entry, spec: ModelSpec) -> Place:
     if entry.layer is None:
         return Place(name, (), shape, shape)
     if ADAPTER in name:
-        return Place(f"{LAYERS}{entry.layer}.{name}", (), shape, shape)
+        experts = () if entry.expert is None else (spec.num_experts,)
+        place = () if entry.expert is None else (entry.expert,)
+        return Place(f"{LAYERS}{entry.layer}.{name}", place, shape, (*experts, *shape))
     if entry.expert is not None:
         key = f"{LAYERS}{_EXPERTS}experts.{name.removeprefix(_EXPERTS)}"
         return Place(key, (entry.layer, entry.expert), shape, (spec.num_layers, spec.num_experts, *shape))

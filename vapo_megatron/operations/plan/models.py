@@ -7,7 +7,7 @@ modules save.
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 from vapo_megatron.checkpoint.manifest import OPTIMIZER_BYTES
@@ -57,13 +57,16 @@ def shard(spec: ModelSpec, head: Head, layout: LayoutConfig, stage: int) -> Shar
     return Shard(dense + _held(outside, spec, layout.tp), experts)
 
 
+@cache
 def adapter_shard(spec: ModelSpec, head: Head, layout: LayoutConfig, stage: int, config: AdapterConfig) -> Shard:
     """The trained part of such a shard in a model with adapters: these, and a critic's head."""
     layers = _layers(spec, layout, stage)
-    rules = [entry.rule for entry in adapter_entries(spec, config) if entry.layer in layers]
-    if head == "value" and stage == layout.pp - 1:
-        rules += spec.head_rules(head)
-    return Shard(_held(rules, spec, layout.tp), 0)
+    halves = adapter_entries(replace(spec, num_layers=1, num_experts=min(1, spec.num_experts)), config)
+    dense = len(layers) * _held((half.rule for half in halves if half.expert is None), spec, layout.tp)
+    expert = _held((half.rule for half in halves if half.expert is not None), spec, layout.tp)
+    outside = spec.head_rules(head) if head == "value" and stage == layout.pp - 1 else ()
+    experts = len(layers) * (spec.num_experts // layout.ep) * expert
+    return Shard(dense + _held(outside, spec, layout.tp), experts)
 
 
 def _layers(spec: ModelSpec, layout: LayoutConfig, stage: int) -> list[int]:
@@ -138,7 +141,7 @@ class PlannedModel:
             width = self.width + (0 if self.config.precision.fp8 == "none" else 2)
             adapters = 0
             if self.adapter is not None:
-                adapters = adapter_shard(self.spec, "lm", self.layout, stage, self.adapter).dense
+                adapters = adapter_shard(self.spec, "lm", self.layout, stage, self.adapter).parameters
             return float(self.shard(stage).parameters * width + adapters * self.width)
         if self.name == "reference":
             return 0.0

@@ -72,7 +72,7 @@ def propose_adapters(plan: Plan) -> list[Proposal]:
     proposals = []
     for count in range(1, len(whole) + 1):
         kinds = {name: getattr(plan.config, name).model_copy(update={"kind": "adapter"}) for name in whole[:count]}
-        with suppress(BadInput, ValidationError):  # what adapters rule out, those of experts for example
+        with suppress(BadInput, ValidationError):  # what adapters rule out, a rank that is too high for example
             config = PlanConfig.model_validate(plan.config.model_copy(update=kinds).model_dump())
             for best in propose(make_plan(config, plan.world))[:1]:
                 proposals.append(Proposal(best.plan, _changes(plan.config, best.plan.config)))

@@ -1,0 +1,51 @@
+"""Layers of experts whose weights one grouped layer holds, as Transformer Engine's do, on a machine without a GPU.
+
+Megatron's own TEGroupedMLP is used with a grouped layer of the same names, arguments and parameters.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.moe.experts import TEGroupedMLP
+from megatron.core.transformer.spec_utils import ModuleSpec
+from torch import Tensor
+
+from vapo_megatron.megatron import model
+
+
+class GroupedLinear(torch.nn.Module):
+    """What TEGroupedMLP takes for a linear layer: weight0, weight1, ... of its experts."""
+
+    def __init__(self, experts: int, inputs: int, outputs: int, *, config: Any, **_: Any) -> None:
+        super().__init__()
+        self.experts = experts
+        for number in range(experts):
+            self.register_parameter(
+                f"weight{number}", torch.nn.Parameter(torch.empty(outputs, inputs, dtype=config.params_dtype))
+            )
+
+    def forward(self, x: Tensor, tokens: Sequence[int]) -> tuple[Tensor, None]:
+        parts = enumerate(x.split(list(tokens)))
+        return torch.cat([F.linear(part, getattr(self, f"weight{number}")) for number, part in parts]), None
+
+
+def use_grouped_layers() -> None:
+    """Have this process build models with such layers."""
+    local_spec, install = model.layer_spec, model.install_swiglu
+
+    def grouped_spec(*arguments: Any) -> Any:
+        spec, norm = local_spec(*arguments)
+        linears = MLPSubmodules(linear_fc1=GroupedLinear, linear_fc2=GroupedLinear)
+        spec.submodules.mlp.submodules.experts = ModuleSpec(module=TEGroupedMLP, submodules=linears)
+        return spec, norm
+
+    def install_in_experts(built: torch.nn.Module) -> None:
+        install(built)
+        for module in built.modules():
+            if isinstance(module, TEGroupedMLP):
+                module.activation_func = model.swiglu
+
+    model.layer_spec, model.install_swiglu = grouped_spec, install_in_experts
