@@ -1,6 +1,6 @@
 """The commands of the command line, called in this process with a config that works until a case spoils it."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,36 @@ class Command:
             content = config or CONFIGS[command](self.folder, self.model)
             config = write_config(self.folder / f"{command}.yaml", content)
         return exit_code_of(command, config, *overrides)
+
+
+class Ranks:
+    """Stand in for the ranks that a command starts and for the report that it draws of their run.
+
+    A start fails the test until may_start() is called.
+
+    Attributes:
+        starts: the number of ranks, for every start.
+        reports: the run directories, for every report.
+    """
+
+    def __init__(self) -> None:
+        self.starts: list[int] = []
+        self.reports: list[list[Path]] = []
+        self._run: Callable[[], None] | None = None
+        self._report: Callable[[], str] = str
+
+    def may_start(self, run: Callable[[], None] = lambda: None, report: Callable[[], str] = str) -> None:
+        """run: called in place of the ranks. report: called in place of drawing; gives the path that is printed."""
+        self._run, self._report = run, report
+
+    def start(self, count: int, *_: object) -> None:
+        assert self._run is not None, "ranks were started"
+        self.starts.append(count)
+        self._run()
+
+    def draw(self, run_dirs: list[Path]) -> str:
+        self.reports.append(run_dirs)
+        return self._report()
 
 
 def assert_refused(command: Command, code: int, error: str, *named: str) -> None:

@@ -1,9 +1,12 @@
+"""A command with a config that works, and what stands in for the ranks that it would start."""
+
 from pathlib import Path
 
 import pytest
-from commands import Command
+from commands import Command, Ranks
 from tiny_runs import make_model
 
+from vapo_megatron.operations.report import report
 from vapo_megatron.run import launch
 
 
@@ -13,13 +16,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    def started(*_: object) -> None:
-        raise AssertionError("ranks were started")
-
-    monkeypatch.setattr(launch, "start_ranks", started)
+def ranks(monkeypatch: pytest.MonkeyPatch) -> Ranks:
+    stand_in = Ranks()
+    monkeypatch.setattr(launch, "start_ranks", stand_in.start)
+    monkeypatch.setattr(report, "write_report", stand_in.draw)
     for name in ("RANK", "WORLD_SIZE", "SLURM_NTASKS"):
         monkeypatch.delenv(name, raising=False)
+    return stand_in
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import CONFIGS, Command, assert_refused
+from commands import CONFIGS, Command, Ranks, assert_refused
 from tiny_runs import (
     CONTEXT,
     WORDS,
@@ -31,8 +31,6 @@ from vapo_megatron.checkpoint.lease import Lease
 from vapo_megatron.config.run import RunConfig
 from vapo_megatron.config.run_directory import MARKER, make_run_dir
 from vapo_megatron.errors import BadInput
-from vapo_megatron.operations.report import report
-from vapo_megatron.run import launch
 from vapo_megatron.signals import STOP_SIGNALS, stop_requested
 from vapo_megatron.weights.tiny import CHATML_TEMPLATE, word_tokenizer
 
@@ -40,33 +38,29 @@ USAGE = namedtuple("USAGE", "total used free")
 
 
 def test_the_configs_that_the_cases_spoil_are_good(
-    command: Command, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    command: Command, ranks: Ranks, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    counts: list[int] = []
-    monkeypatch.setattr(launch, "start_ranks", lambda count, *_: counts.append(count))
-    reported: list[list[Path]] = []
-    monkeypatch.setattr(report, "write_report", reported.append)
-    for name, ranks in (("train", 2), ("sft", 1)):
+    ranks.may_start()
+    for name, count in (("train", 2), ("sft", 1)):
         assert command.exit_code(name) == 0, capfd.readouterr().err
-        assert counts.pop() == ranks
+        assert ranks.starts.pop() == count
         assert [entry.name for entry in command.run_dir.iterdir()] == [MARKER, "config.yaml"]
         shutil.rmtree(command.run_dir)
-    assert reported == [[command.run_dir]], "train, and train alone, draws a report after the run"
+    assert ranks.reports == [[command.run_dir]], "train, and train alone, draws a report after the run"
     assert capfd.readouterr().err == ""
 
 
 @pytest.mark.parametrize("number", STOP_SIGNALS)
 def test_a_request_to_stop_that_comes_once_all_is_saved_is_passed_over(
-    command: Command, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], number: signal.Signals
+    command: Command, ranks: Ranks, capfd: pytest.CaptureFixture[str], number: signal.Signals
 ) -> None:
     """Python gives signals back to the system while it ends: one that is noted in the report may end it then."""
 
-    def slow_report(_: list[Path]) -> str:
+    def slow_report() -> str:
         os.kill(os.getpid(), number)
         return f"noted {stop_requested()}, then {signal.getsignal(number).name}"
 
-    monkeypatch.setattr(launch, "start_ranks", lambda *_: None)
-    monkeypatch.setattr(report, "write_report", slow_report)
+    ranks.may_start(report=slow_report)
     assert command.exit_code("train") == 0
     assert "report  noted None, then SIG_IGN" in capfd.readouterr().out
 
@@ -128,29 +122,21 @@ def test_what_the_critic_alone_reads_has_to_be_there_and_to_fit(
     ],
 )
 def test_what_is_most_often_a_mistake_is_told_of_and_runs(
-    command: Command,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-    overrides: list[str],
-    named: str,
+    command: Command, ranks: Ranks, capfd: pytest.CaptureFixture[str], overrides: list[str], named: str
 ) -> None:
-    started: list[int] = []
-    monkeypatch.setattr(launch, "start_ranks", lambda count, *_: started.append(count))
-    monkeypatch.setattr(report, "write_report", lambda _: None)
-    assert command.exit_code("train", *overrides) == 0 and started == [2]
+    ranks.may_start()
+    assert command.exit_code("train", *overrides) == 0 and ranks.starts == [2]
     error = capfd.readouterr().err
     assert error.count("\n") == 1 and error.startswith("vapo-megatron: caution: ") and named in error
 
 
 @pytest.mark.parametrize(("steps", "cautions"), [(4, 1), (5, 0)])
 def test_a_fine_tuning_shorter_than_its_warm_up_is_told_of(
-    command: Command, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], steps: int, cautions: int
+    command: Command, ranks: Ranks, capfd: pytest.CaptureFixture[str], steps: int, cautions: int
 ) -> None:
-    started: list[int] = []
-    monkeypatch.setattr(launch, "start_ranks", lambda count, *_: started.append(count))
-    monkeypatch.setattr(report, "write_report", lambda _: None)
+    ranks.may_start()
     warmup = ("actor.optimizer.warmup_steps=5", f"data.steps={steps}")
-    assert command.exit_code("sft", *warmup) == 0 and started
+    assert command.exit_code("sft", *warmup) == 0 and ranks.starts
     told = "vapo-megatron: caution: actor.optimizer.warmup_steps=5 (5 updates) is longer than the run (4)"
     assert capfd.readouterr().err.count(told) == cautions
 
@@ -210,11 +196,8 @@ def test_keys_and_values(
     assert_refused(command, code, capfd.readouterr().err, *named)
 
 
-def test_one_problem_many_times_is_told_of(
-    command: Command, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(launch, "start_ranks", lambda *_: None)
-    monkeypatch.setattr(report, "write_report", lambda _: None)
+def test_one_problem_many_times_is_told_of(command: Command, ranks: Ranks, capfd: pytest.CaptureFixture[str]) -> None:
+    ranks.may_start()
     rows = [{"problem": "1 plus 1", "answer": 2}] * 50
     path = write_rows(command.folder / "same.jsonl", rows)
     assert command.exit_code("train", config=_with_data(command, "train", "train", path)) == 0
@@ -386,15 +369,13 @@ AGENTS: dict[str, list[str]] = {
 
 @pytest.mark.parametrize("agent", AGENTS)
 def test_an_agent_that_cannot_be_trained_is_refused_before_ranks_start(
-    command: Command, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, agent: str
+    command: Command, capfd: pytest.CaptureFixture[str], ranks: Ranks, agent: str
 ) -> None:
-    counts: list[int] = []
-    monkeypatch.setattr(launch, "start_ranks", lambda count, *_: counts.append(count))
-    monkeypatch.setattr(report, "write_report", lambda _: None)
     fits = ["rollout.episode.max_tokens=64", "value_pretraining.enabled=false"]
     code = command.exit_code("train", *f"rollout.agent={agent}".split(), *fits)
     assert_refused(command, code, capfd.readouterr().err, *AGENTS[agent])
-    assert command.exit_code("train", f"rollout.agent={__name__}:plays", *fits) == 0 and counts == [2]
+    ranks.may_start()
+    assert command.exit_code("train", f"rollout.agent={__name__}:plays", *fits) == 0 and ranks.starts == [2]
     if "credit" not in agent:
         config = CONFIGS["evaluate"](command.folder, command.model)
         overrides = [*f"rollout.agent={agent}".split(), fits[0]]

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from commands import Command, assert_refused
+from threads import on_threads
 from tiny_runs import problems, train_config, write_config
 
 from vapo_megatron.checkpoint.manifest import PretrainingProgress
@@ -25,6 +26,7 @@ from vapo_megatron.data.tokenizer import TextTokenizer
 from vapo_megatron.evaluation.responses import response_of
 from vapo_megatron.monitoring.samples import SampleWriter
 from vapo_megatron.rewards.math import Grade
+from vapo_megatron.rewards.pool import Case
 from vapo_megatron.training.outputs import evaluate_sets
 from vapo_megatron.training.rollouts import Rollouts
 from vapo_megatron.training.value_pretraining import import_records
@@ -133,23 +135,21 @@ def evaluate_in_the_run(folder: Path, samples: list[Sample], tokenizer: TextToke
             drawn = [response_of(s, tokenizer.decode) for s in samples if s.prompt.id == prompt.id]
             keep((2 * drawn)[:k])
 
-    def grades(cases: list[Any], *_: Any) -> list[Grade | None]:
+    def grade_batch(cases: list[Case], on_done: Any) -> list[Grade]:
         texts = {response_of(s, tokenizer.decode).text: bool(s.correct) for s in samples}
-        return [None if case is None else Grade(texts[case.response], "equal") for case in cases]
+        return [Grade(texts[case.response], "equal") for case in cases]
 
     settings = config_of(folder, Path("unread"))
     rollouts = SimpleNamespace(
-        verifier="there is one",
+        verifier=SimpleNamespace(grade_batch=grade_batch),
         sampling=settings.sampling,
         seed=1,
         evaluation_prompts=[[samples[0].prompt, samples[1].prompt]],
         reward=settings.reward,
         generator=lambda *_: generate,
     )
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("vapo_megatron.evaluation.evaluator.grades_of", grades)
-        entry = EvalSet(name="sums", path="unread", samples=2)
-        evaluate_sets(cast(Rollouts, rollouts), [entry], settings.evaluation, folder, step)
+    entry = EvalSet(name="sums", path="unread", samples=2)
+    evaluate_sets(cast(Rollouts, rollouts), [entry], settings.evaluation, folder, step)
 
 
 @pytest.mark.parametrize("kind", ["run", "first_evaluation", "evaluation", "slime", "verl", "rows"])
@@ -205,19 +205,18 @@ class State:
         self.points += 1
 
 
-def test_a_resumed_run_imports_nothing_again(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vapo_megatron.training.value_pretraining.on_rank_zero", lambda work: work())
+def test_a_resumed_run_imports_nothing_again(tmp_path: Path, model: Path) -> None:
     tokenizer = TextTokenizer(model, config_of(tmp_path, model).data.prompt)
     sources = [recorded(tmp_path, tokenizer, kind) for kind in ("rows", "slime")]
     records, state = Records(config_of(tmp_path, model, *sources), tokenizer, 100), State(tmp_path)
-    import_records(records, None, state)  # type: ignore[arg-type]
+    on_threads(1, import_records, records, None, state)
     assert (state.recorded.table.samples, state.pretraining.iterations, state.points) == (6, 2, 1)
     assert len(state.recorded.prompt_ids.unique()) == 2, "one prompt is the same in both files"
     tokens: ExperienceBatch = next(iter(records.batches()))
     assert torch.equal(state.recorded.tokens_of(torch.arange(3))["tokens"], tokens.tokens)
     shutil.rmtree(tmp_path / "verl", ignore_errors=True)
     sources[0].unlink()
-    import_records(records, None, state)  # type: ignore[arg-type]
+    on_threads(1, import_records, records, None, state)
     assert state.recorded.table.samples == 6
 
 

@@ -1,10 +1,11 @@
 """Input that once ended in a stack trace, in silence, or was blamed on the wrong place."""
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from commands import CONFIGS, Command, assert_refused
+from commands import CONFIGS, Command, Ranks, assert_refused
 from tiny_runs import problems, train_config, write_config, write_rows
 
 from vapo_megatron.checkpoint.resume import check_config_change
@@ -12,7 +13,6 @@ from vapo_megatron.config.load import dump_config, load_config
 from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.engines.server.process import EngineServer
 from vapo_megatron.errors import BadInput, RunFailed
-from vapo_megatron.run import launch
 
 ROWS: dict[str, tuple[bytes, list[str]]] = {
     "surrogate": (b'{"problem": "1 plus 1", "answer": 2}\n{"problem": "\\ud800", "answer": 2}\n', [":2:", "\\ud800"]),
@@ -133,15 +133,15 @@ def test_all_keys_that_changed_at_a_resume_are_named(command: Command, tmp_path:
 
 
 def test_a_start_that_failed_early_does_not_block_the_command_that_mends_it(
-    command: Command, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    command: Command, ranks: Ranks, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    def failing(*_: object) -> None:
+    def failing() -> None:
         for name in ("logs/engine.log", "metrics.jsonl", "environment.json"):
             (command.run_dir / name).parent.mkdir(exist_ok=True)
             (command.run_dir / name).touch()
         raise RunFailed("no engine")
 
-    monkeypatch.setattr(launch, "start_ranks", failing)
+    ranks.may_start(failing)
     assert command.exit_code("train") == 1
     assert command.exit_code("train", "run.seed=2") == 1, capfd.readouterr().err
     assert "seed: 2" in (command.run_dir / "config.yaml").read_text()
@@ -152,16 +152,16 @@ def test_a_start_that_failed_early_does_not_block_the_command_that_mends_it(
 
 
 def test_ctrl_c_tells_what_is_saved_and_how_to_go_on(
-    command: Command, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    command: Command, ranks: Ranks, capfd: pytest.CaptureFixture[str]
 ) -> None:
     saved: list[str] = []
 
-    def interrupted(*_: object) -> None:
+    def interrupted() -> None:
         for name in saved:
             (command.run_dir / "checkpoints" / name).mkdir(parents=True)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(launch, "start_ranks", interrupted)
+    ranks.may_start(interrupted)
     assert command.exit_code("train") == 130
     error = capfd.readouterr().err
     assert error.count("\n") == 1 and "no checkpoint yet" in error
@@ -200,6 +200,6 @@ def test_an_engine_started_by_hand_is_asked_the_same(
 def test_a_tracker_that_is_not_installed_is_refused_before_the_run(
     command: Command, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    monkeypatch.setattr("vapo_megatron.run.first_look.find_spec", lambda _: None)
+    monkeypatch.setitem(sys.modules, "wandb", None)  # Python finds no such package
     code = command.exit_code(name, "monitoring.wandb=online")
     assert_refused(command, code, capfd.readouterr().err, "monitoring.wandb", "pip install")
