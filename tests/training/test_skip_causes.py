@@ -10,9 +10,8 @@ from batches import make_batch, spread
 from threads import on_threads
 
 from vapo_megatron.errors import RunFailed
-from vapo_megatron.training import skipped_updates
 from vapo_megatron.training.shards import ShardedBatch, seat
-from vapo_megatron.training.skipped_updates import CAUSES, SkippedUpdates
+from vapo_megatron.training.skipped_updates import CAUSES, MOST_IN_A_ROW, SkippedUpdates
 
 NAN, INF = float("nan"), float("inf")
 
@@ -35,15 +34,13 @@ def batch_with(field: str, value: float) -> ShardedBatch:
         ("values", "nonfinite_values"),
     ],
 )
-def test_a_rollout_that_is_not_finite_is_not_trained_on(
-    field: str, cause: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(skipped_updates, "MOST_IN_A_ROW", 2)
+def test_a_rollout_that_is_not_finite_is_not_trained_on(field: str, cause: str) -> None:
     judge = SkippedUpdates()
     assert judge.is_sound(batch_with(field, 0.0)) and judge.metrics() == {"skipped_updates/total": 0.0}
-    assert not judge.is_sound(batch_with(field, NAN)) and not judge.exhausted
+    for _ in range(MOST_IN_A_ROW - 1):
+        assert not judge.is_sound(batch_with(field, NAN)) and not judge.exhausted
     assert not judge.is_sound(batch_with(field, -INF)) and judge.exhausted
-    assert judge.metrics() == {"skipped_updates/total": 2.0, f"skipped_updates/{cause}": 2.0}
+    assert judge.metrics() == {"skipped_updates/total": MOST_IN_A_ROW, f"skipped_updates/{cause}": MOST_IN_A_ROW}
     assert judge.is_sound(batch_with(field, 0.0)) and not judge.exhausted
 
 
@@ -53,17 +50,17 @@ def test_greedy_rewards_that_are_not_finite_are_told() -> None:
     assert not judge.is_sound(batch) and judge.metrics()["skipped_updates/nonfinite_reward"] == 1
 
 
-def test_no_signal_and_nothing_selected_are_skipped_and_do_no_harm(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(skipped_updates, "MOST_IN_A_ROW", 1)
+def test_no_signal_and_nothing_selected_are_skipped_and_do_no_harm() -> None:
     judge, some, none = SkippedUpdates(), torch.tensor([True, False]), torch.zeros(2)
     assert judge.has_signal(some, some)
-    assert not judge.has_signal(some, none)
-    assert not judge.has_signal(none, none)
+    for _ in range(MOST_IN_A_ROW):
+        assert not judge.has_signal(some, none)
+        assert not judge.has_signal(none, none)
     assert not judge.has_signal(some, none)
     assert judge.metrics() == {
-        "skipped_updates/total": 3.0,
-        "skipped_updates/empty": 1.0,
-        "skipped_updates/no_signal": 2.0,
+        "skipped_updates/total": 2 * MOST_IN_A_ROW + 1,
+        "skipped_updates/empty": MOST_IN_A_ROW,
+        "skipped_updates/no_signal": MOST_IN_A_ROW + 1,
     }
     assert not judge.exhausted
 
@@ -106,11 +103,11 @@ def test_one_rank_that_refuses_is_enough() -> None:
     assert on_threads(3, judge) == [refused] * 3
 
 
-def test_updates_in_a_row_are_those_of_one_model_and_a_resumed_run_counts_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(skipped_updates, "MOST_IN_A_ROW", 2)
-    judge = SkippedUpdates()
-    assert verdicts(judge, [*norms(NAN), *norms(NAN, model="critic"), *norms(1.0)]) == [False, False, True]
-    assert not judge.exhausted and judge.state()["in_row"] == {"actor": 0, "critic": 1}
+def test_updates_in_a_row_are_those_of_one_model_and_a_resumed_run_counts_on() -> None:
+    judge, almost = SkippedUpdates(), [NAN] * (MOST_IN_A_ROW - 1)
+    rows = [*norms(*almost), *norms(*almost, model="critic"), *norms(1.0)]
+    assert verdicts(judge, rows) == [*[False] * len(almost), *[False] * len(almost), True]
+    assert not judge.exhausted and judge.state()["in_row"] == {"actor": 0, "critic": len(almost)}
     again = SkippedUpdates(json.loads(json.dumps(judge.state())))
     verdicts(again, norms(NAN))
     assert not again.exhausted
@@ -150,13 +147,12 @@ def test_a_rollout_of_nothing_is_empty() -> None:
     assert judge.is_sound(batch)
 
 
-def test_a_run_whose_updates_are_skipped_again_and_again_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(skipped_updates, "MOST_IN_A_ROW", 3)
+def test_a_run_whose_updates_are_skipped_again_and_again_ends(tmp_path: Path) -> None:
     judge = SkippedUpdates()
-    verdicts(judge, norms(NAN, NAN, NAN, model="critic"))
+    verdicts(judge, norms(*[NAN] * MOST_IN_A_ROW, model="critic"))
     assert judge.exhausted
     with pytest.raises(RunFailed) as failed:
         judge.end(tmp_path, step=5)
-    cause = "(the last one: nonfinite_grad_norm of the critic)"
-    assert str(failed.value).startswith(f"{tmp_path}: 3 skipped updates in a row at step 5 {cause}: docs/robustness.md")
+    cause = f"{MOST_IN_A_ROW} skipped updates in a row at step 5 (the last one: nonfinite_grad_norm of the critic)"
+    assert str(failed.value).startswith(f"{tmp_path}: {cause}: docs/robustness.md")
     assert failed.value.shared and failed.value.exit_code == 1
