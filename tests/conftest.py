@@ -21,7 +21,7 @@ from vapo_megatron.signals import STOP_SIGNALS
 # Ranks that a test forks never collect what it left: a process group's end waits for threads that they do not have.
 os.register_at_fork(after_in_child=gc.freeze)
 
-pytest_plugins = ["engine_server"]
+pytest_plugins = ["engine_server", "stand_ins"]
 
 # Files whose tests use the engine of engine_server.py: one worker runs them all, and starts it once.
 ONE_ENGINE = ("test_weight_sync.py", "test_episodes.py", "test_rollout_engine.py")

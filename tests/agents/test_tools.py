@@ -3,7 +3,6 @@
 import asyncio
 import os
 import resource
-import tempfile
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -77,13 +76,10 @@ def test_a_call_that_hangs_is_ended(code: str) -> None:
     ],
     ids=["files", "names", "folders", "removed files"],
 )
-def test_a_call_that_fills_the_disk_is_ended_and_leaves_nothing(
-    code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+def test_a_call_that_fills_the_disk_is_ended_and_leaves_nothing(code: str, temporary: Path) -> None:
     output, ended_well = run(code, seconds=20.0)
     assert not ended_well and "[stopped: it wrote more than 64 MiB]" in output
-    assert not list(tmp_path.iterdir())
+    assert not list(temporary.iterdir())
 
 
 def test_a_file_that_vanishes_leaves_the_others_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

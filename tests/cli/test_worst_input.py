@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 from commands import CONFIGS, Command, Ranks, assert_refused
+from stand_ins import Python
 from tiny_runs import problems, train_config, write_config, write_rows
 
 from vapo_megatron.checkpoint.resume import check_config_change
 from vapo_megatron.config.load import dump_config, load_config
 from vapo_megatron.config.train import TrainConfig
-from vapo_megatron.engines.server.process import EngineServer
 from vapo_megatron.errors import BadInput, RunFailed
 
 ROWS: dict[str, tuple[bytes, list[str]]] = {
@@ -181,19 +181,14 @@ def test_arguments_that_sglang_refuses_are_told_of_before_anything_starts(
 
 
 def test_an_engine_started_by_hand_is_asked_the_same(
-    command: Command, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    command: Command, capfd: pytest.CaptureFixture[str], python: Python
 ) -> None:
-    def refuse(self: EngineServer) -> None:
-        raise BadInput(f"rollout.server_args: {self._config.server_args}")
-
-    def start(self: EngineServer) -> None:
-        raise AssertionError("it was started")
-
-    monkeypatch.setattr(EngineServer, "check_arguments", refuse)
-    monkeypatch.setattr(EngineServer, "start", start)
+    python.refuse("no such size")
     config = train_config(command.folder, command.model)
     code = command.exit_code("engine", "rollout.server_args.ep_size=2", config=config)
-    assert_refused(command, code, capfd.readouterr().err, "rollout.server_args: {'ep_size': 2}")
+    assert_refused(command, code, capfd.readouterr().err, "rollout.server_args: ", "ep_size=2 (no such size)")
+    ((arguments, _),) = python.programs()
+    assert arguments[2] == "check" and arguments[-2:] == ["--ep-size", "2"], "none was started"
 
 
 @pytest.mark.parametrize("name", ["train", "sft"])

@@ -1,6 +1,5 @@
 from pathlib import Path
 
-import huggingface_hub
 import pyarrow
 import pytest
 from pyarrow import parquet
@@ -16,20 +15,12 @@ from vapo_megatron.errors import BadInput
 COMMIT = "a" * 40
 
 
-@pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setattr("huggingface_hub._snapshot_download.constants.HF_HUB_CACHE", str(tmp_path))
-    return tmp_path
-
-
-def _repository(cache: Path, folder: str, revision: str) -> Path:
+def _repository(hub_cache: Path, folder: str, revision: str) -> Path:
     """An empty repository in the cache, as a download leaves it; its files' folder."""
-    ref = cache / folder / "refs" / revision
+    ref = hub_cache / folder / "refs" / revision
     ref.parent.mkdir(parents=True)
     ref.write_text(COMMIT)
-    snapshot = cache / folder / "snapshots" / COMMIT
+    snapshot = hub_cache / folder / "snapshots" / COMMIT
     snapshot.mkdir(parents=True)
     return snapshot
 
@@ -39,8 +30,8 @@ def _shard(folder: Path, number: int, rows: list[dict[str, str]]) -> None:
     parquet.write_table(pyarrow.Table.from_pylist(rows), folder / f"{number:04}.parquet")
 
 
-def test_a_data_set_of_the_hub_is_read_by_a_part_of_its_path_over_all_its_files(cache: Path) -> None:
-    snapshot = _repository(cache, "datasets--some--sums", "main")
+def test_a_data_set_of_the_hub_is_read_by_a_part_of_its_path_over_all_its_files(hub_cache: Path) -> None:
+    snapshot = _repository(hub_cache, "datasets--some--sums", "main")
     _shard(snapshot / "main" / "train", 1, [{"question": "c", "answer": "3"}])
     _shard(snapshot / "main" / "train", 0, [{"question": "a", "answer": "1"}, {"question": "b", "answer": "2"}])
     _shard(snapshot / "main" / "test", 0, [{"question": "t", "answer": "9"}])
@@ -65,8 +56,8 @@ def test_a_data_set_of_the_hub_is_read_by_a_part_of_its_path_over_all_its_files(
         read_problems(Path("hub:some/sums"), fields)
 
 
-def test_a_model_of_the_hub_becomes_its_folder_here(cache: Path) -> None:
-    snapshot = _repository(cache, "models--some--model", "main")
+def test_a_model_of_the_hub_becomes_its_folder_here(hub_cache: Path) -> None:
+    snapshot = _repository(hub_cache, "models--some--model", "main")
     config = load_config(SftConfig, None, ["model.path=hub:some/model", "data.path=x"], PRESETS)
     assert config.model.path == str(snapshot)
     values = {"algorithm": {"kl": {"reference_path": "hub:some/model@main"}}, "critic": {"model_path": "elsewhere"}}
@@ -75,7 +66,7 @@ def test_a_model_of_the_hub_becomes_its_folder_here(cache: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["hub:nobody/nothing", "hub:nobody", "hub:a/b/c"])
-def test_what_cannot_be_had_is_refused_by_name(cache: Path, name: str) -> None:
+def test_what_cannot_be_had_is_refused_by_name(hub_cache: Path, name: str) -> None:
     with pytest.raises(BadInput, match=rf"^data\.train: {name}: "):
         read_problems(Path(name), FieldNames(), key="data.train")
     with pytest.raises(BadInput, match=rf"^model\.path: {name}: "):

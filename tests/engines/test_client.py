@@ -47,14 +47,14 @@ def test_a_call_while_connections_are_being_closed_opens_its_own() -> None:
     """A group goes to a server at the moment in which another one has found it to be gone."""
 
     async def answer(request: web.Request) -> web.Response:
-        if request.path == "/begin_weight_update":
+        if request.path == f"/{columns.ABORT_PATH}":
             await asyncio.sleep(60)
         return web.json_response({})
 
     async def calls() -> None:
         async with served(answer) as url:
             client = EngineClient(EngineAddress(url, "no log"), 5.0)
-            slow = asyncio.create_task(client._call("begin_weight_update", {}))
+            slow = asyncio.create_task(client.abort(["a response"]))
             await asyncio.sleep(0.1)
             closing = asyncio.create_task(client.close())
             await asyncio.sleep(0)

@@ -2,9 +2,13 @@
 
 import asyncio
 import json
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+from urllib.parse import parse_qs
 
 import numpy as np
 import pytest
@@ -13,6 +17,7 @@ from vapo_megatron.config.rollout import RolloutConfig, SamplingConfig
 from vapo_megatron.data.prompts import PromptSource
 from vapo_megatron.data.sample import FinishReason, Prompt, Sample
 from vapo_megatron.engines.dispatcher import Dispatcher
+from vapo_megatron.engines.inside.heartbeat import END_PATH
 from vapo_megatron.engines.ledger import Ledger, StepRule
 from vapo_megatron.engines.request import GenerationRequest, GroupRequest
 from vapo_megatron.engines.server.client import Completion
@@ -35,6 +40,7 @@ class Client:
         self.gone = asyncio.Event()
         self.stopped = asyncio.Event()
         self.read: list[tuple[list[int], int]] = []
+        self.refusal: RunFailed | None = None
 
     async def generate(
         self, prompts: Sequence[Any], params: Any, experts: Any, ids: Sequence[str], unfinished: bool
@@ -47,6 +53,8 @@ class Client:
             await asyncio.wait(waits, timeout=self.seconds, return_when=asyncio.FIRST_COMPLETED)
             if self.gone.is_set():
                 raise TryAgain("the server is gone")
+            if self.refusal is not None:
+                raise self.refusal
             if self.stopped.is_set() and unfinished:
                 self.stopped.clear()
                 return [self.completion(prompts[0][0], 3, "abort"), self.completion(prompts[0][0], 2, "stop")]
@@ -70,13 +78,36 @@ class Client:
         self.gone.set()
 
 
-def dispatcher(*seconds: float, version: int = 0, **settings: Any) -> tuple[Dispatcher, list[Client]]:
-    addresses = [EngineAddress(f"http://engine{n}", "no log") for n in range(len(seconds))]
-    made = Dispatcher(addresses, RolloutConfig(**settings), [1])
-    clients = [Client(address, time, version) for address, time in zip(addresses, seconds, strict=True)]
-    for engine, client in zip(made._engines, clients, strict=True):
-        engine.client = client  # type: ignore[assignment]
-    return made, clients
+def dispatcher(
+    *seconds: float, urls: Sequence[str] = (), are_replaced: bool = False, **settings: Any
+) -> tuple[Dispatcher, list[Client]]:
+    """seconds: in which each server answers. urls: where they are; http://engine0 and so on by default."""
+    places = urls or [f"http://engine{n}" for n in range(len(seconds))]
+    clients = {url: Client(EngineAddress(url, "no log"), time) for url, time in zip(places, seconds, strict=True)}
+    addresses = [client.address for client in clients.values()]
+    chosen: Any = lambda address, _: clients[address.url]  # noqa: E731
+    return Dispatcher(addresses, RolloutConfig(**settings), [1], are_replaced, client=chosen), list(clients.values())
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[list[str], list[str]]]:
+    """URLs of three servers that can be asked to end, and the requests so far: which one, and the cause."""
+    asked: list[str] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            path, _, query = self.path.partition("?")
+            assert path.endswith(f"/{END_PATH}")
+            asked.append(f"{path.split('/')[1]}: {parse_qs(query)['cause'][0]}")
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None: ...
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+        yield [f"http://127.0.0.1:{server.server_port}/engine{number}" for number in range(3)], asked
+        server.shutdown()
 
 
 def request(version: int = 0) -> GenerationRequest:
@@ -99,8 +130,8 @@ def test_groups_come_in_the_order_asked_for_and_go_where_there_is_room() -> None
 
 def test_what_a_lost_server_had_goes_to_the_others_first_of_all() -> None:
     made, clients = dispatcher(30.0, 0.02, max_running_requests=2)
-    with made:
-        work = made.loop.start(made._collect(request(), lambda _: None, made.generate))
+    with made, ThreadPoolExecutor() as threads:
+        work = threads.submit(made.collect, request())
         while len(clients[1].asked) < 4 and not work.done():
             time.sleep(0.001)
         made.lose("http://engine0")
@@ -110,33 +141,32 @@ def test_what_a_lost_server_had_goes_to_the_others_first_of_all() -> None:
     assert had and clients[1].asked[4:][: len(had) + 2].index(had[0]) <= 2, "not behind those that wait"
 
 
-def test_a_server_that_dies_or_lies_gets_nothing_more_until_it_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    ended: list[tuple[str, str]] = []
-    monkeypatch.setattr(
-        "vapo_megatron.engines.dispatcher.end_server", lambda where, why: ended.append((where.url, why))
-    )
-    made, clients = dispatcher(0.03, 30.0, 0.01, max_running_requests=2)
-    made._are_replaced = True
+def test_a_server_that_dies_or_lies_gets_nothing_more_until_it_is_used_again(ends: tuple[list[str], list[str]]) -> None:
+    urls, ended = ends
+    made, clients = dispatcher(0.03, 30.0, 0.01, urls=urls, are_replaced=True, max_running_requests=2)
     clients[2].version = 3  # of weights that nobody wants
-    with made:
-        work = made.loop.start(made._collect(request(), lambda _: None, made.generate))
+    with made, ThreadPoolExecutor() as threads:
+        work = threads.submit(made.collect, request())
         while not clients[1].asked:
             time.sleep(0.001)
         made.loop.run(clients[1].close())
         samples = work.result(timeout=10)
         assert [s.group for s in samples] == [g for g in range(12) for _ in range(2)]
         assert {s.weight_version for s in samples} == {0} and len(clients[1].asked) <= 2 and len(clients[2].asked) <= 2
-        (url, why), *_ = ended  # the dead one cannot be told to end
-        assert url == "http://engine2" and "of version 3 to 3, expected 0" in why and len(ended) == 1
+        told = time.monotonic() + 5
+        while not ended and time.monotonic() < told:
+            time.sleep(0.01)
+        (cause,) = ended  # the dead one cannot be told to end
+        assert cause.startswith("engine2: ") and "of version 3 to 3, expected 0" in cause
         clients[2].version = 0
         asked = len(clients[2].asked)
-        made.use(["http://engine0", "http://engine2"])
+        made.use([urls[0], urls[2]])
         assert len(made.collect(request())) == 24 and len(clients[2].asked) > asked
 
 
-def test_without_any_server_somebody_is_called_or_the_cause_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vapo_megatron.engines.dispatcher._LOOK_SECONDS", 0.02)
-    made, clients = dispatcher(0.05, 0.05)
+def test_without_any_server_somebody_is_called(look_every: Callable[[float], None]) -> None:
+    look_every(0.02)
+    made, clients = dispatcher(0.05, 0.05, are_replaced=True)
     calls: list[int] = []
 
     def bring_back() -> None:
@@ -145,37 +175,42 @@ def test_without_any_server_somebody_is_called_or_the_cause_is_raised(monkeypatc
             clients[0].gone.clear()
             made.use(["http://engine0"])
 
-    ended: list[str] = []
-    monkeypatch.setattr("vapo_megatron.engines.dispatcher.end_server", lambda where, why: ended.append(where.url))
     for client in clients:
         client.gone.set()
     with made:
-        made.when_stranded, made._are_replaced = bring_back, True
+        made.when_stranded = bring_back
         samples = made.collect(request())
-        assert len(calls) == 3 and [s.group for s in samples] == [g for g in range(12) for _ in range(2)]
-        clients[0].gone.set()
-        made.when_stranded, made._are_replaced = None, False
-        made.use(["http://engine0"])
+    assert len(calls) == 3 and [s.group for s in samples] == [g for g in range(12) for _ in range(2)]
+
+
+def test_where_no_server_is_replaced_the_cause_of_the_last_is_raised(ends: tuple[list[str], list[str]]) -> None:
+    urls, ended = ends
+    made, clients = dispatcher(0.05, 0.05, urls=urls[:2])
+    for client in clients:
+        client.gone.set()
+    with made:
+        made.use(urls[:1])
         with pytest.raises(TryAgain, match="gone"):
             made.collect(request())
         clients[1].gone.clear()
         clients[1].version = 3
-        made.use(["http://engine1"])
+        made.use(urls[1:2])
         with pytest.raises(RunFailed, match="of version 3 to 3, expected 0"):
             made.collect(request())
         clients[1].version = 0
         assert len(made.collect(request())) == 24, "it may be asked again"
+        clients[0].gone.clear()
+        clients[0].version = 3
+        made.use(urls)
+        assert {sample.weight_version for sample in made.collect(request())} == {0}
+        assert clients[0].asked[-1] < 11, "the other one wrote the rest"
+        time.sleep(0.1)
     assert not ended, "nobody would start it again"
 
 
-def test_a_refusal_ends_all_and_what_runs_is_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
-    made, clients = dispatcher(0.01, 30.0)
-
-    async def refuse(*_: Any) -> None:
-        await asyncio.sleep(0.1)
-        raise RunFailed("generate was refused")
-
-    monkeypatch.setattr(clients[0], "generate", refuse)
+def test_a_refusal_ends_all_and_what_runs_is_aborted() -> None:
+    made, clients = dispatcher(0.1, 30.0)
+    clients[0].refusal = RunFailed("generate was refused")
     with made, pytest.raises(RunFailed, match="refused"):
         made.collect(request())
     assert len(clients[1].aborted) == 2 * len(clients[1].asked) > 0 and not clients[1].running

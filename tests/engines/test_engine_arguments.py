@@ -1,38 +1,29 @@
 """What an engine is started with on GPUs, as a stand-in for its program sees it."""
 
-import json
-import sys
 import time
 from pathlib import Path
 
 import pytest
+from stand_ins import Python
 
 from vapo_megatron.config.rollout import RolloutConfig
 from vapo_megatron.engines.server.process import EngineServer
 
 
 @pytest.fixture
-def arguments_of(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def arguments_of(python: Python, tmp_path: Path):
     """A function from a config to the command line of its server."""
-    told, program = tmp_path / "told.json", tmp_path / "python"
-    program.write_text(
-        f"#!{sys.executable}\nimport json, sys\n'owner_guard' not in sys.argv[2] or sys.exit()\n"
-        f"json.dump(sys.argv, open({str(told)!r} + '.part', 'w'))\n"
-        f"import os; os.rename({str(told)!r} + '.part', {str(told)!r})\n"
-    )
-    program.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(program))
 
     def start(config: RolloutConfig, dtype: str, devices: range | None) -> list[str]:
-        told.unlink(missing_ok=True)
-        server = EngineServer("model", config, dtype, tmp_path / "engine.log", devices)
+        server, programs = EngineServer("model", config, dtype, tmp_path / "engine.log", devices), []
         server.start()
         end = time.monotonic() + 30
-        while not told.exists():
+        while not (served := [arguments for arguments, _ in programs if "owner_guard" not in arguments[1]]):
             assert time.monotonic() < end, (tmp_path / "engine.log").read_text()
             time.sleep(0.02)
+            programs += python.programs()
         server.stop()
-        return list(json.loads(told.read_text()))
+        return served[0]
 
     return start
 

@@ -1,10 +1,11 @@
 """Engines over nodes: what is found out about them before anything is started, on nodes of two GPUs."""
 
+from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from stand_ins import Python
 from tiny_runs import make_model, train_config
 
 from vapo_megatron.config.train import TrainConfig
@@ -13,23 +14,22 @@ from vapo_megatron.run import first_checks, preflight
 
 
 @pytest.fixture(autouse=True)
-def node_of_two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+def node_of_two_gpus(monkeypatch: pytest.MonkeyPatch, gpus: Callable[[int], None]) -> None:
     """As Slurm shows them."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
-    platform: Any = SimpleNamespace(is_cuda=True, device_count=lambda: 2)
-    for module in (first_checks, preflight):
-        monkeypatch.setattr(module, "current_platform", lambda: platform)
+    gpus(2)
 
 
 def config_of(folder: Path, **rollout: Any) -> TrainConfig:
     return TrainConfig.model_validate(train_config(folder, make_model(folder / "model")) | {"rollout": rollout})
 
 
-@pytest.mark.parametrize(("tp", "gpus"), [(1, "4"), (2, "4,5")])
-def test_arguments_are_those_of_the_first_engine(tmp_path: Path, tp: int, gpus: str) -> None:
-    server = preflight.first_engine(config_of(tmp_path, tp=tp, server_args={"ep_size": tp}), None)
-    assert server._environment(tmp_path)["CUDA_VISIBLE_DEVICES"] == gpus
-    assert server._engine_args()[-2:] == ["--ep-size", str(tp)]
+@pytest.mark.parametrize(("tp", "devices"), [(1, "4"), (2, "4,5")])
+def test_arguments_are_those_of_the_first_engine(tmp_path: Path, python: Python, tp: int, devices: str) -> None:
+    preflight.first_engine(config_of(tmp_path, tp=tp, server_args={"ep_size": tp}), None).check_arguments()
+    ((arguments, environment),) = python.programs()
+    assert environment["CUDA_VISIBLE_DEVICES"] == devices
+    assert arguments[-2:] == ["--ep-size", str(tp)]
 
 
 def test_an_engine_is_on_one_node(tmp_path: Path) -> None:

@@ -6,17 +6,16 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+from stand_ins import Clock
 from stub_engine import StubServer
 
 from vapo_megatron.config.rollout import HealthConfig, RolloutConfig
-from vapo_megatron.engines import keeper as keeper_module
-from vapo_megatron.engines.inside import heartbeat
 from vapo_megatron.engines.inside.heartbeat import Heartbeat, beats_with, register
 from vapo_megatron.engines.keeper import EngineKeeper, ask_health, end_server, is_named, what_is_wrong
 from vapo_megatron.engines.server.process import EngineAddress, EngineServer
@@ -25,19 +24,46 @@ HEALTH = HealthConfig(answer_s=2, max_failures=2)
 DEADLINE = 30
 
 
+LOOK_SECONDS = 0.1
+
+
 @pytest.fixture(autouse=True)
-def often(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A server is looked at ten times a second."""
-    monkeypatch.setattr(keeper_module, "LOOK_SECONDS", 0.1)
+def often(look_every: Callable[[float], None]) -> None:
+    look_every(LOOK_SECONDS)
+
+
+class Server(StubServer):
+    """A server of two processes, whose keeper may stumble over it.
+
+    Attributes:
+        refusals: raised by its next starts, one each.
+        confusion: raised when it is asked for its lost processes.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.refusals: list[Exception] = []
+        self.confusion: Exception | None = None
+
+    def start_again(self) -> None:
+        if self.refusals:
+            self.starts += 1
+            raise self.refusals.pop(0)
+        self.start()
+
+    def lost(self) -> str | None:
+        if self.confusion is not None:
+            raise self.confusion
+        return super().lost()
 
 
 @pytest.fixture
-def stub(tmp_path: Path) -> StubServer:
-    return StubServer(tmp_path)
+def stub(tmp_path: Path) -> Server:
+    return Server(tmp_path)
 
 
 @pytest.fixture
-def keeper(stub: StubServer) -> Iterator[EngineKeeper]:
+def keeper(stub: Server) -> Iterator[EngineKeeper]:
     keeper = EngineKeeper(stub, RolloutConfig(start_timeout_s=20, health=HEALTH))  # type: ignore[arg-type]
     keeper.start()
     keeper.wait_until_ready()
@@ -67,7 +93,7 @@ def is_alive(pid: int) -> bool:
     ],
 )
 def test_a_server_with_a_dead_or_stopped_process_is_replaced(
-    keeper: EngineKeeper, stub: StubServer, role: str, number: int, cause: str
+    keeper: EngineKeeper, stub: Server, role: str, number: int, cause: str
 ) -> None:
     before, address = stub.processes, keeper.address
     assert before.keys() == {"scheduler", "server"}
@@ -79,15 +105,15 @@ def test_a_server_with_a_dead_or_stopped_process_is_replaced(
     wait_until(keeper, "serving")
     assert keeper.address == address and stub.processes.keys() == before.keys()
     assert re.search(cause, keeper.look().cause), keeper.look().cause
-    time.sleep(5 * keeper_module.LOOK_SECONDS)
+    time.sleep(5 * LOOK_SECONDS)
     assert keeper.look().state == "serving" and keeper.look().failures == 1
 
 
-def test_a_server_that_is_told_to_end_starts_again_when_it_may(keeper: EngineKeeper, stub: StubServer) -> None:
+def test_a_server_that_is_told_to_end_starts_again_when_it_may(keeper: EngineKeeper, stub: Server) -> None:
     keeper.let_start(False)
     end_server(keeper.address, "a test")
     wait_until(keeper, "waiting")
-    time.sleep(3 * keeper_module.LOOK_SECONDS)
+    time.sleep(3 * LOOK_SECONDS)
     assert keeper.look().state == "waiting" and ask_health(keeper.address, 1) is None and stub.starts == 1
     keeper.let_start(True)
     wait_until(keeper, "starting")
@@ -97,7 +123,7 @@ def test_a_server_that_is_told_to_end_starts_again_when_it_may(keeper: EngineKee
     wait_until(keeper, "serving")
 
 
-def test_failures_in_a_row_end_it(keeper: EngineKeeper, stub: StubServer) -> None:
+def test_failures_in_a_row_end_it(keeper: EngineKeeper, stub: Server) -> None:
     keeper.fail("log-probs differ")
     wait_until(keeper, "serving")
     keeper.survived()
@@ -109,15 +135,13 @@ def test_failures_in_a_row_end_it(keeper: EngineKeeper, stub: StubServer) -> Non
     told = keeper.look()
     assert (told.state, told.failures) == ("given up", 4)
     assert told.cause == f"{keeper.address.url}: log-probs differ again"
-    time.sleep(5 * keeper_module.LOOK_SECONDS)
+    time.sleep(5 * LOOK_SECONDS)
     assert keeper.look().state == "given up" and stub.starts == 4
 
 
-def test_open_requests_without_a_batch_are_a_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("temporary")
+def test_open_requests_without_a_batch_are_a_hang(clock: Clock) -> None:
     """Time stands still for a scheduler that has requests and begins no batch; idle time does not count."""
-    now = 0.0
-    monkeypatch.setattr(heartbeat.tempfile, "gettempdir", lambda: str(tmp_path))
-    monkeypatch.setattr(heartbeat.time, "monotonic", lambda: now)
 
     class Scheduler:
         def run_batch(self, batch: str) -> str:
@@ -130,7 +154,7 @@ def test_open_requests_without_a_batch_are_a_hang(tmp_path: Path, monkeypatch: p
     def wrong() -> str | None:
         return what_is_wrong(health(told), RolloutConfig(start_timeout_s=1))
 
-    for now, open_requests, works, is_wrong in [
+    for clock.now, open_requests, works, is_wrong in [
         (500.0, 0, False, False),  # idle
         (610.0, 2, False, False),  # since 110 s
         (615.0, 2, True, False),
@@ -141,20 +165,18 @@ def test_open_requests_without_a_batch_are_a_hang(tmp_path: Path, monkeypatch: p
         requests[:] = range(open_requests)
         if works:
             assert Scheduler().run_batch("batch") == "batch"
-        assert (wrong() is not None) == is_wrong, now
-    now = 900.0
+        assert (wrong() is not None) == is_wrong, clock.now
+    clock.now = 900.0
     assert "2 requests wait and no batch has ended for 159 s" in str(wrong())
 
 
-def test_first_batches_may_compile_and_a_pause_is_no_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    now, paused = 0.0, False
-    monkeypatch.setattr(heartbeat.tempfile, "gettempdir", lambda: str(tmp_path))
-    monkeypatch.setattr(heartbeat.time, "monotonic", lambda: now)
+@pytest.mark.usefixtures("temporary")
+def test_first_batches_may_compile_and_a_pause_is_no_hang(clock: Clock) -> None:
+    paused = False
     told = Heartbeat(lambda: ["a request"], lambda: paused)
 
     def after(seconds: float) -> str | None:
-        nonlocal now
-        now += seconds
+        clock.now += seconds
         return what_is_wrong(health(told), RolloutConfig())
 
     class Scheduler:
@@ -175,32 +197,17 @@ def test_first_batches_may_compile_and_a_pause_is_no_hang(tmp_path: Path, monkey
     assert after(2) is None and after(110) is None and after(20) is not None
 
 
-def test_what_its_keeper_stumbles_over_is_told(
-    keeper: EngineKeeper, stub: StubServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_its_keeper_stumbles_over_is_told(keeper: EngineKeeper, stub: Server) -> None:
     """The thread must not end without a word: who waits for the server would wait for ever."""
-    causes: list[Exception] = [OSError(28, "No space left on device"), RuntimeError("a surprise")]
-
-    def start_again() -> None:
-        if stub.starts < 3:
-            stub.starts += 1
-            raise causes[stub.starts - 2]
-        stub.start()
-
-    monkeypatch.setattr(stub, "start_again", start_again)
+    stub.refusals = [OSError(28, "No space left on device"), RuntimeError("a surprise")]
     keeper.fail("a test")  # the disk is full for a moment
     wait_until(keeper, "given up")
     assert "its keeper failed (RuntimeError: a surprise)" in keeper.look().cause
 
 
-def test_a_server_whose_keeper_failed_is_ended(
-    keeper: EngineKeeper, stub: StubServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def stumble(*_: Any) -> None:
-        raise RuntimeError("a surprise")
-
+def test_a_server_whose_keeper_failed_is_ended(keeper: EngineKeeper, stub: Server) -> None:
     before = stub.processes
-    monkeypatch.setattr("vapo_megatron.engines.keeper.what_is_wrong", stumble)
+    stub.confusion = RuntimeError("a surprise")
     wait_until(keeper, "given up")
     deadline = time.monotonic() + 10  # killed processes end a moment after the signal
     while any(is_alive(pid) for pid in before.values()):
@@ -208,12 +215,19 @@ def test_a_server_whose_keeper_failed_is_ended(
         time.sleep(0.05)
 
 
-def test_a_long_service_does_not_excuse_a_lie(keeper: EngineKeeper) -> None:
-    for served, in_a_row in ((False, 1), (False, 2), (True, 1)):
-        keeper._served -= 2 * 20  # start_timeout_s
-        keeper.fail("a lie", served)
-        assert keeper.look().in_a_row == in_a_row
-        wait_until(keeper, "serving")
+def test_a_long_service_does_not_excuse_a_lie(stub: Server) -> None:
+    long = 0.3
+    keeper = EngineKeeper(stub, RolloutConfig(start_timeout_s=long, health=HEALTH), start_timeout_s=20)  # type: ignore[arg-type]
+    keeper.start()
+    keeper.wait_until_ready()
+    try:
+        for served, in_a_row in ((False, 1), (False, 2), (True, 1)):
+            time.sleep(long)
+            keeper.fail("a lie", served)
+            assert keeper.look().in_a_row == in_a_row
+            wait_until(keeper, "serving")
+    finally:
+        keeper.stop()
 
 
 def test_a_cause_names_the_server_of_its_whole_url() -> None:

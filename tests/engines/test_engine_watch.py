@@ -4,7 +4,7 @@ import math
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,6 @@ import pytest
 from stub_engine import StubServer
 
 from vapo_megatron.config.rollout import HealthConfig, RolloutConfig
-from vapo_megatron.engines import keeper
 from vapo_megatron.engines.keeper import EngineKeeper, ExternalServer, ask_health
 from vapo_megatron.engines.remote_engines import take_back
 
@@ -21,10 +20,12 @@ CONFIG = RolloutConfig(health=HealthConfig(answer_s=1.0, max_failures=1))
 DEADLINE = 20
 
 
+LOOK_SECONDS = 0.1
+
+
 @pytest.fixture(autouse=True)
-def often(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A server is looked at ten times a second."""
-    monkeypatch.setattr(keeper, "LOOK_SECONDS", 0.1)
+def often(look_every: Callable[[float], None]) -> None:
+    look_every(LOOK_SECONDS)
 
 
 @pytest.fixture
@@ -36,12 +37,21 @@ def stub(tmp_path: Path) -> Iterator[StubServer]:
     server.stop()
 
 
-def external(stub: StubServer, agreed: dict[str, Any]) -> ExternalServer:
-    return ExternalServer(stub.address, partial(take_back, answer_s=CONFIG.health.answer_s, agreed=agreed))
+def stumble(*_: Any) -> None:
+    raise KeyError("lost")
 
 
-def watched(stub: StubServer, agreed: dict[str, Any], lost: list[str]) -> EngineKeeper:
-    watch = EngineKeeper(external(stub, agreed), CONFIG, start_timeout_s=math.inf)
+class Confusing(ExternalServer):
+    """Nobody can say which of its processes are lost."""
+
+    lost = stumble
+
+
+def watched(
+    stub: StubServer, agreed: dict[str, Any], lost: list[str], server: type[ExternalServer] = ExternalServer
+) -> EngineKeeper:
+    take = partial(take_back, answer_s=CONFIG.health.answer_s, agreed=agreed)
+    watch = EngineKeeper(server(stub.address, take), CONFIG, start_timeout_s=math.inf)
     watch.when_lost = lost.append
     watch.wait_until_ready()
     return watch
@@ -94,20 +104,15 @@ def test_one_that_comes_back_as_another_is_not_taken(stub: StubServer, caplog: p
         stub.stop()
         stub.start_again()
         stub.wait_until_ready()
-        time.sleep(5 * keeper.LOOK_SECONDS)
+        time.sleep(5 * LOOK_SECONDS)
         assert watch.look().state == "starting" and "was started with rollout.tp=None and this run has 2" in caplog.text
     finally:
         watch.stop()
 
 
-def test_what_its_watch_stumbles_over_is_told(stub: StubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_its_watch_stumbles_over_is_told(stub: StubServer) -> None:
     lost: list[str] = []
-
-    def stumble(*_: Any) -> None:
-        raise KeyError("lost")
-
-    monkeypatch.setattr("vapo_megatron.engines.keeper.what_is_wrong", stumble)
-    watch = watched(stub, {}, lost)
+    watch = watched(stub, {}, lost, Confusing)
     try:
         wait_until(watch, "given up")
         assert "its keeper failed (KeyError: 'lost')" in watch.look().cause and lost == [stub.address.url]
@@ -115,12 +120,7 @@ def test_what_its_watch_stumbles_over_is_told(stub: StubServer, monkeypatch: pyt
         watch.stop()
 
 
-def test_one_whose_keeper_stumbles_while_it_is_gone_never_says_it_serves(
-    stub: StubServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def stumble(*_: Any) -> None:
-        raise KeyError("lost")
-
+def test_one_whose_keeper_stumbles_while_it_is_gone_never_says_it_serves(stub: StubServer) -> None:
     states: list[Any] = []
 
     class Told(EngineKeeper):
@@ -129,9 +129,8 @@ def test_one_whose_keeper_stumbles_while_it_is_gone_never_says_it_serves(
                 states.append(value)
             super().__setattr__(name, value)
 
-    watch = Told(external(stub, {}), CONFIG, start_timeout_s=math.inf)
+    watch = Told(ExternalServer(stub.address, stumble), CONFIG, start_timeout_s=math.inf)
     watch.wait_until_ready()
-    monkeypatch.setattr("vapo_megatron.engines.remote_engines.check_identity", stumble)
     try:
         watch.fail("a test")
         stub.stop()

@@ -3,6 +3,7 @@
 import re
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -192,13 +193,14 @@ def test_responses_that_wait_for_weights_are_no_hang(dispatcher: Dispatcher, ser
     client = EngineClient(server.address, 5.0)
     dispatcher.loop.run(client.pause("in_place"))
     request = GenerationRequest(PROMPTS, 1, SAMPLING, 1, 0)
-    work = dispatcher.loop.start(dispatcher._collect(request, lambda _: None, dispatcher.generate))
-    time.sleep(1.0)
-    told = ask_health(server.address, 5)
-    dispatcher.loop.run(client.resume())
-    dispatcher.loop.run(client.close())
-    assert told is not None and told["requests"] == len(PROMPTS) and told["paused"] and told["batches"] > 0
-    assert len(work.result(timeout=60)) == len(PROMPTS)
+    with ThreadPoolExecutor() as threads:
+        work = threads.submit(dispatcher.collect, request)
+        time.sleep(1.0)
+        told = ask_health(server.address, 5)
+        dispatcher.loop.run(client.resume())
+        dispatcher.loop.run(client.close())
+        assert told is not None and told["requests"] == len(PROMPTS) and told["paused"] and told["batches"] > 0
+        assert len(work.result(timeout=60)) == len(PROMPTS)
 
 
 def test_a_version_other_than_expected_ends_the_run(dispatcher: Dispatcher) -> None:

@@ -64,10 +64,9 @@ class Client:
 def begin(
     saved: tuple[int, Any, bytes] | None, step: int, longest: int, window: int | None = WINDOW
 ) -> tuple[GroupStream, Dispatcher, Client, VerifierPool]:
-    dispatcher = Dispatcher([EngineAddress("http://engine", "no log")], RolloutConfig(), [1])
-    client = Client(dispatcher._engines[0].client.address)
+    client = Client(EngineAddress("http://engine", "no log"))
     client.version, client.most = step, window or longest
-    dispatcher._engines[0].client = client  # type: ignore[assignment]
+    dispatcher = Dispatcher([client.address], RolloutConfig(), [1], client=lambda *_: client)  # type: ignore[arg-type,return-value]
     prompts = PromptSource(PROMPTS, seed=1, shuffle=False)
     sampling, pool = SamplingConfig(max_new_tokens=longest), VerifierPool(RewardConfig(workers=1))
 

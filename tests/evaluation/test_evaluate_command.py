@@ -3,7 +3,7 @@
 import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -161,15 +161,15 @@ CPU = Platform("cpu", "gloo", "fork")
 
 
 @pytest.mark.parametrize(("tp", "engines"), [(1, 8), (2, 4), (8, 1)])
-def test_engines_take_all_gpus_of_a_machine(monkeypatch: pytest.MonkeyPatch, tp: int, engines: int) -> None:
-    monkeypatch.setattr(Platform, "device_count", lambda self: 8 if self.is_cuda else 0)
+def test_engines_take_all_gpus_of_a_machine(gpus: Callable[[int], None], tp: int, engines: int) -> None:
+    gpus(8)
     config = RolloutConfig(tp=tp, num_engines=3)
     found = engine_devices(config, replace(CPU, device_type="cuda"))
     assert len(found) == engines and [gpu for one in found for gpu in one or ()] == list(range(8))
     assert engine_devices(config, CPU) == [None] * 3
 
 
-def test_engines_that_would_leave_gpus_idle_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Platform, "device_count", lambda self: 8)
+def test_engines_that_would_leave_gpus_idle_are_refused(gpus: Callable[[int], None]) -> None:
+    gpus(8)
     with pytest.raises(BadInput, match=r"rollout\.tp=3 does not divide the 8 GPUs"):
         engine_devices(RolloutConfig(tp=3), replace(CPU, device_type="cuda"))

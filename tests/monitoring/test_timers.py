@@ -1,39 +1,30 @@
 """Phases are summed, nest, survive exceptions and are charged with the memory reached in them."""
 
-from collections.abc import Iterator
-
 import pytest
+from stand_ins import Clock
 
-from vapo_megatron.monitoring import timers
 from vapo_megatron.monitoring.timers import GIB, MemoryGauge, PhaseTimer, host_gauge
 
 
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
-    now = [0.0]
-    monkeypatch.setattr(timers.time, "perf_counter", lambda: now[0])
-    yield now
-
-
-def test_a_phase_is_summed_until_it_is_taken(clock: list[float]) -> None:
+def test_a_phase_is_summed_until_it_is_taken(clock: Clock) -> None:
     timer = PhaseTimer(gauges={})
     for seconds in (2.0, 3.0):
         with timer("rollout"):
-            clock[0] += seconds
+            clock.now += seconds
     with pytest.raises(KeyError), timer("update"):
-        clock[0] += 1.0
+        clock.now += 1.0
         raise KeyError
     assert timer.seconds("rollout") == 5.0
     assert timer.take() == {"time/rollout": 5.0, "time/update": 1.0}
     assert timer.take() == {}
 
 
-def test_a_phase_within_a_phase_counts_for_both(clock: list[float]) -> None:
+def test_a_phase_within_a_phase_counts_for_both(clock: Clock) -> None:
     timer = PhaseTimer(gauges={})
     with timer("step"):
-        clock[0] += 1.0
+        clock.now += 1.0
         with timer("update"):
-            clock[0] += 4.0
+            clock.now += 4.0
     assert timer.take() == {"time/step": 5.0, "time/update": 4.0}
 
 
@@ -67,13 +58,13 @@ def test_memory_is_charged_to_the_phases_open_when_it_was_reached() -> None:
     }
 
 
-def test_the_device_is_waited_for_before_the_clock_is_read(clock: list[float]) -> None:
+def test_the_device_is_waited_for_before_the_clock_is_read(clock: Clock) -> None:
     def finish_launched_work() -> None:
-        clock[0] += 10.0
+        clock.now += 10.0
 
     timer = PhaseTimer(gauges={}, synchronize=finish_launched_work)
     with timer("update"):
-        clock[0] += 1.0
+        clock.now += 1.0
     assert timer.take() == {"time/update": 11.0}
 
 

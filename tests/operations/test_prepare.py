@@ -105,9 +105,9 @@ def test_parquet_and_jsonl_of_the_same_rows_give_the_same_file(tmp_path: Path) -
     assert _rows(tmp_path / "kept.jsonl")[3] == row | {"data_source": "math_dapo"}
 
 
-def test_a_data_set_of_the_hub_is_read_from_its_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_data_set_of_the_hub_is_read_from_its_cache(tmp_path: Path, hub_cache: Path) -> None:
     """The hub's own cache layout, made by hand: what `hf download` leaves on a machine without network."""
-    repository = tmp_path / "hub" / "datasets--some--set"
+    repository = hub_cache / "datasets--some--set"
     folder = repository / "snapshots" / "0123" / "data"
     folder.mkdir(parents=True)
     (repository / "refs").mkdir()
@@ -115,10 +115,6 @@ def test_a_data_set_of_the_hub_is_read_from_its_cache(tmp_path: Path, monkeypatc
     for split, answer in (("train", "7"), ("test", "8")):
         table = pyarrow.Table.from_pylist([{"problem": f"Which {split}?", "answer": answer}])
         pyarrow.parquet.write_table(table, folder / f"{split}-00000-of-00001.parquet")
-    from huggingface_hub import constants
-
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     for split, answer in (("", "7"), (":test", "8")):
         prepare([f"hub:some/set{split}"], tmp_path / "out.jsonl")
         assert [row["answer"] for row in _rows(tmp_path / "out.jsonl")] == [answer]

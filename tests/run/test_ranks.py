@@ -401,9 +401,8 @@ def config_of_rank(config: TrainConfig, folder: Path) -> None:
     (folder / "config").write_text(f"{config.run.name} {multiprocessing.get_start_method(allow_none=True)}")
 
 
-def test_a_task_that_does_not_see_its_gpu_says_how_to_ask_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cluster_ranks, "current_platform", lambda: Platform("cuda", "nccl", "spawn"))
-    monkeypatch.setattr(Platform, "device_count", lambda _: 1)  # as with --gpus-per-task=1
+def test_a_task_that_does_not_see_its_gpu_says_how_to_ask_for_it(gpus: Callable[[int], None]) -> None:
+    gpus(1)  # as with --gpus-per-task=1
     with pytest.raises(BadInput, match=r"number 3 on \S+, counted from 0, and sees 1 GPUs: .*--gpus-per-task"):
         run_as_rank(RankPlace(11, 16, 3, "env://"), lambda: None, 10.0)
 

@@ -9,11 +9,11 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
-import pytest
+from threads import on_threads
 
-from vapo_megatron import signals
 from vapo_megatron.engines.engines import Engines
 from vapo_megatron.engines.keeper import Kept
+from vapo_megatron.signals import take_note
 
 SAVES = """
 import sys, time
@@ -66,16 +66,14 @@ def test_one_that_was_started_by_nohup_goes_on(tmp_path: Path) -> None:
         process.kill()
 
 
-def test_a_request_to_stop_is_heeded_while_no_engine_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_to_stop_is_heeded_while_no_engine_serves() -> None:
     """One that is not the run's own may be gone for hours."""
-    monkeypatch.setattr(signals, "_received", ["SIGTERM"])
-
-    monkeypatch.setattr("vapo_megatron.engines.engines.gather_values", lambda value: [value])
+    take_note(signal.SIGTERM, None)
     engines = Engines.__new__(Engines)
     engines.failure, engines._failures, engines._seen = None, [], {}
     gone = Kept("http://node:1", "starting", 1, 1, "gone")
     engines._placement = SimpleNamespace(engines=lambda: [gone], is_external=True)  # type: ignore[assignment]
-    assert not engines._wait_for_one()
+    assert on_threads(1, engines._wait_for_one) == [False]
     assert str(engines.failure).startswith(
         "SIGTERM came while no engine served, the last step is saved: start the same"
     )

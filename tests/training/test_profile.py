@@ -1,6 +1,7 @@
 """Which steps and ranks are traced, and what a trace leaves behind."""
 
 import json
+from collections.abc import Callable
 from gzip import decompress
 from pathlib import Path
 
@@ -8,8 +9,6 @@ import pytest
 import torch
 
 from vapo_megatron.config.run import ProfileConfig
-from vapo_megatron.megatron.platform import Platform
-from vapo_megatron.training import state
 from vapo_megatron.training.state import profiled
 
 
@@ -28,11 +27,11 @@ def test_only_the_named_ranks_are_traced_and_only_in_the_named_steps(tmp_path: P
 
 
 def test_on_a_gpu_the_history_of_allocations_is_written_and_recorded_in_traced_steps_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpus: Callable[[int], None]
 ) -> None:
     """CUDA's recorder, stood in for by one that writes whether it was on."""
     recording: list[bool] = []
-    monkeypatch.setattr(state, "current_platform", lambda: Platform("cuda", "nccl", "spawn"))
+    gpus(1)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
     monkeypatch.setattr(
         torch.cuda.memory,
