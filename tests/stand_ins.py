@@ -6,6 +6,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -107,3 +108,47 @@ def hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(folder))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     return folder
+
+
+@pytest.fixture
+def use_engines(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
+    """Sets what the commands that start engines of their own get in place of engines_of(model, rollout, ...)."""
+
+    def use(engines_of: Any) -> None:
+        for command in ("evaluation.command", "operations.critic_lab.command"):
+            monkeypatch.setattr(f"vapo_megatron.{command}.engines_of", engines_of)
+
+    return use
+
+
+class Critic:
+    """Stands for the critic of `vapo-megatron critic`.
+
+    Attributes:
+        asked: the states that it was asked about.
+        values: gives the values, from the config, the states and the number of ranks; 0 for each token by default.
+    """
+
+    def __init__(self) -> None:
+        self.asked: list[Any] = []
+        self.values: Callable[[Any, Any, int], Any] | None = None
+
+    def __call__(self, config: Any, drawn: Any, ranks: int) -> Any:
+        import torch
+
+        self.asked.append(drawn)
+        return torch.zeros(drawn.batch.response_tokens) if self.values is None else self.values(config, drawn, ranks)
+
+
+@pytest.fixture
+def critic(monkeypatch: pytest.MonkeyPatch) -> Critic:
+    stand_in = Critic()
+    monkeypatch.setattr("vapo_megatron.operations.critic_lab.command.values_on_ranks", stand_in)
+    return stand_in
+
+
+@pytest.fixture
+def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Servers that failed are asked again at once."""
+    for client in ("evaluation.openai_client", "rewards.judge"):
+        monkeypatch.setattr(f"vapo_megatron.{client}._FIRST_PAUSE", 0.01)

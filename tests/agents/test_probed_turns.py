@@ -1,6 +1,6 @@
 """`vapo-megatron critic` with agents: an episode is repeated up to a turn and goes on from there."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from stand_ins import Critic
 from stub_episodes import TEMPLATE, WRITTEN, Engine, fresh_engine, make_tokenizer
 from tiny_runs import make_model, train_config, write_config
 from transformers import AutoConfig, AutoModelForTokenClassification
@@ -27,7 +28,6 @@ from vapo_megatron.engines.dispatcher import Dispatcher
 from vapo_megatron.engines.request import response_seed
 from vapo_megatron.engines.server.process import EngineAddress
 from vapo_megatron.errors import RunFailed
-from vapo_megatron.operations.critic_lab import command as critic_command
 from vapo_megatron.operations.critic_lab.command import probe_critic, probed
 from vapo_megatron.operations.critic_lab.probe_rollouts import Drawn, draw
 
@@ -228,17 +228,16 @@ def test_states_whose_episodes_break_are_left_out(tokenizer: TextTokenizer) -> N
 
 
 def test_the_command_plays_the_agent_of_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, use_engines: Callable[[Any], None], critic: Critic, capfd: pytest.CaptureFixture[str]
 ) -> None:
     saved = tmp_path / "runs" / "tiny" / "hf" / "final"
     policy = make_model(saved / "actor")
-    critic = AutoConfig.from_pretrained(policy, num_labels=1)
-    AutoModelForTokenClassification.from_config(critic, dtype=torch.float32).save_pretrained(saved / "critic")
+    values = AutoConfig.from_pretrained(policy, num_labels=1)
+    AutoModelForTokenClassification.from_config(values, dtype=torch.float32).save_pretrained(saved / "critic")
     settings = train_config(tmp_path, policy) | {"actor": {}, "critic": {}}
     settings["cluster"]["ranks"] = 1
     settings["data"]["prompt"] = {"chat_template": True}
     settings["rollout"] = {"agent": f"{__name__}:Turns", "episode": {"max_tokens": 100}}
-    scored: list[Drawn] = []
 
     @contextmanager
     def stand_in(model: Any, rollout: RolloutConfig, devices: Sequence[Any], ends: Any, *_: Any) -> Iterator[Any]:
@@ -247,16 +246,11 @@ def test_the_command_plays_the_agent_of_the_run(
         with Dispatcher([EngineAddress("http://stub", "")], rollout, ends, client=stub) as dispatcher:
             yield dispatcher
 
-    def valued(settings: ProbedRunConfig, drawn: Drawn, ranks: int) -> torch.Tensor:
-        scored.append(drawn)
-        return torch.zeros(drawn.batch.response_tokens)
-
-    monkeypatch.setattr(critic_command, "engines_of", stand_in)
-    monkeypatch.setattr(critic_command, "values_on_ranks", valued)
+    use_engines(stand_in)
     small = ("prompts=3", "responses_per_prompt=2", "continuations=2", "quantiles=[0,0.5]", "bootstrap=100")
     overrides = [f"critic_probes.{key}" for key in small]
     probe_critic(load_config(ProbedRunConfig, write_config(tmp_path / "c.yaml", settings), overrides, PRESETS))
-    (drawn,) = scored
+    (drawn,) = critic.asked
     assert drawn.positions.tolist() == [0, 1] * 6
     page = (tmp_path / "runs/tiny/critic_probes/report.md").read_text()
     assert "| turns before |" in page and "| states | 12 continued |" in page

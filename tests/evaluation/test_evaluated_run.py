@@ -18,7 +18,6 @@ from vapo_megatron.config.train import EvaluateConfig, TrainConfig
 from vapo_megatron.data.prompts import eval_prompts
 from vapo_megatron.data.tokenizer import TextTokenizer
 from vapo_megatron.engines.request import GenerationRequest
-from vapo_megatron.evaluation import command as evaluation_command
 from vapo_megatron.training.outputs import evaluate_sets
 from vapo_megatron.training.rollouts import Rollouts
 
@@ -38,7 +37,7 @@ class Engines:
         raise Enough
 
 
-def test_an_export_is_evaluated_as_the_run_does_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_export_is_evaluated_as_the_run_does_it(tmp_path: Path, use_engines: Callable[[Any], None]) -> None:
     actor = make_model(tmp_path / "runs/tiny/hf/step_000002/actor")
     config = train_config(tmp_path, tmp_path / "absent")
     config["run"]["seed"] = 5
@@ -52,7 +51,7 @@ def test_an_export_is_evaluated_as_the_run_does_it(tmp_path: Path, monkeypatch: 
         started.append((model.path, rollout.load_format, rollout.max_total_tokens))
         yield engines
 
-    monkeypatch.setattr(evaluation_command, "engines_of", engines_of)
+    use_engines(engines_of)
     with pytest.raises(Enough):
         Command(tmp_path, actor).exit_code(
             "evaluate", "--checkpoint", "step_000002", "evaluation.max_new_tokens=6", config=config
@@ -103,7 +102,6 @@ def _evaluate_in_the_run(settings: TrainConfig, tokenizer: TextTokenizer, engine
 )
 def test_what_a_run_has_not_exported_is_refused_with_what_to_do(
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
     made: Sequence[str],
     override: str,

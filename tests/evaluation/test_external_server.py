@@ -22,7 +22,8 @@ from vapo_megatron.config.train import EvaluateConfig
 from vapo_megatron.errors import BadInput, RunFailed, TryAgain
 from vapo_megatron.evaluation import openai_client
 from vapo_megatron.evaluation.command import evaluate_checkpoint
-from vapo_megatron.evaluation.responses import ResponseLog
+
+pytestmark = pytest.mark.usefixtures("no_pauses")
 
 PROBLEMS, SAMPLES = 6, 4
 
@@ -31,11 +32,13 @@ PROBLEMS, SAMPLES = 6, 4
 class Server:
     """Answers problem n with n where the request's seed is even, else with n + 1, after what `before` says.
 
-    before: HTTP statuses to give first; fails_after: from that many answers on every request is refused.
+    before: HTTP statuses to give first; fails_after: from that many answers on every request is refused;
+    cancels_after: with that answer comes SIGTERM, to this process.
     """
 
     before: list[int] = field(default_factory=list)
     fails_after: int | None = None
+    cancels_after: int | None = None
     broken_off: int = 0
     pause: float = 0.0
     body: bytes | None = None
@@ -52,6 +55,8 @@ class Server:
         if self.fails_after is not None and self.answered >= self.fails_after:
             return web.Response(status=400, text="bad\nrequest")
         self.answered += 1
+        if self.answered == self.cancels_after:
+            os.kill(os.getpid(), signal.SIGTERM)
         self.requests.append(asked)
         self.keys.add(request.headers.get("Authorization"))
         if self.body is not None:
@@ -94,11 +99,6 @@ def server() -> Iterator[Server]:
     loop.call_soon_threadsafe(loop.stop)
     thread.join(timeout=30)
     loop.close()
-
-
-@pytest.fixture(autouse=True)
-def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(openai_client, "_FIRST_PAUSE", 0.01)
 
 
 def _settings(folder: Path, server: Server, **changes: Any) -> EvaluateConfig:
@@ -299,9 +299,9 @@ def test_an_evaluation_is_alone_in_its_run_directory_and_goes_on_after_a_kill(tm
 
 
 def test_an_evaluation_that_is_cancelled_ends_without_a_stack_trace(
-    tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, server: Server, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(ResponseLog, "append", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    server.cancels_after = 2
     with pytest.raises(SystemExit) as end:
         evaluate_checkpoint(_settings(tmp_path, server))
     gc.collect()  # asyncio tells then of a task that nobody asked how it ended

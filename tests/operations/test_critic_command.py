@@ -2,16 +2,18 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from stand_ins import Critic
 from tiny_runs import make_model, train_config, write_config
 from transformers import AutoConfig, AutoModelForTokenClassification
 
-from vapo_megatron.algorithms.critic_probes import MEANING, Probes
+from vapo_megatron.algorithms.critic_probes import MEANING, Probes, figures
 from vapo_megatron.cli import PRESETS
 from vapo_megatron.config.critic_probes import CriticProbesConfig, ProbedRunConfig
 from vapo_megatron.config.load import load_config
@@ -20,10 +22,8 @@ from vapo_megatron.data.sample import Sample
 from vapo_megatron.data.tokenizer import TextTokenizer
 from vapo_megatron.engines.request import GenerationRequest
 from vapo_megatron.errors import BadInput
-from vapo_megatron.operations.critic_lab import command as critic_command
 from vapo_megatron.operations.critic_lab import probe_rollouts
 from vapo_megatron.operations.critic_lab.command import probe_critic, probed, values_on_ranks
-from vapo_megatron.rewards.grading import grade_samples
 
 
 def make_critic(directory: Path, policy: Path) -> Path:
@@ -74,7 +74,9 @@ class RandomEngines:
         return samples
 
 
-def test_states_are_continued_and_judged(config: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
+def test_states_are_continued_and_judged(
+    config: Path, use_engines: Callable[[Any], None], critic: Critic, capfd: Any
+) -> None:
     engines = RandomEngines()
 
     @contextmanager
@@ -82,25 +84,15 @@ def test_states_are_continued_and_judged(config: Path, monkeypatch: pytest.Monke
         assert model.path.endswith("hf/final/actor") and devices == [None]
         yield engines
 
-    graded: list[list[Sample]] = []
-
-    def watched(samples: Sequence[Sample], *args: Any) -> None:
-        graded.append(list(samples))
-        grade_samples(samples, *args)
-
-    scored: list[Any] = []
-
-    def remembered(settings: ProbedRunConfig, drawn: Any, ranks: int) -> torch.Tensor:
-        scored.append(drawn)
-        return values_on_ranks(settings, drawn, ranks)
-
-    monkeypatch.setattr(critic_command, "engines_of", stand_in)
-    monkeypatch.setattr(critic_command, "values_on_ranks", remembered)
-    monkeypatch.setattr(probe_rollouts, "grade_samples", watched)
+    use_engines(stand_in)
+    critic.values = values_on_ranks
     settings = load(config)
+    tokenizer = TextTokenizer(Path(settings.run.directory) / "hf/final/actor", settings.data.prompt)
     probe_critic(settings)
     drawn, continued = engines.requests
-    (responses, _), (_, wholes) = engines.answers, graded
+    (responses, tails), ((seen,), batch) = engines.answers, (critic.asked, critic.asked[0].batch)
+    ids, wholes = batch.tokens.tolist(), list(pairwise(batch.cu_seqlens.tolist()))
+    assert batch.truncated.tolist() == [tail.truncated for tail in tails] and not all(batch.truncated)
     assert (len(drawn.prompts), drawn.samples_per_prompt) == (4, 2)
     assert (len(continued.prompts), continued.samples_per_prompt) == (4 * 2 * 2, 3)
     assert continued.max_new_tokens is not None
@@ -112,10 +104,12 @@ def test_states_are_continued_and_judged(config: Path, monkeypatch: pytest.Monke
         assert number % 2 or limit == longest, "the first quantile is the prompt itself"
         before = responses[number // 2].response_ids[: longest - limit].tolist()
         assert list(start.token_ids[len(prompt.token_ids) :]) == before, "what the response began with"
-        for whole in wholes[3 * number : 3 * number + 3]:
-            assert whole.prompt is prompt and whole.response_ids[: longest - limit].tolist() == before
-            assert len(whole.response_ids) > longest - limit, "graded is the whole response, continuation and all"
-    (seen,) = scored
+        for place in range(3 * number, 3 * number + 3):
+            whole = ids[slice(*wholes[place])][len(prompt.token_ids) :]
+            assert tuple(ids[slice(*wholes[place])][: len(prompt.token_ids)]) == prompt.token_ids
+            assert whole == before + tails[place].response_ids.tolist()
+            correct = not tails[place].truncated and len(tokenizer.decode(whole).split()) % 2 == 0
+            assert batch.correct[place] == correct, "graded is the whole response, continuation and all"
     before = [longest - limit for limit in continued.max_new_tokens for _ in range(3)]
     assert (seen.starts - seen.batch.response_cu_seqlens[:-1]).tolist() == before, "the value is that of the state"
     assert len({prompt.cursor for request in engines.requests for prompt in request.prompts}) == 4 + 16
@@ -127,25 +121,20 @@ def test_states_are_continued_and_judged(config: Path, monkeypatch: pytest.Monke
 
 
 def test_a_critic_that_reads_more_is_given_it_and_engines_are_not(
-    config: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
+    config: Path, use_engines: Callable[[Any], None], critic: Critic, capfd: Any
 ) -> None:
-    engines, scored = RandomEngines(), []
+    engines = RandomEngines()
 
     @contextmanager
     def stand_in(*_: Any) -> Iterator[RandomEngines]:
         yield engines
 
-    def valued(settings: ProbedRunConfig, drawn: Any, ranks: int) -> torch.Tensor:
-        scored.append(drawn.batch)
-        return torch.zeros(drawn.batch.response_tokens)
-
-    monkeypatch.setattr(critic_command, "engines_of", stand_in)
-    monkeypatch.setattr(critic_command, "values_on_ranks", valued)
+    use_engines(stand_in)
     overlong = "algorithm.shaping.soft_overlong={max_length: 8, cache_length: 7}"
     settings = load(config, "critic.privileged_field=answer", overlong)
     probe_critic(settings)
     tokenizer = TextTokenizer(Path(settings.run.directory) / "hf/final/actor", settings.data.prompt)
-    (batch,) = scored
+    (batch,) = [drawn.batch for drawn in critic.asked]
     assert batch.privileged_lengths.tolist() == [1] * batch.samples
     assert bool((batch.rewards < settings.reward.incorrect).any()), "rewards are shaped, by whole responses"
     starts = [prompt for prompt in engines.requests[1].prompts for _ in range(3)]
@@ -177,15 +166,15 @@ AGENT = ["rollout.agent=no_such_module:run", "rollout.episode.max_tokens=100", "
     ],
 )
 def test_what_cannot_be_probed_is_refused_in_one_line(
-    config: Path, overrides: list[str], said: str, monkeypatch: pytest.MonkeyPatch
+    config: Path, overrides: list[str], said: str, use_engines: Callable[[Any], None]
 ) -> None:
-    monkeypatch.setattr(critic_command, "engines_of", None)  # before any engine starts
+    use_engines(None)  # before any engine starts
     with pytest.raises(BadInput) as refused:
         probe_critic(load(config, *overrides))
     assert said in str(refused.value) and "\n" not in str(refused.value)
 
 
-def test_discounted_returns_leave_the_groups_mean_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_discounted_returns_leave_the_groups_mean_as_it_is() -> None:
     """What turns paid before a state is taken from the group's mean; a discount is none of that."""
     prompts, siblings, again, length = 20, 4, 4, 100
     generator = torch.Generator().manual_seed(0)
@@ -205,10 +194,12 @@ def test_discounted_returns_leave_the_groups_mean_as_it_is(monkeypatch: pytest.M
     number = torch.arange(prompts).repeat_interleave(siblings)
     states: Any = (batch, bounds[:-1] + 50, others, number, torch.full((len(chances),), 50), torch.zeros_like(number))
     values, probes = torch.zeros(len(rewards) * length), CriticProbesConfig(continuations=again, bootstrap=100)
-    given: list[Any] = []
-    monkeypatch.setattr(critic_command, "Probes", lambda *fields: given.append(fields) or Probes(*fields))
-    probed(probe_rollouts.Drawn(*states, drawn), values, 0.99, probes)
-    assert torch.equal(given[0][2], others) and not torch.equal(given[0][1].amax(1), drawn)
+    report = probed(probe_rollouts.Drawn(*states, drawn), values, 0.99, probes)
+    discounted = (rewards * 0.99 ** (length - 50 - 1)).double().view(-1, again)
+    facts = Probes(torch.zeros(len(chances)).double(), discounted, others, number, states[4], states[5])
+    right = figures(facts, torch.ones(1, len(chances)))
+    for name in ("explained_group", "knowable", "explained_position"):
+        assert report.figures[name].estimate == pytest.approx(float(right[name])), name
 
 
 def test_training_refuses_the_section(config: Path) -> None:

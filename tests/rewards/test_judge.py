@@ -54,8 +54,7 @@ class Server:
 
 
 @pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
-    monkeypatch.setattr(judge_module, "_FIRST_PAUSE", 0.01)
+def server(no_pauses: None) -> Iterator[Server]:
     server, loop = Server(), asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
