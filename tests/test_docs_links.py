@@ -77,10 +77,10 @@ def test_links_lead_somewhere(page: Path) -> None:
             continue
         path, _, anchor = link.partition("#")
         target = page.parent / path if path else page
-        assert target.exists(), link
+        assert target.exists(), f"{page.name} links to {link}, which is not there: write where it is now"
         assert target.resolve().is_relative_to(ROOT), f"{link}: outside the project"
         if anchor:
-            assert anchor in anchors(target), link
+            assert anchor in anchors(target), f"{page.name} links to {link}: the page has no such heading"
 
 
 @every_page
@@ -88,7 +88,7 @@ def test_commands_are_there(page: Path) -> None:
     commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
     for code in code_in(page.read_text(encoding="utf-8")):
         for name in re.findall(r"(?:vapo-megatron|-m vapo_megatron\.cli) ([a-z][a-z0-9-]*)", code):
-            assert name in commands, code
+            assert name in commands, f"{page.name}: there is no command {name}, in: {code}"
 
 
 @every_page
@@ -104,7 +104,7 @@ def test_options_of_commands_are_there(page: Path) -> None:
 def test_files_of_the_project_are_there(page: Path) -> None:
     for code in code_in(page.read_text(encoding="utf-8")):
         for name in NAMED_FILE.findall(code):
-            assert (ROOT / name).exists() or "NAME." in name, name
+            assert (ROOT / name).exists() or "NAME." in name, f"{page.name} names {name}, which is not there"
 
 
 @every_page
@@ -144,7 +144,7 @@ def test_keys_are_known(page: Path) -> None:
     for code in code_in(page.read_text(encoding="utf-8")):
         if re.fullmatch(r"[a-z_]+(\.[a-z0-9_]+)+", code) and code.partition(".")[0] in SECTIONS:
             is_file = code.rpartition(".")[2] in ("py", "md", "yaml", "json", "jsonl", "txt")
-            assert is_file or is_known(code), code
+            assert is_file or is_known(code), f"{page.name} names the config key {code}, which is not there"
 
 
 @cache
@@ -186,10 +186,10 @@ def test_the_map_of_the_code_has_every_room_and_names_files_that_are_there() -> 
     rooms = {path.parent.relative_to(package).as_posix() for path in package.glob("**/__init__.py")}
     within_one_room = {"engines/inside/served_models", "."}
     within_one_room |= {room for room in rooms if room.startswith("operations/")}
-    assert {room for room, _ in rows} == rooms - within_one_room
+    assert {room for room, _ in rows} == rooms - within_one_room, "the table of docs/architecture.md has a row a room"
     for room, row in rows:
         for name in re.findall(r"`(\w+\.py)`", row):
-            assert (package / room / name).is_file(), f"{room}/{name}"
+            assert (package / room / name).is_file(), f"docs/architecture.md names {room}/{name}: write where it is now"
 
 
 def test_contributing_names_what_is_there_to_change() -> None:
@@ -202,11 +202,12 @@ def test_contributing_names_what_is_there_to_change() -> None:
         for path, names in files:
             text = (ROOT / path).read_text(encoding="utf-8")
             for name in re.findall(r"`(\w+)`", names):
-                assert re.search(rf"\b{name}\b", text), f"{path} has no {name}"
+                assert re.search(rf"\b{name}\b", text), f"{path} has no {name}: mend the table of CONTRIBUTING.md"
                 checked += 1
         texts = [(ROOT / path).read_text(encoding="utf-8") for path, _ in files if path.startswith("vapo_megatron")]
         for name in example:
-            assert any(re.search(rf"\b{name}\b", text) for text in texts), f"no file of its row has {name}"
+            has_it = any(re.search(rf"\b{name}\b", text) for text in texts)
+            assert has_it, f"no file of its row has {name}: name another to follow in the table of CONTRIBUTING.md"
             checked += 1
     assert len(table) >= 11 and checked >= 20
 

@@ -52,22 +52,9 @@ CALLED_BY_LIBRARIES = {"get_replay_topk"}
 UNUSED_YET: set[str] = set()
 LIBRARIES = {"megatron": ("megatron/", "weights/", "checkpoint/dist_saver.py"), "sglang": ("engines/inside/",)}
 
-# megatron/platform.py answers what a device is. These use CUDA streams, events and generators themselves, are given a
-# tensor whose device is what counts, or run in an engine, where there is no platform.
-ASK_FOR_THE_DEVICE = {
-    "engines/inside/cpu_shim.py",
-    "megatron/cpu_torch.py",
-    "megatron/heads.py",
-    "megatron/offload.py",
-    "megatron/dist_optimizer.py",
-    "operations/doctor/allreduce.py",
-    "operations/doctor/checks.py",
-    "engines/inside/broadcast_group.py",
-    "engines/weight_sync/transports.py",
-    "engines/inside/strict_loading.py",
-    "weights/export.py",
-    "weights/gather.py",
-}
+# megatron/platform.py answers what a device is. These rooms use CUDA streams, events and generators themselves, are
+# given a tensor whose device is what counts, or run in an engine, where there is no platform.
+ASK_FOR_THE_DEVICE = ("megatron/", "weights/", "engines/inside/", "engines/weight_sync/", "operations/doctor/")
 
 
 @cache
@@ -91,7 +78,7 @@ def imports(path: Path) -> Iterator[str]:
 
 def test_a_package_imports_only_those_below_it() -> None:
     packages = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
-    assert packages == MAY_IMPORT.keys()
+    assert packages == MAY_IMPORT.keys(), "say in MAY_IMPORT what a new room may import; take off it what is gone"
     wrong = []
     for path in SOURCES:
         package = named(path).partition("/")[0]
@@ -102,7 +89,10 @@ def test_a_package_imports_only_those_below_it() -> None:
                 other = name.split(".")[1]
                 if other not in MAY_IMPORT[package] | BASE | {package}:
                     wrong.append(f"{named(path)} imports {name}")
-    assert not wrong
+    assert not wrong, (
+        "imports go down only (docs/architecture.md): move the code into a room that both may import, or hand what is "
+        "needed over as an argument"
+    )
     TopologicalSorter(folders_below()).prepare()  # a CycleError names the folders that import each other in a circle
 
 
@@ -122,7 +112,8 @@ def folders_below() -> dict[str, set[str]]:
 def test_a_library_is_imported_where_it_belongs(library: str) -> None:
     users = {named(path) for path in SOURCES if any(name.partition(".")[0] == library for name in imports(path))}
     assert users, "nobody imports it: has it another name?"
-    assert not {user for user in users if not user.startswith(LIBRARIES[library])}
+    strangers = {user for user in users if not user.startswith(LIBRARIES[library])}
+    assert not strangers, f"call it through {LIBRARIES[library]}, which hide {library} from the other rooms"
 
 
 def asks_for_the_device(tree: ast.Module) -> bool:
@@ -142,8 +133,9 @@ def asks_for_the_device(tree: ast.Module) -> bool:
 def test_the_platform_answers_what_the_device_is() -> None:
     assert asks_for_the_device(parsed(PACKAGE / "megatron/platform.py"))
     assert asks_for_the_device(ast.parse("tensor.is_cuda")) and not asks_for_the_device(ast.parse("platform.is_cuda"))
-    found = {named(path) for path in SOURCES if asks_for_the_device(parsed(path))} - {"megatron/platform.py"}
-    assert found == ASK_FOR_THE_DEVICE, "ask megatron/platform.py instead; take off the list what no longer asks"
+    askers = {named(path) for path in SOURCES if asks_for_the_device(parsed(path))}
+    strangers = {asker for asker in askers if not asker.startswith(ASK_FOR_THE_DEVICE)}
+    assert not strangers, "ask current_platform() of megatron/platform.py instead, or add a property to it"
 
 
 def is_hook(function: ast.AST) -> bool:
@@ -183,7 +175,10 @@ def test_everything_public_is_used_outside_tests() -> None:
         for name in definitions(parsed(path))
         if not uses[name] and name not in known
     ]
-    assert not unused, "delete them, or call them"
+    assert not unused, (
+        "nothing but tests uses them: delete them, call them, or let their names begin with _ if only their own module "
+        "does; what a library calls belongs in CALLED_BY_LIBRARIES"
+    )
 
 
 def test_every_config_key_is_read() -> None:
@@ -203,10 +198,11 @@ def test_every_config_key_is_read() -> None:
     }
     unread = {key for model in (TrainConfig, SftConfig, EvaluateConfig) for key in known_keys(model)}
     unread = {key for key in unread if key.rpartition(".")[2] not in reads}
-    assert not unread, "nothing outside operations/ reads them"
+    assert not unread, "nothing outside operations/ reads these config keys: read them, or delete them from config/"
     of_plan = {key for key in known_keys(PlanConfig) if key.partition(".")[0] in ("hardware", "plan")}
     reads_of_plan = {name for path in SOURCES if named(path).startswith("operations/") for name in used_names(path)}
-    assert not {key for key in of_plan if key.rpartition(".")[2] not in reads_of_plan}
+    unread = {key for key in of_plan if key.rpartition(".")[2] not in reads_of_plan}
+    assert not unread, "nothing in operations/ reads these config keys: read them, or delete them from config/plan.py"
 
 
 # Where the walks of docs/architecture.md begin and end.
@@ -292,14 +288,17 @@ def faults_of(title: str, walk: Sequence[Hop]) -> list[str]:
 
 @pytest.mark.parametrize("title", WALKS)
 def test_walks_follow_the_code(title: str) -> None:
-    assert not faults_of(title, hops(title)), "mend the walk in docs/architecture.md"
+    assert not faults_of(title, hops(title)), (
+        f"write the walk '{title}' of docs/architecture.md as the code is now: the file and name of a function that "
+        "moved, one more hop for one that came between"
+    )
 
 
 @pytest.mark.parametrize("title", WALKS)
 def test_a_walk_that_leaves_a_hop_out_is_noticed(title: str) -> None:
     walk = hops(title)
     missed = [hop.name for place, hop in enumerate(walk) if not faults_of(title, walk[:place] + walk[place + 1 :])]
-    assert not missed
+    assert not missed, f"'{title}' of docs/architecture.md goes on without these hops: take them out"
 
 
 # What a maintainer can keep in mind. `python tests/count_house.py` prints how far the package is from it, and more.

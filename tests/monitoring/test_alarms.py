@@ -104,7 +104,9 @@ def test_an_unhealthy_run_raises_its_alarm_in_time_and_not_before(name: str) -> 
 
 
 def test_each_alarm_of_the_code_has_its_unhealthy_run_and_its_action() -> None:
-    assert [alarm.name for alarm in ALARMS] == list(UNHEALTHY) == list(get_args(AlarmName))
+    assert [alarm.name for alarm in ALARMS] == list(get_args(AlarmName)), "name an alarm in config/run.py as well"
+    missing = set(get_args(AlarmName)) ^ set(UNHEALTHY)
+    assert not missing, f"UNHEALTHY of this file has a run that goes wrong for each alarm, and for no other: {missing}"
 
 
 def test_a_critic_of_which_nothing_is_left_to_explain_is_no_fault() -> None:

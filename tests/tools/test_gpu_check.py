@@ -103,9 +103,11 @@ def test_every_check_runs_what_is_there(tmp_path: Path) -> None:
             assert (ROOT / command[0]).is_file(), command
         for argument in command:
             assert not argument.startswith("tests/") or (ROOT / argument).is_dir(), argument
-        if "-k" in command:
-            folder, name = ROOT / command[-3], command[-1]
-            assert any(f"\ndef {name}(" in file.read_text() for file in folder.glob("test_*.py")), name
+        for marker in re.findall(r"^gpu and (\w+)$", command[-1]):
+            tests = [file.read_text() for file in (ROOT / command[-3]).glob("test_*.py")]
+            assert any(f"@pytest.mark.{marker}\n" in text for text in tests), (
+                f"mark with pytest.mark.{marker} the test of {command[-3]} that shows: {check.shows}"
+            )
     folders = {argument for check in checks for argument in check.command if argument.startswith("tests/")}
     marked = {
         file.parent.relative_to(ROOT).as_posix()
@@ -113,7 +115,8 @@ def test_every_check_runs_what_is_there(tmp_path: Path) -> None:
         if re.search(r"^ *(@|pytestmark = )?pytest\.mark\.gpu\b", file.read_text(), re.M)
     }
     assert folders == marked - {"tests/tools"}, (
-        "of tests/tools: the export for Blackwell, which nothing else here needs"
+        "a folder with tests for GPUs has a check in tools/gpu_check/checks.py; of tests/tools: the export for "
+        "Blackwell, which nothing else here needs"
     )
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from inspect import isfunction
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -33,11 +34,12 @@ STEP = [
     "safe_point",
 ]
 PRETRAINING = ["pretrain_value", "export_critic", "sync_weights", "end_pretraining"]
-PHASES = (
-    *("collect", "spread", "score", "estimate_advantages", "update_critic", "update_policy", "replace_reference"),
-    *("sync_weights", "evaluate", "export", "record_step", "pretrain_value", "export_critic"),
-    *("export_final", "show_end"),
-)
+# What the loop calls of the other modules of its room.
+PHASES = [
+    name
+    for name, function in vars(loop).items()
+    if isfunction(function) and function.__module__.startswith("vapo_megatron.training.") and function is not loop.train
+]
 
 
 class Run:

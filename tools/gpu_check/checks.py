@@ -44,9 +44,9 @@ def table(out: Path, attention: str) -> tuple[Check, ...]:
         Check("driver", "environment", ("-c", _SMI), 30, "the driver answers", "GPU|NVIDIA"),
         _program("environment", "facts", "environment", "versions, what is missing, memory, bus", "", gpu=False),
         # Others met both; either makes every later step of a run wrong or impossible.
-        _tests("ipc_into_saved_memory", "memory", 300, "CUDA IPC under torch_memory_saver", _SYNC, "-k", _IPC),
+        _tests("ipc_into_saved_memory", "memory", 300, "CUDA IPC under torch_memory_saver", _SYNC, "-m", _IPC),
         _tests(
-            "indices_over_a_pause", "memory", 300, "log-probs after a pause are those before it", _SYNC, "-k", _PAUSE
+            "indices_over_a_pause", "memory", 300, "log-probs after a pause are those before it", _SYNC, "-m", _PAUSE
         ),
         _program("te_layers", "layers", "layers", "Transformer Engine: FP8 recipes, packed attention", "^ok$"),
         _tests("tests_mcore", "tests", 420, "layers against PyTorch, FP8 against BF16, offload", "tests/megatron"),
@@ -81,8 +81,7 @@ _SMI = (
     "'--format=csv,noheader'], check=True, capture_output=True, text=True).stdout)"
 )
 _SYNC = "tests/engines/weight_sync"
-_IPC = "test_an_engine_in_bfloat16_gives_its_memory_and_takes_weights_into_it_again"
-_PAUSE = "test_log_probs_after_a_pause_are_those_before_it"
+_IPC, _PAUSE = "gpu and ipc_into_saved_memory", "gpu and indices_over_a_pause"
 # Tests that were all skipped have shown nothing, though pytest calls that a success.
 _PASSED = r"\b[1-9]\d* passed"
 

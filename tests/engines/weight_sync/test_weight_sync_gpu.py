@@ -126,6 +126,7 @@ def bfloat16_engine(folder: Path) -> Iterator[tuple[EngineServer, WeightSync]]:
             yield server, sync
 
 
+@pytest.mark.ipc_into_saved_memory
 def test_an_engine_in_bfloat16_gives_its_memory_and_takes_weights_into_it_again(tmp_path: Path) -> None:
     models = {seed: wide_model(seed) for seed in (3, 4)}
     models[3].save_pretrained(tmp_path)
@@ -147,6 +148,7 @@ def test_an_engine_in_bfloat16_gives_its_memory_and_takes_weights_into_it_again(
             assert sync.differing_tensors(in_slots(tensors)) == []
 
 
+@pytest.mark.indices_over_a_pause
 def test_log_probs_after_a_pause_are_those_before_it(tmp_path: Path) -> None:
     """Indices that the engine keeps on the GPU may be stale then: sglang 28676, off by 3.8."""
     model = wide_model(3)
