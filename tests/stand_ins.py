@@ -43,6 +43,15 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 @pytest.fixture
+def shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder in place of /dev/shm, where runs keep copies of their state."""
+    folder = tmp_path / "shm"
+    folder.mkdir()
+    monkeypatch.setattr("vapo_megatron.checkpoint.host_memory.ROOT", folder)
+    return folder
+
+
+@pytest.fixture
 def look_every(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     """Sets the seconds between two looks: at servers, at the work of a dispatcher, at ranks."""
 

@@ -44,8 +44,14 @@ async def streams(task: dict[str, Any], base_url: str, http_client: Any) -> floa
     return 1.0
 
 
-def test_a_stream_that_waits_gives_signs_of_life(tokenizer: TextTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def often_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stream that waits gives ten signs of life a second."""
     monkeypatch.setattr(endpoint, "KEEP_ALIVE_S", 0.1)
+
+
+@pytest.mark.usefixtures("often_alive")
+def test_a_stream_that_waits_gives_signs_of_life(tokenizer: TextTokenizer) -> None:
     Engine.seconds = 0.6
     (sample,) = play(tokenizer, f"{__name__}:streams", samples=1)
     assert sample.reward == 1.0
@@ -65,8 +71,8 @@ async def fails_late(task: dict[str, Any], base_url: str, http_client: Any) -> f
     return 1.0
 
 
-def test_an_error_after_signs_of_life_is_an_event(tokenizer: TextTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(endpoint, "KEEP_ALIVE_S", 0.1)
+@pytest.mark.usefixtures("often_alive")
+def test_an_error_after_signs_of_life_is_an_event(tokenizer: TextTokenizer) -> None:
     Engine.seconds = 0.5
     (sample,) = play(tokenizer, f"{__name__}:fails_late", samples=1, max_turns=1)
     assert sample.episode["turns"] == 1 and sample.truncated

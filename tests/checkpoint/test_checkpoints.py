@@ -1,5 +1,6 @@
 """Checkpoints are found by looking, committed at once, and let go by the rules of retention alone."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -65,12 +66,22 @@ def test_a_unit_that_cannot_be_committed_leaves_the_others(tmp_path: Path) -> No
     assert (first / "file").read_text() == "step_000002"
 
 
+@pytest.fixture
+def exchanges(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
+    """Says whether the file system can exchange two names: NFS and Lustre cannot."""
+
+    def set_ability(able: bool) -> None:
+        if not able:
+            monkeypatch.setattr(checkpoints, "exchanged", lambda *_: False)
+
+    return set_ability
+
+
 @pytest.mark.parametrize("can_exchange", [True, False])
 def test_a_newer_unit_replaces_one_of_its_name(
-    can_exchange: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    can_exchange: bool, tmp_path: Path, exchanges: Callable[[bool], None]
 ) -> None:
-    if not can_exchange:  # NFS, Lustre
-        monkeypatch.setattr(checkpoints, "exchanged", lambda *_: False)
+    exchanges(can_exchange)
     first = save(tmp_path, CheckpointName(2))
     again = open_checkpoint(tmp_path, CheckpointName(2))
     (again / "file").write_text("newer")
@@ -79,9 +90,9 @@ def test_a_newer_unit_replaces_one_of_its_name(
 
 
 def test_a_checkpoint_that_was_about_to_be_replaced_is_found_after_a_kill(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, exchanges: Callable[[bool], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checkpoints, "exchanged", lambda *_: False)
+    exchanges(False)
     first = save(tmp_path, CheckpointName(2))
     (first / "file").write_text("older")
     rename = Path.rename

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 from ranks import run_ranks
 
-from vapo_megatron.checkpoint import host_memory as module
 from vapo_megatron.checkpoint.checkpointer import Checkpointer
 from vapo_megatron.checkpoint.checkpoints import list_checkpoints
 from vapo_megatron.checkpoint.host_memory import copies_left, host_memory, host_memory_of, job_memory
@@ -23,11 +22,8 @@ from vapo_megatron.monitoring.recorder import Recorder
 
 
 @pytest.fixture(autouse=True)
-def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    folder = tmp_path / "shm"
-    folder.mkdir()
-    monkeypatch.setattr(module, "ROOT", folder)
-    return folder
+def root(shared_memory: Path) -> Path:
+    return shared_memory
 
 
 def killed_in(run_dir: Path) -> None:

@@ -16,11 +16,10 @@ from test_samples import sample
 
 from vapo_megatron.config.run import MonitoringConfig
 from vapo_megatron.errors import BadInput
-from vapo_megatron.monitoring import recorder as recorder_file
-from vapo_megatron.monitoring import trackers
 from vapo_megatron.monitoring.metrics import read_metrics
-from vapo_megatron.monitoring.recorder import Recorder
-from vapo_megatron.run import first_look
+from vapo_megatron.monitoring.recorder import TOKEN_ESTIMATES, Recorder
+from vapo_megatron.monitoring.trackers import TABLE_ROWS
+from vapo_megatron.run.first_look import check_trackers
 
 KL = "actor/train_infer_kl"  # one above the limit raises an alarm
 
@@ -83,14 +82,11 @@ def test_what_value_pretraining_skips_raises_the_alarm_of_training(
 
 
 def test_a_tracker_that_fails_is_one_line_and_a_count(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, mlflow: "FakeMLflow", capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fails(*_: object) -> None:
-        raise OSError("No space left on device")
-
-    with recorder(tmp_path) as record:
+    with recorder(tmp_path, tensorboard=False, mlflow="http://host:5000") as record:
         write(record, 1, a__x=1.0)
-        monkeypatch.setattr(trackers.TensorBoard, "write", fails)
+        mlflow.failure = OSError("No space left on device")
         for step in (2, 3, 4):
             write(record, step, a__x=float(step))
     assert [row.get("tracking/failures") for row in read_metrics(tmp_path)] == [None, None, 1.0, 2.0]
@@ -121,13 +117,12 @@ def test_an_offline_run_has_config_code_metrics_samples_and_alarms(
     monkeypatch.setenv("WANDB_TAGS", "one")
     wandb.teardown()  # the environment is read once a process
     (tmp_path / "config.yaml").write_text(yaml.safe_dump({"run": {"seed": 7}}))
-    monkeypatch.setattr(trackers, "TABLE_ROWS", 2)
     monkeypatch.setenv("WANDB_PROJECT", "tests")
     mode = "online" if by_environment else "offline"
     for start in (0, 3):
         with recorder(tmp_path, start, tensorboard=False, wandb=mode) as record:
             for step in (start + 1, start + 2):
-                record.samples(step, [sample(0, index) for index in range(3)])
+                record.samples(step, [sample(0, index) for index in range(TABLE_ROWS + 1)])
                 write(record, step, a__x=float(step), **{KL.replace("/", "__"): 1.0})
     files = sorted(tmp_path.glob("wandb/offline-run-*/*.wandb"))
     assert {file.name for file in files} == {f"run-{(tmp_path / 'wandb' / 'run_id').read_text()}.wandb"}
@@ -139,7 +134,7 @@ def test_an_offline_run_has_config_code_metrics_samples_and_alarms(
     assert given["environment"]["packages"]["torch"].startswith("2.")
     rows = [row for part in (first, second) for row in map(history, part) if row]
     assert [(row["step"], row["a/x"], row["alarms"]) for row in rows] == [(1, 1, 1), (2, 2, 0), (4, 4, 0), (5, 5, 0)]
-    assert {row["samples.nrows"] for row in rows} == {2}
+    assert {row["samples.nrows"] for row in rows} == {TABLE_ROWS}
     alerts = [record.alert.text for record in first if record.WhichOneof("record_type") == "alert"]
     assert len(alerts) == 1 and "train_infer_gap" in alerts[0]
     axes = {record.metric.name: record.metric.step_metric for record in first if record.HasField("metric")}
@@ -181,26 +176,27 @@ def records_of(path: Path) -> list[Any]:
     return found
 
 
-def test_estimates_are_those_of_their_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_estimates_are_those_of_their_tokens(tmp_path: Path) -> None:
     texts = {5: "a ", 6: "b\N{REPLACEMENT CHARACTER}", 7: "c"}
 
     def decode(ids: Any) -> str:
         return "".join(texts[token] for token in ids).replace("\N{REPLACEMENT CHARACTER}c", "é")
 
-    monkeypatch.setattr(recorder_file, "TOKEN_ESTIMATES", 2)
     config = MonitoringConfig(tensorboard=False)
     with Recorder(tmp_path, config, is_main_rank=True, decode=decode) as record:
-        record.samples(1, [sample(1, 0), sample(0, 1), sample(0, 0)])  # as the batch has them
-        record.estimates(1, torch.arange(9) / 10, -torch.arange(9.0), torch.tensor([0, 3, 6, 9]))
+        problems = range(TOKEN_ESTIMATES - 1, 0, -1)
+        record.samples(1, [*(sample(n, 0) for n in problems), sample(0, 1), sample(0, 0)])  # as the batch has them
+        bounds = torch.arange(0, 3 * TOKEN_ESTIMATES + 4, 3)
+        record.estimates(1, torch.arange(bounds[-1]) / 10, -torch.arange(float(bounds[-1])), bounds)
         record.write(1)
     rows = [json.loads(line) for line in (tmp_path / "samples" / "step_000001.jsonl").read_text().splitlines()]
     assert rows[0]["estimates"] == {
         "left_out": 0,
         "tokens": ["a ", "", "bé"],
-        "values": [0.6, 0.7, 0.8],
-        "advantages": [-6.0, -7.0, -8.0],
+        "values": [1.2, 1.3, 1.4],
+        "advantages": [-12.0, -13.0, -14.0],
     }
-    assert ["estimates" in row for row in rows] == [True, False, True], "of two problems before twice of one"
+    assert ["estimates" in row for row in rows] == [True, False, True, True, True], "of more problems first"
 
 
 class FakeMLflow(ModuleType):
@@ -213,6 +209,7 @@ class FakeMLflow(ModuleType):
         self.metrics: list[tuple[str, int, str, float]] = []
         self.ended: list[tuple[str, str]] = []
         self.active: str | None = None
+        self.failure: Exception | None = None
 
     def set_tracking_uri(self, uri: str) -> None:
         self.calls.append(("uri", uri))
@@ -233,6 +230,8 @@ class FakeMLflow(ModuleType):
 
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
         assert self.active is not None and step is not None
+        if self.failure is not None:
+            raise self.failure
         for name, value in metrics.items():
             assert re.fullmatch(r"[\w\-./ ]+", name), "MLflow refuses other names"
             self.metrics.append((self.active, step, name, value))
@@ -243,9 +242,16 @@ class FakeMLflow(ModuleType):
         self.active = None
 
 
-def test_a_resumed_run_goes_on_with_its_run_of_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    mlflow = FakeMLflow()
-    monkeypatch.setitem(sys.modules, "mlflow", mlflow)
+@pytest.fixture
+def mlflow(monkeypatch: pytest.MonkeyPatch) -> FakeMLflow:
+    package = FakeMLflow()
+    monkeypatch.setitem(sys.modules, "mlflow", package)
+    return package
+
+
+def test_a_resumed_run_goes_on_with_its_run_of_mlflow(
+    tmp_path: Path, mlflow: FakeMLflow, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "tests")
     sections = {"run": {"seed": 7}, "many": {f"key{number}": number for number in range(150)}}
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(sections))
@@ -266,6 +272,6 @@ def test_a_resumed_run_goes_on_with_its_run_of_mlflow(tmp_path: Path, monkeypatc
 
 
 def test_mlflow_that_is_not_installed_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(first_look, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "mlflow", None)  # Python finds no such package
     with pytest.raises(BadInput, match=r"monitoring\.mlflow=file:runs: the package mlflow is not installed"):
-        first_look.check_trackers(MonitoringConfig(mlflow="file:runs"))
+        check_trackers(MonitoringConfig(mlflow="file:runs"))

@@ -148,8 +148,8 @@ def traced_on_one(folder: Path) -> None:
 
 
 @pytest.fixture
-def looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cluster_ranks, "_LOOK_SECONDS", 0.2)
+def looks_often(look_every: Callable[[float], None]) -> None:
+    look_every(0.2)
 
 
 @pytest.mark.usefixtures("looks_often")

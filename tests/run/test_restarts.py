@@ -21,9 +21,11 @@ from vapo_megatron.config.load import dump_config
 from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.engines.server.process import EngineAddress
 from vapo_megatron.errors import TryAgain
-from vapo_megatron.run import launch, ranks
+from vapo_megatron.run import launch
 from vapo_megatron.run.ranks import RankKilled
 from vapo_megatron.weights.hf_writer import write_json
+
+BeginAt = Callable[[Callable[[TrainConfig], Path | None]], None]
 
 
 @pytest.fixture(scope="module")
@@ -32,6 +34,16 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
     train, evaluation = (write_rows(folder / f"{name}.jsonl", problems(64)) for name in ("train", "eval"))
     world = attempts.World(folder, make_model(folder / "model"), train, evaluation, EngineAddress("", ""))
     return attempts.config_of(world, "run", {"tp": 1}, "cluster.ranks=2", "cluster.restarts=2")
+
+
+@pytest.fixture
+def begin_at(monkeypatch: pytest.MonkeyPatch) -> BeginAt:
+    """Sets the checkpoint at which a start of this config begins; None: at the beginning."""
+
+    def begin(checkpoint_of: Callable[[TrainConfig], Path | None]) -> None:
+        monkeypatch.setattr(launch, "prepare_start", lambda settings, *_: Start(checkpoint_of(settings)))
+
+    return begin
 
 
 @pytest.mark.parametrize(
@@ -47,7 +59,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
 def test_killed_ranks_start_again(
     config: TrainConfig,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    begin_at: BeginAt,
     checkpoints: list[str],
     kills: int,
     ends_well: bool,
@@ -55,12 +67,12 @@ def test_killed_ranks_start_again(
     found = iter(checkpoints)
     resumes: list[str] = []
 
-    def prepare(settings: TrainConfig, check: Callable[[], None], take: Callable[[], None]) -> Start:
+    def next_checkpoint(settings: TrainConfig) -> Path | None:
         resumes.append(settings.run.resume)
         name = next(found)
-        return Start(Path(name) if name else None)
+        return Path(name) if name else None
 
-    monkeypatch.setattr(launch, "prepare_start", prepare)
+    begin_at(next_checkpoint)
 
     def body(run_dir: Path, start: Start) -> None:
         if dist.get_rank() == 1:
@@ -91,14 +103,14 @@ def saved(folder: Path, checkpoint_id: str) -> Path:
 
 
 def test_after_a_damaged_copy_ranks_start_from_the_last_checkpoint(
-    config: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    config: TrainConfig, tmp_path: Path, begin_at: BeginAt
 ) -> None:
     run = config.run.model_copy(update={"root": str(tmp_path), "name": "damaged"})
     config = config.model_copy(update={"run": run})
     memory, checkpoints = tmp_path / "memory", Path(config.run.directory) / "checkpoints"
     copy = saved(memory / "checkpoints" / "step_000008", "copied")
     on_disk = saved(checkpoints / "step_000004", "saved")
-    monkeypatch.setattr(launch, "prepare_start", lambda *_: Start(on_disk))
+    begin_at(lambda _: on_disk)
     after: Any = partial(launch._start_after, settings=config, lease=SimpleNamespace(take=lambda: None))
     again = after(RankKilled("killed"), start=Start(memory=memory))
     assert again.checkpoint == copy
@@ -106,11 +118,9 @@ def test_after_a_damaged_copy_ranks_start_from_the_last_checkpoint(
 
 
 def test_a_new_start_goes_on_from_the_copy_that_a_killed_starter_left(
-    config: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    config: TrainConfig, tmp_path: Path, begin_at: BeginAt, shared_memory: Path
 ) -> None:
     """And from the last checkpoint where that is newer, or the folder goes away while the run goes on."""
-    (tmp_path / "shm").mkdir()
-    monkeypatch.setattr(host_memory, "ROOT", tmp_path / "shm")
     run = config.run.model_copy(update={"root": str(tmp_path), "name": "left", "resume": "auto"})
     config = config.model_copy(update={"run": run})
     run_dir = Path(config.run.directory)
@@ -121,10 +131,7 @@ def test_a_new_start_goes_on_from_the_copy_that_a_killed_starter_left(
     begun = tmp_path / "begun"
     begun.mkdir()
 
-    def prepare(*_: object) -> Start:
-        return Start(run_dir / "checkpoints" / "step_000004")
-
-    monkeypatch.setattr(launch, "prepare_start", prepare)
+    begin_at(lambda _: run_dir / "checkpoints" / "step_000004")
 
     def body(_: Path, start: Start) -> None:
         assert start.memory is not None and start.memory.is_dir() and start.checkpoint is not None
@@ -144,17 +151,19 @@ def test_a_new_start_goes_on_from_the_copy_that_a_killed_starter_left(
 
 
 def test_a_request_to_stop_ends_ranks_of_which_one_is_stopped_and_keeps_their_copy(
-    config: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    config: TrainConfig,
+    tmp_path: Path,
+    begin_at: BeginAt,
+    shared_memory: Path,
+    look_every: Callable[[float], None],
 ) -> None:
     """They cannot save; started again they would not know of the request."""
-    (tmp_path / "shm").mkdir()
-    monkeypatch.setattr(host_memory, "ROOT", tmp_path / "shm")
-    monkeypatch.setattr(ranks, "_LOOK_SECONDS", 0.1)
+    look_every(0.1)
     run = config.run.model_copy(update={"root": str(tmp_path), "name": "stopped", "resume": "auto"})
     config = config.model_copy(update={"run": run})
     run_dir = Path(config.run.directory)
     dump_config(config, saved(run_dir / "checkpoints" / "step_000004", "saved") / "config.yaml")
-    monkeypatch.setattr(launch, "prepare_start", lambda *_: Start(run_dir / "checkpoints" / "step_000004"))
+    begin_at(lambda _: run_dir / "checkpoints" / "step_000004")
 
     def body(_: Path, start: Start) -> None:
         assert start.memory is not None
