@@ -9,6 +9,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+from batches import with_observation, with_segment
 from commands import Command, assert_refused
 from threads import on_threads
 from tiny_runs import problems, train_config, write_config
@@ -23,6 +24,7 @@ from vapo_megatron.data.batch import ExperienceBatch, from_samples
 from vapo_megatron.data.records import KEY, Records
 from vapo_megatron.data.sample import Prompt, Sample
 from vapo_megatron.data.tokenizer import TextTokenizer
+from vapo_megatron.errors import BadInput
 from vapo_megatron.evaluation.responses import response_of
 from vapo_megatron.monitoring.samples import SampleWriter
 from vapo_megatron.rewards.math import Grade
@@ -192,6 +194,54 @@ def test_what_dynamic_sampling_dropped_is_read_with_what_was_trained(tmp_path: P
     batches = list(Records(config_of(tmp_path, model, run), tokenizer, 100).batches())
     assert [batch.rewards.tolist() for batch in batches] == [[1.0, -1.0], [-1.0]], "each response once"
     assert batches[1].tokens.tolist() == [*drawn[1].prompt.token_ids, *drawn[1].response_ids.tolist()]
+
+
+def test_episodes_are_read_as_they_were_played(tmp_path: Path, model: Path) -> None:
+    """Observations, segments, rewards of turns and of the agent: a critic learns from them what it would in the run."""
+    settings = train_config(tmp_path, model) | {"rollout": {"agent": "a:b", "episode": {"max_tokens": 64}}}
+    tokenizer = TextTokenizer(model, config_of(tmp_path, model).data.prompt)
+    drawn, run = samples_of(tokenizer, problems(8)), tmp_path / "earlier"
+    played = [with_segment(with_observation(sample, 1, 2), 2, 12) for sample in drawn[:2]]
+    played[0].turn_rewards = np.array([0.25] + [0.0] * (len(played[0].response_ids) - 1), dtype=np.float32)
+    played[0].reward, played[1].reward, played[1].correct = 0.75, 0.5, True  # not of reward.correct and incorrect
+    for number, sample in enumerate(played):
+        sample.text, sample.episode, sample.group = (
+            tokenizer.decode(sample.response_ids.tolist()),
+            {"turns": 3.0},
+            number,
+        )
+    (run / "samples").mkdir(parents=True)
+    for name in ("config.yaml", "metrics.jsonl"):
+        (run / name).touch()
+    SampleWriter(run, 8, decode=tokenizer.decode).write(1, played[:1], played[1:])
+
+    def read(config: dict[str, Any]) -> list[ExperienceBatch]:
+        config = config | {"value_pretraining": {"from": [str(run)]}}
+        return list(Records(TrainConfig.model_validate(config), tokenizer, 100).batches())
+
+    for batch, sample in zip(read(settings), played, strict=True):
+        expected = from_samples([sample])
+        names = ("tokens", "loss_mask", "segment_starts", "segments", "turn_rewards", "rewards", "correct", "truncated")
+        for name in names:
+            found, wanted = getattr(batch, name), getattr(expected, name)
+            assert found is wanted is None or torch.equal(found, wanted), name
+    with pytest.raises(BadInput, match="episode without its tokens, or in a run without"):
+        read(train_config(tmp_path, model))
+    for changes, said in (
+        ({"segment_starts": [0]}, "segment_starts are no observations"),
+        ({"segment_starts": [1, -1]}, "segment_starts are no observations"),
+        ({"segment_starts": 3}, "segment_starts are no observations"),
+        ({"turn_rewards": [[1, 0.5]]}, "turn_rewards no tokens of the policy"),
+        ({"turn_rewards": [[0, "high"]]}, "turn_rewards no tokens of the policy"),
+        ({"turn_rewards": [0.5]}, "turn_rewards no tokens of the policy"),
+        ({"response_ids": [5] * 64, "response": "", "loss_mask": None}, "above rollout.episode.max_tokens=64"),
+    ):
+        path = run / "samples/step_000001.jsonl"
+        row = json.loads(path.read_text())
+        write(path, [row | changes])
+        with pytest.raises(BadInput, match=f"step_000001.jsonl:1: .*{said}"):
+            read(settings)
+        write(path, [row])
 
 
 class State:

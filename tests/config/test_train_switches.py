@@ -38,7 +38,6 @@ def load(tmp_path: Path, *overrides: str) -> TrainConfig:
             ["algorithm.advantage.credit=turn", "rollout.agent=a:b", "rollout.episode.max_turns=1"],
             "credit=turn with rollout.episode.max_turns=1",
         ),
-        ([AGENT, "algorithm.dynamic_sampling.max_rounds=10"], "rollout.agent=a:b with algorithm.dynamic_sampling"),
         ([AGENT, "preset=remax"], "rollout.agent=a:b with algorithm.advantage.estimator=remax"),
         ([AGENT, "data.prompt.chat_template=false"], "rollout.agent=a:b with data.prompt.chat_template=false"),
         ([AGENT, "rollout.partial_responses.oversampling=1.5"], "agent=a:b with partial_responses.oversampling=1.5"),
@@ -168,6 +167,7 @@ def test_contradictions_between_sections_are_refused_by_name(tmp_path: Path, ove
         ["preset=rloo", "algorithm.update={minibatch_size: 8192, minibatches: null}"],
         ["preset=vapo_without_group_sampling", "batch.prompts_per_step=64"],
         ["preset=vapo_without_decoupled_gae", "algorithm.advantage.lambda_critic=0.9"],
+        [AGENT, "preset=dapo"],
     ],
 )
 def test_what_is_refused_can_be_mended(tmp_path: Path, overrides: list[str]) -> None:

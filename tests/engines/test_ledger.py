@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 
-from vapo_megatron.engines.ledger import DROPPED, FILLED, NO_SIGNAL, STALE, Ledger, StepRule
+from vapo_megatron.engines.ledger import BROKEN, DROPPED, FILLED, NO_SIGNAL, STALE, Ledger, StepRule
 
 
 def every(n: int) -> Callable[[int], bool]:
     return lambda number: number % n == 0
 
 
-def check_against_a_restored_one(ledger: Ledger, graded: dict[int, bool]) -> None:
+def check_against_a_restored_one(ledger: Ledger, graded: dict[int, bool | None]) -> None:
     """What is kept up to date as groups come and go is what follows from the groups alone."""
     state = json.loads(json.dumps(ledger.state()))
     restored = Ledger(ledger.rule, ledger.first)
@@ -33,7 +33,7 @@ def check_against_a_restored_one(ledger: Ledger, graded: dict[int, bool]) -> Non
     assert copy.deepcopy(ledger).surplus() == restored.surplus()
 
 
-def play(rule: StepRule, useful: Callable[[int], bool], seed: int) -> tuple[list[list[int]], Ledger, list[int]]:
+def play(rule: StepRule, useful: Callable[[int], bool | None], seed: int) -> tuple[list[list[int]], Ledger, list[int]]:
     """Draw, grade in a random order, take and train at random times; what each step trained, and ages when drawn."""
     chance, ledger = random.Random(seed), Ledger(rule)
     flying: dict[int, int] = {}
@@ -82,6 +82,25 @@ def test_a_step_trains_the_first_useful_groups_in_the_order_drawn(seed: int) -> 
 def test_after_the_most_draws_others_fill_the_step(seed: int) -> None:
     steps, ledger, _ = play(StepRule(3, 2, oversampling=3.0, most_draws=5), every(4), seed)
     assert steps == [[0, 4, 1], [8, 5, 6]] and ledger.first == 10
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+@pytest.mark.parametrize("seed", range(10))
+def test_broken_groups_are_neither_trained_nor_counted_as_drawn_for_a_step(staleness: int, seed: int) -> None:
+    """Groups 1, 4, 7, ... break. Of the whole ones 0, 6, 12, ... have signal, and those between them fill a step."""
+
+    def useful(number: int) -> bool | None:
+        return None if number % 3 == 1 else number % 6 == 0
+
+    steps, ledger, _ = play(StepRule(3, 4, 2.0, 4, staleness), useful, seed)
+    if not staleness:  # 0, 2, 3 and 5 are the four of the first step
+        assert steps == [[0, 2, 3], [6, 8, 9], [12, 14, 15], [18, 20, 21]]
+        assert (ledger.counts[BROKEN], ledger.counts[NO_SIGNAL], ledger.counts[FILLED]) == (8, 4, 8)
+    trained = [number for step in steps for number in step]
+    assert len(trained) == 12 and all(useful(number) is not None for number in trained) and ledger.counts[BROKEN]
+    steps, ledger, _ = play(StepRule(3, 4, staleness=staleness), lambda n: None if n % 3 == 1 else True, seed)
+    assert [n for step in steps for n in step] == [n for n in range(18) if n % 3 != 1], "without dynamic sampling"
+    assert ledger.counts[BROKEN] == 6 and not ledger.counts[NO_SIGNAL]
 
 
 @pytest.mark.parametrize("staleness", [1, 2, 3])

@@ -118,8 +118,8 @@ class TrainConfig(Section):
         ),
         (
             "rollout.agent",
-            f"{_CHOOSES_GROUPS}, algorithm.advantage.estimator=remax, data.prompt.chat_template=false",
-            "agents do not work with it: set the latter to null, to gae or rloo, or to true",
+            "algorithm.advantage.estimator=remax, data.prompt.chat_template=false",
+            "agents do not work with it: set the latter to gae or rloo, or to true",
         ),
         (
             "rollout.partial_responses.oversampling",

@@ -4,6 +4,7 @@ Rows of jsonl: this project's samples and evaluations, verl's rollout dumps (inp
 result}; and slime's rollout dumps (.pt). Nothing is guessed: a record that lacks anything needed is refused.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -81,9 +82,10 @@ class Records:
 
     def _sample(self, row: Mapping[str, Any], prompt: Prompt, group: int, index: int) -> Sample:
         end, mask = row.get("finish_reason"), row.get("loss_mask")
-        if row.get("episode") or end not in (None, "stop", "length"):
-            ending = "an agent's episode" if row.get("episode") else f"finish_reason {end!r}"
-            raise ValueError(f"{ending}, which is not all that was said, or has no result; leave the row out")
+        if row.get("episode") and (row.get("response_ids") is None or self._config.rollout.agent is None):
+            raise ValueError("an agent's episode without its tokens, or in a run without rollout.agent; leave it out")
+        if end not in (None, "stop", "length"):
+            raise ValueError(f"finish_reason {end!r}, which is not all that was said; leave the row out")
         ids = self._response_ids(row, end)
         logprobs = np.zeros(len(ids), np.float32)
         sample = Sample(prompt, group, index, 0, np.array(ids, np.int32), logprobs, end or "stop", 0, 0)
@@ -92,10 +94,28 @@ class Records:
             if not isinstance(mask, list) or len(mask) != len(ids) or 1 not in mask or set(mask) - {0, 1}:
                 raise ValueError(f"loss_mask is no list of 0 and 1 for the {len(ids)} tokens of its response")
             sample.loss_mask = None if all(mask) else np.array(mask, np.bool_)
+        if row.get("episode"):
+            self._add_episode(sample, row.get("segment_starts") or [], row.get("turn_rewards") or [])
         return sample
 
+    def _add_episode(self, sample: Sample, starts: Any, rewards: Any) -> None:
+        """starts, rewards: segment_starts and turn_rewards of a row, as a run's samples have them."""
+        most, count = self._config.rollout.episode.max_tokens, len(sample.prompt.token_ids) + len(sample.response_ids)
+        if count > most:
+            raise ValueError(f"its episode has {count} tokens, above rollout.episode.max_tokens={most}: raise it")
+        written, placed = dict(enumerate(sample.written.tolist())), np.zeros(len(sample.response_ids), np.float32)
+        try:
+            fit = not any(written[place] for place in starts)
+            for place, reward in rewards:
+                fit, placed[place] = fit and written[place] and math.isfinite(reward), reward
+        except (TypeError, ValueError, LookupError):
+            fit = False
+        if not fit:
+            raise ValueError("its segment_starts are no observations, or its turn_rewards no tokens of the policy")
+        sample.segment_starts, sample.turn_rewards = tuple(sorted(set(starts))), placed if rewards else None
+
     def _prompt_ids(self, row: Mapping[str, Any]) -> tuple[int, ...]:
-        most = self._config.data.max_prompt_tokens
+        most = math.inf if row.get("episode") else self._config.data.max_prompt_tokens
         if row.get("prompt_ids") is not None:
             ids = self._checked(row, "prompt_ids")
         elif row.get("input") is not None:
@@ -116,7 +136,8 @@ class Records:
         return {self._tokenizer.decode(prompt.token_ids): prompt.token_ids for prompt in prompts}
 
     def _response_ids(self, row: Mapping[str, Any], end: str | None) -> Sequence[int]:
-        most, tokenizer = self._config.sampling.max_new_tokens, self._tokenizer
+        most = math.inf if row.get("episode") else self._config.sampling.max_new_tokens
+        tokenizer = self._tokenizer
         has_ids = row.get("response_ids") is not None
         text = row.get("response") if has_ids else _text(row, "response", "output")
         ids = self._checked(row, "response_ids") if has_ids else tuple(tokenizer.encode_response(str(text)))
@@ -148,15 +169,17 @@ class Records:
 
     def _result(self, row: Mapping[str, Any]) -> tuple[float, bool]:
         """Reward and grade: a verdict is worth what this run's is; a number has to be a reward of this run."""
-        config = self._config.reward
+        config, is_episode = self._config.reward, bool(row.get("episode"))
         is_verdict, is_score = config.verifier in ("math", "code"), config.verifier == "function"
-        for name in ("correct", "acc", "result") if is_verdict else ():
+        for name in ("correct", "acc", "result") if is_verdict and not is_episode else ():
             if isinstance(row.get(name), bool) or (name == "acc" and row.get(name) in (0, 1)):
                 return (config.correct if row[name] else config.incorrect), bool(row[name])
         numbers = {name: row[name] for name in ("reward", "score", "result") if row.get(name) is not None}
         name, number = next(iter(numbers.items()), ("result", None))
         if not isinstance(number, int | float) or not abs(number) < float("inf"):
             raise ValueError(f"its {name} is {'missing' if number is None else repr(number)}: leave the row out")
+        if is_episode:  # its agent may have graded it
+            return float(number), row.get("correct") is True
         if is_verdict and number not in (config.correct, config.incorrect):
             raise ValueError(
                 f"its {name} {number:g} is neither reward.correct={config.correct:g} nor "

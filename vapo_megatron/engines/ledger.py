@@ -20,7 +20,8 @@ FILLED = "filled"  # without signal, trained on because there were no others
 NO_SIGNAL = "no_signal"  # dynamic sampling: all of its responses are right, or all wrong
 SURPLUS = "surplus"  # the step had enough; its prompt is drawn again
 STALE = "stale"  # drawn more steps ago than is allowed
-DROPPED = (NO_SIGNAL, SURPLUS, STALE)
+BROKEN = "broken"  # an episode of it broke: nothing could be trained on
+DROPPED = (NO_SIGNAL, SURPLUS, STALE, BROKEN)
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class StepRule:
         steps: number of the last step.
         oversampling: groups in flight, as a multiple of those still wanted.
         most_draws: largest number of groups drawn for a step; once they are graded, groups without signal fill it up.
-            None: no bound.
+            Broken and stale groups do not count. None: no bound.
         staleness: how many steps may be collected beyond the one that is trained next: groups are drawn only for the
             steps up to trained + 1 + staleness. 0: synchronous.
         any_order: a step trains the oldest graded groups and the others stay; not with staleness.
@@ -68,39 +69,39 @@ def step_rule(size: BatchConfig, sampling: DynamicSamplingConfig, steps: int, ro
 
 @dataclass
 class GroupRecord:
-    """A group that is neither trained nor dropped. drawn_at: steps trained when it was drawn. useful: once graded.
-    place: in the order drawn, among those that are left."""
+    """A group that is neither trained nor dropped. drawn_at: steps trained when it was drawn. useful: once graded; None
+    if it broke. place: in the order drawn, among those that are left."""
 
     number: int
     drawn_at: int
     graded: bool = False
-    useful: bool = False
+    useful: bool | None = False
     place: int = 0
 
 
 @dataclass
 class _Part:
-    """The groups that one step looks through, from place `start` to before `end`, and how many are useful, too old or
-    not graded; full: it needs no more."""
+    """The groups that one step looks through, from place `start` to before `end`, and how many are useful, lost (too
+    old, or broken) or not graded; full: it needs no more."""
 
     step: int
     start: int = 0
     end: int = 0
     useful: int = 0
-    stale: int = 0
+    lost: int = 0
     ungraded: int = 0
     full: bool = False
 
     @property
     def fresh(self) -> int:
-        """Groups that are not too old, as far as is known."""
-        return self.end - self.start - self.stale
+        """Groups that are not lost, as far as is known."""
+        return self.end - self.start - self.lost
 
-    def count(self, record: GroupRecord, is_stale: bool, by: int) -> None:
+    def count(self, record: GroupRecord, is_lost: bool, by: int) -> None:
         """by: 1 for a group that comes in, -1 for one that leaves."""
         self.ungraded += by * (not record.graded)
-        self.stale += by * (record.graded and is_stale)
-        self.useful += by * (record.graded and record.useful and not is_stale)
+        self.lost += by * (record.graded and is_lost)
+        self.useful += by * (record.graded and record.useful is True and not is_lost)
 
 
 class Ledger:
@@ -166,8 +167,8 @@ class Ledger:
         self.next += 1
         return number
 
-    def grade(self, number: int, useful: bool) -> None:
-        """A group was graded."""
+    def grade(self, number: int, useful: bool | None) -> None:
+        """A group was graded. useful: whether a step wants it; None: it broke, and no step may have it."""
         record, parts = self._records[number], self._parts()
         index = next((n for n, part in enumerate(parts) if part.start <= record.place < part.end), None)
         if index is not None:
@@ -175,7 +176,7 @@ class Ledger:
         record.graded, record.useful = True, useful
         self._in_flight -= 1
         if index is not None:
-            parts[index].count(record, self._is_stale(record, parts[index]), 1)
+            parts[index].count(record, self._is_lost(record, parts[index]), 1)
             self._settle(index)
 
     def surplus(self) -> list[int]:
@@ -218,7 +219,7 @@ class Ledger:
         """
         part, self._settled = self._parts()[0], None
         graded = [record for record in self._order[part.start : part.end] if record.graded]
-        fresh = [record for record in graded if not self._is_stale(record, part)]
+        fresh = [record for record in graded if not self._is_lost(record, part)]
         useful, spare = ([record for record in fresh if record.useful is kind] for kind in (True, False))
         fill = spare[: self.rule.groups - len(useful)]
         taken = [record.number for record in (*useful, *fill)]
@@ -229,7 +230,9 @@ class Ledger:
             self._records[number].graded = False
             self._in_flight += 1
         self._drop([record.number for record in spare[len(fill) :]], NO_SIGNAL)
-        self._drop([record.number for record in graded if self._is_stale(record, part)], STALE)
+        for record in (record for record in graded if record.useful is None):
+            self._drop([record.number], BROKEN)
+        self._drop([r.number for r in graded if r.useful is not None and self._is_lost(r, part)], STALE)
         self.taken += 1
         self.counts["trained"] += len(finished)
         self.counts[FILLED] += len(fill)
@@ -245,8 +248,9 @@ class Ledger:
         drawn_at = {str(number): record.drawn_at for number, record in self._records.items()}
         return {"counts": dict(self.counts), "next": self.next, "drawn_at": drawn_at}
 
-    def restore(self, state: dict[str, Any], useful: Mapping[int, bool]) -> list[int]:
-        """Go on from a state, with only the groups from number `next` on. useful: of the graded groups, by number.
+    def restore(self, state: dict[str, Any], useful: Mapping[int, bool | None]) -> list[int]:
+        """Go on from a state, with only the groups from number `next` on. useful: of the graded groups, by number, as
+        for grade().
 
         Returns the numbers of the ungraded groups, which are to be generated (again).
         """
@@ -272,8 +276,8 @@ class Ledger:
         """Number of steps for which groups may be drawn now."""
         return min(self.trained + 1 + self.rule.staleness, self.rule.steps) - self.taken
 
-    def _is_stale(self, record: GroupRecord, part: _Part) -> bool:
-        return part.step - 1 - record.drawn_at > self.rule.oldest
+    def _is_lost(self, record: GroupRecord, part: _Part) -> bool:
+        return record.useful is None or part.step - 1 - record.drawn_at > self.rule.oldest
 
     def _is_full(self, part: _Part) -> bool:
         most_draws = self.rule.most_draws
@@ -304,13 +308,13 @@ class Ledger:
             while part.end < start:
                 self._extend(part)
             for place in range(part.start, start):
-                part.count(order[place], self._is_stale(order[place], part), -1)
+                part.count(order[place], self._is_lost(order[place], part), -1)
             for place in range(start, part.start):
-                part.count(order[place], self._is_stale(order[place], part), 1)
+                part.count(order[place], self._is_lost(order[place], part), 1)
             part.start = start
             while self._is_full(part) and part.end > start:
                 last = order[part.end - 1]
-                part.count(last, self._is_stale(last, part), -1)
+                part.count(last, self._is_lost(last, part), -1)
                 part.end -= 1
             while not self._is_full(part) and part.end < len(order):
                 self._extend(part)
@@ -321,5 +325,5 @@ class Ledger:
 
     def _extend(self, part: _Part) -> None:
         record = self._order[part.end]
-        part.count(record, self._is_stale(record, part), 1)
+        part.count(record, self._is_lost(record, part), 1)
         part.end += 1

@@ -39,7 +39,7 @@ class Work:
     Attributes:
         request: makes the request for a prompt, with the current weight version.
         grade: fills in the rewards of samples. Called in threads.
-        is_useful: whether a step can use a graded group.
+        is_useful: whether a step wants a graded group; None: it is broken, and no step may have it.
         responses: number of responses of a step.
         timeout_s: seconds that the responses of a step may take.
         generate: answers a request; None: the dispatcher.
@@ -47,7 +47,7 @@ class Work:
 
     request: Callable[[Prompt], GroupRequest]
     grade: Callable[[Group], None]
-    is_useful: Callable[[Group], bool]
+    is_useful: Callable[[Group], bool | None]
     responses: int
     timeout_s: float
     generate: Callable[[GroupRequest], Awaitable[Group]] | None = None
@@ -59,7 +59,7 @@ class GroupStream:
     It runs in the dispatcher's thread; its public methods block their callers.
 
     Attributes:
-        dropped: graded groups that the last take() looked through and dropped, in the order drawn.
+        dropped: graded groups that the last take() looked through and dropped, in the order drawn; no broken ones.
     """
 
     def __init__(self, dispatcher: Dispatcher, prompts: PromptSource, ledger: Ledger, work: Work) -> None:
@@ -152,7 +152,8 @@ class GroupStream:
         self._begun |= {number: _next_window(taken[number]) for number in unfinished if number in taken}
         # In any order, long groups are still on their way: what was dropped would be short ones.
         done = {} if self.ledger.rule.any_order else self._graded
-        self.dropped = [group for number, group in sorted(done.items()) if number not in self.ledger]
+        dropped = [group for number, group in sorted(done.items()) if number not in self.ledger]
+        self.dropped = [group for group in dropped if self._work.is_useful(group) is not None]
         self._graded = {number: group for number, group in self._graded.items() if number in self.ledger}
         await self._drop_surplus()
         if self.ledger.rule.any_order:

@@ -50,7 +50,7 @@ class SampleWriter:
         if step == 1:
             with suppress(OSError):  # of an attempt that ended before its first checkpoint
                 (self._folder / f"step_000001{_OTHERS}").unlink()
-            if dropped and samples[0].episode is None:  # those of agents are refused there
+            if dropped:
                 others = (sample for sample in samples if sample.group not in groups)
                 self._save(1, _OTHERS, (_row(sample, True) for sample in (*others, *dropped)))
         return self._save(step) if self._rows else None
@@ -158,6 +158,9 @@ def _row(sample: Sample, with_ids: bool, decode: Decode | None = None) -> dict[s
     """with_ids: the policy has not been updated yet, so its tokens can serve value_pretraining.from."""
     ids = {"prompt_ids": list(sample.prompt.token_ids), "response_ids": sample.response_ids.tolist()}
     masks = {} if sample.loss_mask is None else {"loss_mask": sample.loss_mask.astype(int).tolist()}
+    rewards = [] if sample.turn_rewards is None else sample.turn_rewards.tolist()
+    masks |= {"segment_starts": list(sample.segment_starts)} if sample.segment_starts else {}
+    masks |= {"turn_rewards": [[n, reward] for n, reward in enumerate(rewards) if reward]} if rewards else {}
     return {
         "prompt_id": sample.prompt.id,
         "group": sample.group,
@@ -173,5 +176,5 @@ def _row(sample: Sample, with_ids: bool, decode: Decode | None = None) -> dict[s
         "weight_version": sample.weight_version,
         **({} if sample.episode is None else {"episode": sample.episode}),
         **({} if sample.loss_mask is None or decode is None else {"turns": _turns(sample, decode)}),
-        **(ids | masks if with_ids and sample.episode is None else {}),
+        **(ids | masks if with_ids else {}),
     }

@@ -1,5 +1,6 @@
 """The rollout side of a run: prompts go to the engines, responses come back and are graded."""
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -19,7 +20,7 @@ from vapo_megatron.config.rollout import RolloutConfig, SamplingConfig
 from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.data.batch import ExperienceBatch
 from vapo_megatron.data.prompts import PromptSource, eval_prompts, train_prompts
-from vapo_megatron.data.sample import Prompt, Sample
+from vapo_megatron.data.sample import GRADED_BY_AGENT, Prompt, Sample
 from vapo_megatron.data.tokenizer import TextTokenizer
 from vapo_megatron.engines.engines import Engines
 from vapo_megatron.engines.ledger import DROPPED, FILLED, NO_SIGNAL, Ledger, StepRule
@@ -140,11 +141,13 @@ class Rollouts:
                 window=window,
             )
 
-        useful = has_signal if rule.most_draws is not None else is_whole
+        def is_useful(group: Sequence[Sample]) -> bool | None:
+            return (rule.most_draws is None or has_signal(group)) if is_whole(group) else None
+
         self._open_agents()
         generate = None if self.agents is None else self.agents.generate
         responses, timeout = rule.groups * samples_per_prompt, self.engines.collect_timeout_s
-        work = Work(request, self._grade, useful, responses, timeout, generate)
+        work = Work(request, self._grade, is_useful, responses, timeout, generate)
         self.stream = GroupStream(dispatcher, prompts, Ledger(rule, prompts.cursor, step), work)
         if self.saved is not None and not fixed_policy:
             self.stream.restore(*self.saved)
@@ -192,7 +195,8 @@ class Rollouts:
         recorder.add({names.ROLLOUT_SPEED: tokens / (clock.time() - start)})
         recorder.add({names.FAILED_GRADES: failed_share(samples, self.verifier)})
         if self.agents is not None:
-            recorder.add(episode_metrics(samples) | self.agents.broken_metrics(len(samples)))
+            whole = len(samples) + sum(map(len, self.stream.dropped))
+            recorder.add(episode_metrics(samples) | self.agents.broken_metrics(whole))
         counts, self._counted = ledger.counts - self._counted, ledger.counts.copy()
         if ledger.rule.most_draws is not None:
             trained = counts["trained"]  # groups, by outcome
@@ -247,7 +251,11 @@ class Rollouts:
 
 
 def has_signal(group: Sequence[Sample]) -> bool:
-    """Whether some responses of a group are correct and others are not (DAPO's dynamic sampling)."""
+    """Whether some responses of a group are correct and others are not (DAPO's dynamic sampling); where an agent gave
+    rewards, at the end or by turns, whether those of the group differ."""
+    if any(sample.grade_reason in GRADED_BY_AGENT or sample.turn_rewards is not None for sample in group):
+        rewards = [sample.reward or 0.0 for sample in group]
+        return not math.isclose(min(rewards), max(rewards), rel_tol=1e-5, abs_tol=1e-5)  # sums of float32
     correct = torch.tensor([bool(sample.correct) for sample in group])
     return bool(informative_groups(correct, torch.zeros(len(group), dtype=torch.int64)).all())
 
