@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
+import torch
 
 from vapo_megatron.agents.episodes import Agents
 from vapo_megatron.config.data import PromptTemplate
@@ -19,6 +20,7 @@ from vapo_megatron.engines.request import GroupRequest
 from vapo_megatron.engines.server.client import Completion
 from vapo_megatron.engines.server.process import EngineAddress
 from vapo_megatron.errors import TryAgain
+from vapo_megatron.weights.routed_experts import ExpertChoices
 from vapo_megatron.weights.tiny import word_tokenizer
 
 TEMPLATE = (
@@ -29,7 +31,8 @@ WRITTEN = 4
 
 class Engine:
     """Writes four tokens that follow from the seed, or those of the script; the first call may hang, and a later one
-    may find it gone. Text before "add" is text, after each "add" are the arguments of a call."""
+    may find it gone. Text before "add" is text, after each "add" are the arguments of a call. A token's experts are its
+    number and that of the call."""
 
     hangs, gone_at, calls, aborted = False, 0, 0, 0
     seconds = 0.0
@@ -40,7 +43,21 @@ class Engine:
     def __init__(self, address: EngineAddress, timeout: float) -> None:
         self.address = address
 
-    async def generate(self, prompts: list[list[int]], params: list[dict[str, Any]], *_: Any) -> list[Completion]:
+    async def generate(
+        self,
+        prompts: list[list[int]],
+        params: list[dict[str, Any]],
+        experts: ExpertChoices | None = None,
+        *_: Any,
+    ) -> list[Completion]:
+        completions, call = await self.completions(prompts, params), Engine.calls
+        for prompt, completion in zip(prompts, completions, strict=True):
+            if experts is not None:
+                read = [*prompt, *completion.token_ids.tolist()][experts.start : -1]
+                completion.routed_experts = torch.tensor([[token, call] for token in read], dtype=torch.uint8)
+        return completions
+
+    async def completions(self, prompts: list[list[int]], params: list[dict[str, Any]]) -> list[Completion]:
         Engine.calls += 1
         if Engine.hangs and Engine.calls == 1:
             await asyncio.sleep(60)
@@ -82,7 +99,7 @@ def make_tokenizer(folder: Path, template: str, words: Sequence[str] = ()) -> Te
 
 @contextmanager
 def agents_of(
-    tokenizer: TextTokenizer, agent: str, engines: int = 1, **settings: Any
+    tokenizer: TextTokenizer, agent: str, engines: int = 1, experts: ExpertChoices | None = None, **settings: Any
 ) -> Iterator[Callable[[int], list[Sample]]]:
     """Plays groups of episodes: called with their number of episodes. settings: limits, and others of rollout."""
     limits = {name: settings.pop(name) for name in list(settings) if name in EpisodeConfig.model_fields}
@@ -94,7 +111,7 @@ def agents_of(
         agents = Agents(dispatcher, tokenizer, config)
         try:
             yield lambda samples: dispatcher.loop.run(
-                agents.generate(GroupRequest(prompt, samples, SamplingConfig(max_new_tokens=12), 12, 11, 0))
+                agents.generate(GroupRequest(prompt, samples, SamplingConfig(max_new_tokens=12), 12, 11, 0, experts))
             )
         finally:
             agents.close()

@@ -42,7 +42,6 @@ def load(tmp_path: Path, *overrides: str) -> TrainConfig:
         ([AGENT, "data.prompt.chat_template=false"], "rollout.agent=a:b with data.prompt.chat_template=false"),
         ([AGENT, "rollout.partial_responses.oversampling=1.5"], "agent=a:b with partial_responses.oversampling=1.5"),
         ([AGENT, "rollout.windows=2", "algorithm.shaping.truncated=window"], "agent=a:b with windows=2"),
-        ([AGENT, "rollout.router_replay=true"], "agent=a:b with router_replay=true"),
         (
             ["rollout.windows=2", "algorithm.shaping.truncated=window", "algorithm.mask_function=a:b"],
             "rollout.windows=2 with algorithm.mask_function=a:b",
@@ -167,7 +166,7 @@ def test_contradictions_between_sections_are_refused_by_name(tmp_path: Path, ove
         ["preset=rloo", "algorithm.update={minibatch_size: 8192, minibatches: null}"],
         ["preset=vapo_without_group_sampling", "batch.prompts_per_step=64"],
         ["preset=vapo_without_decoupled_gae", "algorithm.advantage.lambda_critic=0.9"],
-        [AGENT, "preset=dapo"],
+        [AGENT, "preset=dapo", "rollout.router_replay=true"],
     ],
 )
 def test_what_is_refused_can_be_mended(tmp_path: Path, overrides: list[str]) -> None:

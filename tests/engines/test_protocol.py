@@ -17,14 +17,17 @@ from vapo_megatron.weights.bucket import Place, announce
 from vapo_megatron.weights.routed_experts import ExpertChoices
 
 SAID: dict[int, dict[str, Any]] = {
-    8: {
+    9: {
         "bucket": ["first", "last", "places", "purpose", "size"],
         "place": ["name", "dtype", "shape", "start"],
         "loaded": ["problems", "seconds", "checksums"],
         "ways": ["vapo_strict", "vapo_weights", "vapo_generate", "vapo_abort", "vapo_health", "vapo_end"],
         "health": ["lost", "requests", "silent_s", "paused", "batches"],
-        "asked": ["expert_choices", "input_ids", "return_logprob", "return_routed_experts", "rid", "sampling_params"],
-        "choices": ["layers", "experts", "per_token"],
+        "asked": [
+            *("expert_choices", "input_ids", "return_logprob", "return_routed_experts", "rid"),
+            *("routed_experts_start_len", "sampling_params"),
+        ],
+        "choices": ["layers", "experts", "per_token", "start"],
         "answer": {
             "0/experts": "U8 0203",
             "0/logprobs": "F32 0000003f",

@@ -69,9 +69,9 @@ class AheadEngines(WrittenEngines):
         return self.busy
 
 
-def ahead(**engines: Any) -> Rollouts:
+def ahead(experts: ExpertChoices | None = EXPERTS, **engines: Any) -> Rollouts:
     rollouts = write_rollouts(mixed)
-    rollouts.engines, rollouts.routed_experts = AheadEngines(), EXPERTS  # type: ignore[assignment]
+    rollouts.engines, rollouts.routed_experts = AheadEngines(), experts  # type: ignore[assignment]
     for name, value in engines.items():
         setattr(rollouts.engines, name, value)
     return rollouts
@@ -195,8 +195,9 @@ def test_groups_without_signal_are_counted_step_by_step() -> None:
     rollouts.end()
 
 
-def test_dropped_groups_are_told_once_more_where_their_step_is_taken_again() -> None:
-    rollouts = ahead()
+@pytest.mark.parametrize("experts", [None, EXPERTS])
+def test_dropped_groups_are_told_once_more_where_their_step_is_taken_again(experts: ExpertChoices | None) -> None:
+    rollouts = ahead(experts)
     rollouts.begin(rule := StepRule(4, 2, most_draws=12), 2, 0)
     with Recorder(Path("unused"), MonitoringConfig(), is_main_rank=False) as recorder:
         rollouts.take(recorder)
@@ -204,7 +205,7 @@ def test_dropped_groups_are_told_once_more_where_their_step_is_taken_again() -> 
         (dropped,) = rollouts.stream.dropped
         assert [(s.prompt.cursor, s.group, s.reward) for s in dropped] == [(2, 4, -1.0)] * 2
         state, packed = rollouts.state()  # a signal to stop comes before the step is trained
-        again = ahead()
+        again = ahead(experts)
         again.saved = state, unpack_groups(packed, rollouts.prompts.at, rollouts.tokenizer.decode)
         again.begin(rule, 2, 0)
         again.take(recorder)
@@ -212,7 +213,10 @@ def test_dropped_groups_are_told_once_more_where_their_step_is_taken_again() -> 
         (same,) = again.stream.dropped
         for name in ("group", "index", "reward", "correct", "finish_reason", "text"):
             assert [getattr(s, name) for s in same] == [getattr(s, name) for s in dropped], name
-        assert not asked(again), "they were neither written nor graded again"
+        if experts is None:
+            assert not asked(again), "they were neither written nor graded again"
+        else:
+            assert sorted(request.prompt.cursor for request in asked(again)) == [0, 1, 2, 3, 4], "for their experts"
         rollouts.advance()
         rollouts.take(recorder)
         assert [s.prompt.cursor for group in rollouts.stream.dropped for s in group] == [5, 5, 8, 8]
@@ -233,7 +237,7 @@ def test_groups_that_wait_for_a_later_step_are_not_dropped() -> None:
 
 
 def test_a_checkpoint_holds_the_groups_that_wait() -> None:
-    rollouts = ahead()
+    rollouts = ahead(experts=None)
     rule = StepRule(2, 4, staleness=1)
     rollouts.begin(rule, 2, 0)
     steps(rollouts)
@@ -242,7 +246,7 @@ def test_a_checkpoint_holds_the_groups_that_wait() -> None:
     expected, _ = steps(rollouts)
     rollouts.end()
     assert rollouts.state() == ({}, b"")
-    again = ahead()
+    again = ahead(experts=None)
     again.saved = state, {2: expected[0][:2], 3: expected[0][2:]}
     assert again.prompts is not None
     again.prompts.cursor = 2

@@ -213,7 +213,7 @@ class Endpoint:
             limit = f"This model's maximum context length is {self._limits.max_tokens} tokens"
             raise _Refused(f"{limit} (rollout.episode.max_tokens), the episode has {total}", "context_length_exceeded")
         asked = time.monotonic()
-        turn = await self._generate(episode, context, room)
+        turn = await self._generate(episode, context, room, segment.read)
         try:
             content, calls = await self._parsed(turn, tools)
         except TryAgain as error:  # the engine was lost after its response: others go on
@@ -266,7 +266,7 @@ class Endpoint:
             text = text.lstrip().removeprefix(drawn) if text.lstrip().startswith(drawn) else text
         return self._tokenizer.encode_response(text)
 
-    async def _generate(self, episode: Episode, context: list[int], room: int) -> Sample:
+    async def _generate(self, episode: Episode, context: list[int], room: int, read: int) -> Sample:
         number, request = episode.recording.turns, episode.request
         if number < len(request.begun):
             if request.begun[number].prompt.token_ids != tuple(context):
@@ -277,9 +277,9 @@ class Endpoint:
         seed = episode.seed if number == 0 else response_seed(episode.seed, request.prompt.cursor, number)
         prompt = replace(request.prompt, token_ids=tuple(context))
         empty = replace(empty_response(request, 0), prompt=prompt, seed=seed)
-        turn_request = replace(
-            request, prompt=prompt, samples=1, max_new_tokens=room, begun=(empty,), engine=episode.engine
-        )
+        experts = request.routed_experts and replace(request.routed_experts, start=read)
+        turn_request = replace(request, prompt=prompt, samples=1, max_new_tokens=room, begun=(empty,))
+        turn_request = replace(turn_request, engine=episode.engine, routed_experts=experts)
         (turn,) = await self._dispatcher.generate(turn_request, episode.waits)
         episode.engine = turn.engine
         if turn.goes_on or not len(turn.response_ids):

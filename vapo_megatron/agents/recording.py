@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from vapo_megatron.data.sample import Sample
 
@@ -40,6 +42,11 @@ class Segment:
     mask: list[bool] = field(default_factory=list)
     turns: list[Sample] = field(default_factory=list)
     ends: list[tuple[int, int]] = field(default_factory=list)
+
+    @property
+    def read(self) -> int:
+        """Tokens that the model has read: all but the last one drawn."""
+        return len(self.prompt_ids) + len(self.token_ids) - 1 if self.turns else 0
 
     def continues_in(self, messages: list[Compared], tools: list[Message]) -> bool:
         """Whether a request's messages extend the recorded ones."""
@@ -152,12 +159,23 @@ class Recording:
             "loss_mask": None if all(mask) else np.array(mask, dtype=np.bool_),
             "segment_starts": tuple(starts),
             "turn_rewards": placed if placed.any() else None,
+            "routed_experts": _experts(ordered),
             "weight_version": turns[-1].weight_version,
             "weight_version_oldest": min(turn.weight_version_oldest for turn in turns),
             "versions": tuple(entry for turn in turns for entry in turn.versions),
             "engine": engines.pop() if len(engines) == 1 else "",
             "finish_reason": turns[-1].finish_reason,
         }
+
+
+def _experts(segments: Sequence[Segment]) -> Tensor | None:
+    """Sample.routed_experts of an episode: a token keeps the experts of the request that read it first, with which the
+    next one was drawn. A segment's last token, which is not read, has those of the token before it."""
+    rows: list[Tensor] = []
+    for segment in segments:
+        rows += [turn.routed_experts for turn in segment.turns if turn.routed_experts is not None]
+        rows += [rows[-1][-1:]] if rows else []
+    return torch.cat(rows[:-1]) if rows else None
 
 
 def as_templates_read(message: Message, as_json: bool = False) -> Message:

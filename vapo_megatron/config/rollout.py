@@ -116,11 +116,7 @@ class RolloutConfig(Section):
             "deterministic=true",
             "when a response changes weights depends on timing, set weight_sync=wait or deterministic=false",
         ),
-        (
-            "agent",
-            "partial_responses.oversampling, windows>1, router_replay",
-            "an episode is trained whole; unset one of them",
-        ),
+        ("agent", "partial_responses.oversampling, windows>1", "an episode is trained whole; unset one of them"),
         (
             "router_replay",
             "asynchronous.max_staleness>0, partial_responses.oversampling",

@@ -31,7 +31,7 @@ from vapo_megatron.weights.spec import ModelSpec, read_spec
 
 _logger = logging.getLogger(__name__)
 
-PROTOCOL = 8
+PROTOCOL = 9
 """Raise it with every change of the messages between engines and trainers: weights.bucket.announce, the answers of
 strict_loading, broadcast_group, heartbeat, server_main and columns."""
 

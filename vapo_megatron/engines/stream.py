@@ -125,8 +125,9 @@ class GroupStream:
         return self._dispatcher.loop.run(self._state())
 
     def restore(self, state: dict[str, Any], groups: dict[int, Group]) -> None:
-        """Go on from a state. Groups that are missing are generated again, as are groups that were begun whole if
-        windows are wanted now, or in windows if they are not: some of their tokens may have been trained on already."""
+        """Go on from a state. Groups that are missing are generated again, as are all where experts are wanted, which
+        no state has, and groups that were begun whole if windows are wanted now, or in windows if they are not: some of
+        their tokens may have been trained on already."""
         self._dispatcher.loop.run(self._restore(state, groups))
 
     def close(self) -> None:
@@ -223,17 +224,18 @@ class GroupStream:
         return state, {number: group for number, group in groups.items() if str(number) in state["drawn_at"]}
 
     async def _restore(self, state: dict[str, Any], groups: dict[int, Group]) -> None:
-        groups = {n: group for n, group in groups.items() if self._has_windows_alike(group)}
+        groups = {n: group for n, group in groups.items() if self._is_as_wanted(group)}
         self._begun = {n: group for n, group in groups.items() if _waits_for_engine(group)}
         self._graded = {n: group for n, group in groups.items() if n not in self._begun}
         useful = {n: self._work.is_useful(group) for n, group in self._graded.items()}
         for number in self.ledger.restore(state, useful):
             self._start(number)
 
-    def _has_windows_alike(self, group: Group) -> bool:
-        """Whether a group was written in windows just as groups are now."""
-        window = self._work.request(group[0].prompt).window
-        return all((sample.window_start is None) is (window is None) for sample in group)
+    def _is_as_wanted(self, group: Group) -> bool:
+        """Whether a saved group was written in windows just as groups are now, and needs no experts."""
+        request = self._work.request(group[0].prompt)
+        in_windows = request.window is not None
+        return request.routed_experts is None and all((s.window_start is not None) is in_windows for s in group)
 
     async def _drop_surplus(self) -> None:
         surplus = self.ledger.surplus()

@@ -14,11 +14,13 @@ from vapo_megatron.weights.spec import ModelSpec
 
 @dataclass(frozen=True)
 class ExpertChoices:
-    """The shape of a model's routing: layers, experts of a layer, and experts chosen per token."""
+    """The shape of a model's routing: layers, experts of a layer, and experts chosen per token. start: the first token
+    of a request whose experts are wanted."""
 
     layers: int
     experts: int
     per_token: int
+    start: int = 0
 
     @classmethod
     def of(cls, spec: ModelSpec) -> "ExpertChoices":

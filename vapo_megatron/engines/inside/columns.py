@@ -54,7 +54,8 @@ def pack(
         experts = None
         if choices is not None:
             try:
-                experts = choices.decode(_numbers(meta.get("routed_experts")), len(prompts[place]) + len(ids) - 1)
+                tokens = len(prompts[place]) + len(ids) - 1 - choices.start
+                experts = choices.decode(_numbers(meta.get("routed_experts")), tokens)
             except ValueError as error:
                 meta_kept["wrong_experts"] = str(error)
         rows.append(Columns(meta_kept, ids, logprobs, experts))

@@ -106,8 +106,8 @@ class EngineClient:
         the softmax of logits / temperature over the whole vocabulary, whatever top_p and top_k cut away from sampling
         (at temperature 0, of the plain logits). Source: sglang/srt/layers/sampler.py, Sampler.forward.
 
-        routed_experts (needs rollout.router_replay) asks for the experts of each token but the last: uint8 or int16
-        [prompt + response - 1, layers * experts per token], layer by layer.
+        routed_experts (needs rollout.router_replay) asks for the experts of each token from its `start` on but the
+        last: uint8 or int16 [prompt + response - 1 - start, layers * experts per token], layer by layer.
         """
         body: dict[str, Any] = {
             "input_ids": [list(prompt) for prompt in prompts],
@@ -116,7 +116,7 @@ class EngineClient:
             "return_routed_experts": routed_experts is not None,
         }
         if routed_experts is not None:
-            body["expert_choices"] = asdict(routed_experts)
+            body |= {"expert_choices": asdict(routed_experts), "routed_experts_start_len": routed_experts.start}
         if ids is not None:
             body["rid"] = list(ids)
         message = await self._call(columns.PATH, body)
@@ -129,7 +129,7 @@ class EngineClient:
                 for prompt, completion, answer in zip(prompts, completions, answers, strict=True):
                     if "wrong_experts" in answer.meta:
                         raise ValueError(answer.meta["wrong_experts"])
-                    rows = len(prompt) + len(completion.token_ids) - 1
+                    rows = len(prompt) + len(completion.token_ids) - 1 - routed_experts.start
                     completion.routed_experts = routed_experts.read(answer.experts, rows)
         return completions
 
