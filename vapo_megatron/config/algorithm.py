@@ -172,7 +172,7 @@ class UpdateConfig(Section):
 
 
 class DynamicSamplingConfig(Section):
-    """Train only on groups with both correct and incorrect responses (DAPO)."""
+    """Train only on groups with both correct and incorrect responses (DAPO), or with different rewards of an agent."""
 
     oversampling: float = Field(3.0, ge=1, description="prompts in flight, as a multiple of those still needed")
     max_rounds: int | None = Field(

@@ -115,7 +115,7 @@ class Records:
         sample.segment_starts, sample.turn_rewards = tuple(sorted(set(starts))), placed if rewards else None
 
     def _prompt_ids(self, row: Mapping[str, Any]) -> tuple[int, ...]:
-        most = math.inf if row.get("episode") else self._config.data.max_prompt_tokens
+        most = self._config.data.max_prompt_tokens
         if row.get("prompt_ids") is not None:
             ids = self._checked(row, "prompt_ids")
         elif row.get("input") is not None:
@@ -126,7 +126,7 @@ class Records:
                 )
         else:
             ids = tuple(self._tokenizer.encode_prompt(_text(row, "problem", "prompt")))
-        if len(ids) > most:
+        if len(ids) > most and not row.get("episode"):
             raise ValueError(f"its prompt has {len(ids)} tokens, above data.max_prompt_tokens={most}: raise it")
         return ids
 
@@ -136,8 +136,7 @@ class Records:
         return {self._tokenizer.decode(prompt.token_ids): prompt.token_ids for prompt in prompts}
 
     def _response_ids(self, row: Mapping[str, Any], end: str | None) -> Sequence[int]:
-        most = math.inf if row.get("episode") else self._config.sampling.max_new_tokens
-        tokenizer = self._tokenizer
+        most, tokenizer = self._config.sampling.max_new_tokens, self._tokenizer
         has_ids = row.get("response_ids") is not None
         text = row.get("response") if has_ids else _text(row, "response", "output")
         ids = self._checked(row, "response_ids") if has_ids else tuple(tokenizer.encode_response(str(text)))
@@ -155,7 +154,7 @@ class Records:
                     f"its response is {len(ids)} tokens in {self._origin} and was {row['tokens']}: truncated text, or "
                     "another tokenizer's; records with response_ids need no tokenizer"
                 )
-        if len(ids) > most:
+        if len(ids) > most and not row.get("episode"):
             raise ValueError(f"its response has {len(ids)} tokens, above sampling.max_new_tokens={most}: raise it")
         return ids
 

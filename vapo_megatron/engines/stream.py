@@ -125,9 +125,9 @@ class GroupStream:
         return self._dispatcher.loop.run(self._state())
 
     def restore(self, state: dict[str, Any], groups: dict[int, Group]) -> None:
-        """Go on from a state. Groups that are missing are generated again, as are all where experts are wanted, which
-        no state has, and groups that were begun whole if windows are wanted now, or in windows if they are not: some of
-        their tokens may have been trained on already."""
+        """Go on from a state. Groups that are missing are generated again. So are all where experts are wanted, which no
+        state has, and those begun whole if windows are wanted now, or in windows if not: parts may have been trained.
+        """
         self._dispatcher.loop.run(self._restore(state, groups))
 
     def close(self) -> None:
@@ -233,9 +233,9 @@ class GroupStream:
 
     def _is_as_wanted(self, group: Group) -> bool:
         """Whether a saved group was written in windows just as groups are now, and needs no experts."""
-        request = self._work.request(group[0].prompt)
-        in_windows = request.window is not None
-        return request.routed_experts is None and all((s.window_start is not None) is in_windows for s in group)
+        wanted = self._work.request(group[0].prompt)
+        alike = all((sample.window_start is None) is (wanted.window is None) for sample in group)
+        return alike and wanted.routed_experts is None
 
     async def _drop_surplus(self) -> None:
         surplus = self.ledger.surplus()
