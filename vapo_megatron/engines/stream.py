@@ -125,7 +125,7 @@ class GroupStream:
         return self._dispatcher.loop.run(self._state())
 
     def restore(self, state: dict[str, Any], groups: dict[int, Group]) -> None:
-        """Go on from a state. Groups that are missing are generated again. So are all where experts are wanted, which no
+        """Go on from a state. Groups that are missing are generated again, and all where experts are wanted, which no
         state has, and those begun whole if windows are wanted now, or in windows if not: parts may have been trained.
         """
         self._dispatcher.loop.run(self._restore(state, groups))
