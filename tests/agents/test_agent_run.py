@@ -1,6 +1,8 @@
 """A run that trains an agent: from episodes of two turns to weights, killed and resumed."""
 
 import json
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -8,10 +10,13 @@ from typing import Any
 import pytest
 from attempts import End, World, config_of, kill_at, live, make_world, metrics
 from called import exit_code_of
-from tiny_runs import evaluate_config, make_model, write_config
+from tiny_runs import CONTEXT, WORDS, evaluate_config, make_model, write_config
 
+from vapo_megatron.config.tiny_model import TinyModel
 from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.engines.server.process import EngineAddress
+from vapo_megatron.megatron import schedule
+from vapo_megatron.weights.tiny import CHATML_TEMPLATE, save_tiny_model, word_tokenizer
 
 pytestmark = pytest.mark.full
 
@@ -69,3 +74,43 @@ def test_episodes_train_and_a_killed_run_goes_on(shared: World) -> None:
         assert row["agent/cut_by_turns"] == row["agent/cut_by_tokens"] == 0
         assert row["actor/grad_norm"] > 0 and row["critic/value_loss"] > 0
         assert row["rollout/train_infer_logprob_diff"] < 1e-4
+
+
+def watch_experts(log: Path, then: Callable[[], None] = lambda: None) -> None:
+    """Have ranks write down the tokens of each forward pass that goes through an engine's experts."""
+    replay = schedule.replay_experts
+
+    def watched(model: Any, experts: Any, *place: int) -> None:
+        if experts is not None:
+            with log.open("a") as file:
+                file.write(f"{len(experts)}\n")
+        replay(model, experts, *place)
+
+    schedule.replay_experts = watched
+    then()
+
+
+def test_episodes_of_a_model_with_experts_replay_them_and_groups_without_signal_make_way(
+    shared: World, tmp_path: Path
+) -> None:
+    tokenizer = word_tokenizer(WORDS, CONTEXT, CHATML_TEMPLATE)
+    shape = {"hidden_size": 64, "intermediate_size": 48, "head_dim": 16, "max_positions": CONTEXT}
+    save_tiny_model(TinyModel(family="qwen3_moe", vocab_size=len(tokenizer), **shape), tokenizer, tmp_path / "moe")
+    world, log = replace(shared, folder=tmp_path, model=tmp_path / "moe"), tmp_path / "replayed"
+    sampling = "algorithm.dynamic_sampling={max_rounds: 4, oversampling: 1.5}"
+    config = agent_config(world, "moe", "rollout.router_replay=true", sampling)
+    dies = partial(watch_experts, log, partial(kill_at, "policy update", 2))
+    assert live(world, config, 1, dies, own_engines=True).code == 75
+    assert live(world, config, 1, partial(watch_experts, log), own_engines=True) == End(0, "")
+    rows = {row["step"]: row for row in metrics(Path(config.run.directory)) if row["step"] > 0}
+    assert sorted(rows) == [1, 2]
+    for row in rows.values():
+        assert row["agent/turns"] == 2 and row["agent/tokens_observed"] > 0 and row["agent/broken"] == 0
+        assert row["dynamic_sampling/prompts"] >= row["dynamic_sampling/kept"] > 0
+        assert (
+            row["rollout/dropped_no_signal"] == row["dynamic_sampling/prompts"] - 4
+            and not row["rollout/dropped_broken"]
+        )
+        assert row["rollout/train_infer_logprob_diff"] < 1e-4 and row["actor/grad_norm"] > 0
+    tokens = sum(map(int, log.read_text().split()))
+    assert tokens > 2 * 2 * 16 * 20, "16 episodes of 20 tokens and more, scored and trained in two steps"

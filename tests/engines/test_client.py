@@ -1,6 +1,7 @@
 """Requests to a server whose connections are closed, or for which there is no more room."""
 
 import asyncio
+import base64
 import os
 import resource
 import socket
@@ -24,6 +25,7 @@ from vapo_megatron.engines.server.client import EngineClient, EngineWrong
 from vapo_megatron.engines.server.process import EngineAddress
 from vapo_megatron.errors import RunFailed, TryAgain
 from vapo_megatron.loop_thread import LoopThread
+from vapo_megatron.weights.routed_experts import ExpertChoices
 
 GROUPS = 100
 
@@ -208,3 +210,35 @@ def test_a_probe_that_is_answered_with_nonsense_is_the_engines_fault(content: st
             await client.close()
 
     asyncio.run(call())
+
+
+@pytest.mark.parametrize("start", [0, 3])
+@pytest.mark.parametrize("heeds", [True, False])
+def test_experts_come_from_the_token_on_that_was_asked_for(start: int, heeds: bool) -> None:
+    """heeds: whether the server leaves out what was not asked for; other numbers of rows than expected are refused."""
+
+    async def answer(request: web.Request) -> web.Response:
+        body = await request.json()
+        tokens = [*body["input_ids"][0], 9]
+        rows = [[token, 0] for token in tokens[body["routed_experts_start_len"] * heeds : -1]]
+        meta = {"finish_reason": {"type": "stop"}, "weight_versions": [{"version": "0", "start": 0, "end": 1}]}
+        meta["routed_experts"] = base64.b64encode(np.array(rows, dtype=np.int32).tobytes()).decode()
+        response = {"output_ids": [9], "meta_info": meta | {"output_token_logprobs": [[0.0, 9, None]]}}
+        message = columns.pack([response], ExpertChoices(**body["expert_choices"]), body["input_ids"])
+        return web.Response(body=message, content_type=columns.MEDIA_TYPE)
+
+    async def call() -> list[list[int]]:
+        async with served(answer) as url:
+            client = EngineClient(EngineAddress(url, "no log"), 5.0)
+            try:
+                (found,) = await client.generate([[4, 5, 6, 7]], [{}], ExpertChoices(1, 16, 2, start))
+            finally:
+                await client.close()
+            assert found.routed_experts is not None
+            return found.routed_experts.tolist()
+
+    if heeds or not start:
+        assert asyncio.run(call()) == [[token, 0] for token in (4, 5, 6, 7)[start:]]
+    else:
+        with pytest.raises(EngineWrong, match="8 routed experts came for 1 tokens"):
+            asyncio.run(call())
