@@ -1,6 +1,7 @@
 """Which number of a batch a phase reads, where another would fit: rewards before or after shaping, whole lengths."""
 
 from dataclasses import replace
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -83,13 +84,15 @@ def test_signal_is_that_of_grades_and_not_of_scores() -> None:
 
 def test_what_an_agent_gave_is_a_signal_where_it_differs() -> None:
     prompt = Prompt("0", "", "", (1,))
-    one = Sample(prompt, 0, 0, 0, [3, 4, 2], [-1.0] * 3, "stop", 0, 0, reward=0.3, correct=False)  # type: ignore[arg-type]
+    one = Sample(prompt, 0, 0, 0, [3, 4, 5, 2], [-1.0] * 4, "stop", 0, 0, reward=0.3, correct=False)  # type: ignore[arg-type]
     by_agent = replace(one, grade_reason="agent")
     assert has_signal([by_agent, replace(by_agent, reward=0.4)]), "both are wrong, one of them less"
     assert not has_signal([by_agent, replace(by_agent, correct=True)]), "there is nothing to compare"
-    tenths = (np.array([0.1, 0.2, 0.7]), np.array([0.7, 0.2, 0.1]), np.array([0.6, 0.3, 0.1]))
-    by_turn = [replace(one, turn_rewards=t, reward=float(t.astype(np.float32).sum()) - 1) for t in tenths]
-    assert not has_signal(by_turn), "the same sum, but for its rounding"
+    orders = [np.array(order, dtype=np.float32) for order in permutations([0.1, 0.1, 0.6, 0.3])]
+    by_turn = [replace(one, turn_rewards=order, reward=float(order.sum()) - 1) for order in orders]
+    assert len({sample.reward for sample in by_turn}) > 1 and not has_signal(by_turn), (
+        "the same sum, but for its rounding"
+    )
     assert has_signal([*by_turn, replace(one, reward=-1.0)]), "verdicts are the same, one earned nothing on the way"
     cut = replace(by_agent, finish_reason="length", grade_reason="truncated", reward=-1.0)
     assert has_signal([by_agent, cut]) and not has_signal([cut, cut])
