@@ -233,9 +233,9 @@ class GroupStream:
 
     def _is_as_wanted(self, group: Group) -> bool:
         """Whether a saved group was written in windows just as groups are now, and needs no experts."""
-        wanted = self._work.request(group[0].prompt)
-        alike = all((sample.window_start is None) is (wanted.window is None) for sample in group)
-        return alike and wanted.routed_experts is None
+        request = self._work.request(group[0].prompt)
+        alike = all((sample.window_start is None) is (request.window is None) for sample in group)
+        return alike and request.routed_experts is None
 
     async def _drop_surplus(self) -> None:
         surplus = self.ledger.surplus()
