@@ -84,9 +84,11 @@ def test_samples_that_cannot_be_written_are_counted_and_do_without(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "samples").write_text("a full disk refuses as this file does")
-    writer = SampleWriter(tmp_path, groups_per_step=2)
+    writer = SampleWriter(tmp_path, 2, with_tokens=1, decode=lambda ids: "".join(map(str, ids)))
     for step in (1, 2):
-        assert writer.write(step, [sample(0, 0)]) is None and len(writer.take()) == 1
+        assert writer.write(step, [sample(0, 0)]) is None
+        writer.add_estimates(step, torch.zeros(3), None, torch.tensor([0, 3]))  # its file is tried once more
+        assert len(writer.take()) == 1 and writer.failures == step
     (tmp_path / "samples").unlink()
     assert writer.write(3, [sample(0, 0)]) is not None
     assert writer.failures == 2 == sum("are not kept" in record.getMessage() for record in caplog.records)

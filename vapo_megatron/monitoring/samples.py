@@ -34,6 +34,7 @@ class SampleWriter:
         self._groups, self._with_tokens, self._decode = groups_per_step, with_tokens, decode
         self._kept: list[tuple[int, Sample]] = []
         self._rows: list[dict[str, Any]] = []
+        self._refused: Path | None = None  # the last file that was
         self.failures = 0
 
     def write(self, step: int, samples: Sequence[Sample], dropped: Sequence[Sample] = ()) -> Path | None:
@@ -41,7 +42,7 @@ class SampleWriter:
 
         dropped: drawn for the step and not trained on. Those of step 1, which the initial policy wrote, go into another
         file with what is left of `samples`: together the files hold every kind of group as often as it was drawn.
-        If a file cannot be written, the run continues without it, with a warning, and `failures` counts it.
+        If a file cannot be written, the run continues without it, with a warning, and `failures` counts it once.
         """
         groups = set(sorted({sample.group for sample in samples})[: self._groups])
         chosen = [(place, sample) for place, sample in enumerate(samples) if sample.group in groups]
@@ -106,8 +107,9 @@ class SampleWriter:
         try:
             write_rows(path, self._rows if rows is None else rows)
         except BadInput as error:
-            self.failures += 1
-            _logger.warning("samples of step %d are not kept: %s", step, error)
+            if path != self._refused:  # it is tried again with its estimates
+                self._refused, self.failures = path, self.failures + 1
+                _logger.warning("samples of step %d are not kept: %s", step, error)
             return None
         return path
 
