@@ -1,6 +1,8 @@
 """Whole tiny runs that are stopped, killed and started again, in processes forked from the test."""
 
+import builtins
 import errno
+import io
 import json
 import multiprocessing
 import os
@@ -127,6 +129,7 @@ def live(
     prepare: Callable[[], None] = lambda: None,
     stop: str | None = None,
     own_engines: bool = False,
+    deadline: float = DEADLINE,
 ) -> End:
     """One life of a run on `count` ranks, started as `vapo-megatron train` starts it.
 
@@ -138,10 +141,11 @@ def live(
         stop: once this file is there, relative to the run directory, SIGUSR1 is sent to the starter and to all that
             it has started: ranks and verifiers.
         own_engines: the run starts its own, in place of that of the world.
+        deadline: seconds until it must have ended.
     """
     config = config.model_copy(update={"cluster": config.cluster.model_copy(update={"ranks": count})})
     SharedServer.address = world.address
-    return _life(config, partial(rank.train_rank, config), prepare, stop, own_engines)
+    return _life(config, partial(rank.train_rank, config), prepare, stop, own_engines, deadline)
 
 
 def fine_tune(config: SftConfig, prepare: Callable[[], None] = lambda: None) -> End:
@@ -155,13 +159,14 @@ def _life(
     prepare: Callable[[], None] = lambda: None,
     stop: str | None = None,
     own_engines: bool = False,
+    deadline: float = DEADLINE,
 ) -> End:
     context = multiprocessing.get_context("fork")
     reader, writer = context.Pipe(duplex=False)
     starter = context.Process(target=_start, args=(config, body, prepare, writer, own_engines))
     starter.start()
     writer.close()
-    end = time.monotonic() + DEADLINE
+    end = time.monotonic() + deadline
     if stop is not None:
         mark = Path(config.run.directory) / stop
         while not mark.exists() and starter.is_alive() and time.monotonic() < end:
@@ -176,7 +181,7 @@ def _life(
     starter.join(max(0.1, end - time.monotonic()))
     if starter.is_alive():
         starter.kill()
-        raise AssertionError(f"{config.run.name}: no end within {DEADLINE} s")
+        raise AssertionError(f"{config.run.name}: no end within {deadline} s")
     assert starter.exitcode is not None
     return End(starter.exitcode, said)
 
@@ -272,6 +277,30 @@ def refuse_checkpoints(number: int, times: int) -> None:
         return commit(*args)
 
     state_saver.commit_checkpoint = refused  # type: ignore[assignment]
+
+
+def lose_the_disk(folder: Path, place: str, call: int) -> None:
+    """From the call-th call of a place on, have the file system answer nothing about a folder, as where it lost it."""
+    module, name = PLACES[place]
+    original, calls = getattr(module, name), 0
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        return original(*args, **kwargs)
+
+    def answers(act: Callable[..., Any]) -> Callable[..., Any]:
+        def act_or_refuse(path: Any, *args: Any, **kwargs: Any) -> Any:
+            if calls >= call and isinstance(path, str | Path) and Path(path).is_relative_to(folder):
+                raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
+            return act(path, *args, **kwargs)
+
+        return act_or_refuse
+
+    setattr(module, name, counted)
+    for act in ("stat", "lstat", "listdir", "scandir", "mkdir", "open", "unlink", "rename", "replace", "rmdir"):
+        setattr(os, act, answers(getattr(os, act)))
+    builtins.open = io.open = answers(open)  # type: ignore[assignment]
 
 
 def refuse_sync(module: Any, part: str, times: int = 1000) -> None:

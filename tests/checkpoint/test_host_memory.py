@@ -1,5 +1,6 @@
 """The folder in host memory is a run's alone, and goes with the process that made it, however that ended."""
 
+import errno
 import json
 import multiprocessing
 import os
@@ -18,6 +19,7 @@ from vapo_megatron.checkpoint.manifest import Progress
 from vapo_megatron.checkpoint.state_saver import SavedRun, Snapshot
 from vapo_megatron.config.run import MonitoringConfig
 from vapo_megatron.config.train import TrainConfig
+from vapo_megatron.errors import BadInput, RunFailed, TryAgain
 from vapo_megatron.monitoring.recorder import Recorder
 
 
@@ -63,6 +65,60 @@ def test_copies_of_a_killed_starter_are_taken_over(root: Path, tmp_path: Path) -
     assert copies_left(tmp_path) is None
     place.symlink_to(tmp_path)
     assert copies_left(tmp_path) is None, "its name can be guessed, and what it holds is trusted"
+
+
+@pytest.mark.parametrize("error", [BadInput("no such key"), RunFailed("a bug"), KeyboardInterrupt(), TryAgain("75")])
+def test_the_only_place_of_a_state_outlives_a_start_that_comes_to_nothing(
+    root: Path, tmp_path: Path, error: BaseException
+) -> None:
+    """And the start of another run meanwhile; once a checkpoint is as new it goes."""
+    state = host_memory_of(tmp_path) / "checkpoints" / "step_000003"
+    with pytest.raises(TryAgain), host_memory(tmp_path) as folder:
+        assert folder is not None
+        state.mkdir(parents=True)
+        raise TryAgain("the disk refused it")
+    with pytest.raises(type(error)), host_memory(tmp_path, keep_copies=True):
+        process = multiprocessing.get_context("fork").Process(target=killed_in, args=(tmp_path / "other",))
+        process.start()
+        process.join()
+        assert (state.parents[1] / "kept").exists(), "also if this process is killed"
+        raise error
+    with host_memory(tmp_path / "other"):
+        assert state.is_dir()
+    with pytest.raises(type(error)), host_memory(tmp_path, keep_copies=True):
+        (tmp_path / "checkpoints" / "step_000003").mkdir(parents=True)
+        raise error
+    assert not list(root.iterdir())
+
+
+@pytest.mark.parametrize("error", [TryAgain("a full disk"), OSError(errno.ESTALE, "Stale file handle")])
+def test_a_disk_that_does_not_answer_takes_no_state_with_it(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """Whoever met it first: the ranks, or the process that started them."""
+    is_dir = Path.is_dir
+
+    def answered(path: Path) -> bool:
+        if path == tmp_path / "checkpoints":
+            raise OSError(errno.ESTALE, "Stale file handle")
+        return is_dir(path)
+
+    monkeypatch.setattr(Path, "is_dir", answered)
+    with pytest.raises(type(error)), host_memory(tmp_path) as folder:
+        assert folder is not None
+        (folder / "checkpoints" / "step_000003").mkdir(parents=True)
+        raise error
+    assert copies_left(tmp_path) == folder and (folder / "kept").exists()
+
+
+def test_a_run_that_failed_goes_on_from_its_checkpoint(root: Path, tmp_path: Path) -> None:
+    """Not from a newer copy of what made it fail."""
+    (tmp_path / "checkpoints" / "step_000002").mkdir(parents=True)
+    with pytest.raises(RunFailed), host_memory(tmp_path) as folder:
+        assert folder is not None
+        (folder / "checkpoints" / "step_000003").mkdir(parents=True)
+        raise RunFailed("an alarm")
+    assert not list(root.iterdir())
 
 
 def goes_on_without_its_folder(run_dir: Path, memory: Path) -> tuple[list[str], list[int]]:

@@ -1,5 +1,6 @@
 """Two live runs never share a run directory, and one that is gone is in nobody's way."""
 
+import errno
 import json
 import multiprocessing
 import os
@@ -165,3 +166,14 @@ def test_it_shows_signs_of_life_until_it_is_let_go(tmp_path: Path) -> None:
             time.sleep(0.02)
         raise KeyboardInterrupt
     assert not lease_file(run_dir).exists()
+
+
+def test_a_disk_that_is_gone_at_the_end_does_not_fail_a_run_that_is_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    with Lease(tmp_path / "runs" / "vapo", {}) as lease:
+        lease.take()
+        monkeypatch.setattr(Path, "open", refuse)

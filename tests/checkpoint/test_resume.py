@@ -2,6 +2,7 @@
 
 import errno
 import json
+import os
 import re
 import shutil
 import signal
@@ -22,6 +23,7 @@ from attempts import (
     kill_at,
     left_behind,
     live,
+    lose_the_disk,
     make_world,
     metrics,
     refuse_checkpoints,
@@ -33,14 +35,15 @@ from safetensors.numpy import load
 from tiny_runs import make_model, sft_config
 
 from vapo_megatron.checkpoint import recorded_rollouts
-from vapo_megatron.checkpoint.checkpoints import list_checkpoints
+from vapo_megatron.checkpoint.checkpoints import CheckpointName, list_checkpoints
 from vapo_megatron.checkpoint.host_memory import host_memory, host_memory_of
-from vapo_megatron.checkpoint.manifest import GROUPS_FILE
-from vapo_megatron.checkpoint.resume import open_resumed
+from vapo_megatron.checkpoint.manifest import GROUPS_FILE, Manifest, Progress
+from vapo_megatron.checkpoint.resume import Resumed, open_resumed, restore_run_files
 from vapo_megatron.config.run_directory import MARKER
 from vapo_megatron.config.train import SftConfig, TrainConfig
 from vapo_megatron.engines.server.process import EngineAddress
-from vapo_megatron.errors import BadInput
+from vapo_megatron.errors import BadInput, TryAgain
+from vapo_megatron.run.failures import explain
 from vapo_megatron.run.start import is_finished, prepare_start
 from vapo_megatron.training.models import load_models
 from vapo_megatron.weights.adapters import base_identity
@@ -500,6 +503,59 @@ def test_a_recorded_rollout_that_the_disk_refuses_interrupts_the_run(shared: Wor
     assert "rollouts_00000.safetensors: cannot be written (Input/output error): make room there, then start" in end.said
 
 
+@pytest.mark.parametrize(
+    ("number", "method", "part"),
+    [
+        (errno.EIO, "unlink", "samples/step_000004.jsonl"),
+        (errno.EROFS, "unlink", "evaluation.json"),
+        (errno.ESTALE, "rename", "checkpoints/.step_000003.ab.old"),
+    ],
+)
+def test_a_run_directory_that_the_disk_keeps_as_it_is_interrupts_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, method: str, part: str
+) -> None:
+    """It can be put back later: one line and exit code 75, which keeps a copy of the state in host memory."""
+    run_dir, facts = tmp_path / "run", {"run_id": "r", "step": 3, "kind": "train", "models": (), "world_size": 1}
+    manifest = Manifest.model_validate(facts | {"checkpoint_id": "c", "layouts": {}, "metrics": {}, "files": {}})
+    resumed = Resumed(tmp_path / "copy", CheckpointName(3), manifest, Progress(step=3))
+    later, kept = run_dir / "samples" / "step_000004.jsonl", run_dir / "samples" / "step_000003.jsonl"
+    for path in (later, kept, run_dir / "evaluation.json", run_dir / "checkpoints/.step_000003.ab.old/file"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    config, act = SftConfig.model_validate(sft_config(tmp_path, tmp_path)), getattr(Path, method)
+
+    def refused(path: Path, *args: Any, **kwargs: Any) -> Any:
+        if path == run_dir / part:
+            raise OSError(number, os.strerror(number), str(path))
+        return act(path, *args, **kwargs)
+
+    monkeypatch.setattr(Path, method, refused)
+    with pytest.raises(OSError) as raised:
+        restore_run_files(run_dir, resumed, config)
+    said = explain(raised.value, "rank 0")
+    assert isinstance(said, TryAgain) and str(run_dir / part) in str(said) and os.strerror(number) in str(said)
+    monkeypatch.setattr(Path, method, act)
+    restore_run_files(run_dir, resumed, config)
+    assert not later.exists() and kept.exists() and (run_dir / "checkpoints" / "step_000003").is_dir()
+
+
+@pytest.mark.full
+def test_a_disk_that_is_gone_interrupts_the_run_and_its_state_is_kept(
+    shared: World, straight: Callable[[int], Path]
+) -> None:
+    more = ("checkpoint.every=6", "checkpoint.every_minutes=null", "run.steps=6", "cluster.restarts=1")
+    config = config_of(shared, "gone", LAYOUTS[1], RESUME, *more)
+    run_dir = Path(config.run.directory)
+    shutil.copytree(straight(1), run_dir)
+    end = live(shared, config, 1, partial(lose_the_disk, run_dir, "rollout", 2))  # in step 5
+    assert end.code == 75 and "\n" not in end.said and "Stale file handle" in end.said, end
+    state = host_memory_of(run_dir) / "checkpoints" / "step_000004"
+    assert f"the state is saved in host memory, {state}: a start on this machine finds it there" in end.said
+    assert checkpoint_names(config)[-1] == "step_000003" and state.is_dir()
+    assert live(shared, config, 1) == End(0, "")
+    assert [row["step"] for row in metrics(run_dir)][-6:] == [1, 2, 3, 4, 5, 6]
+
+
 @pytest.mark.parametrize("steps", [3, 2])
 def test_the_final_model_is_made_up_for(shared: World, straight: Callable[[int], Path], steps: int) -> None:
     """Of a run that was ended between its last checkpoint and its export, or that did more than it is to do now."""
@@ -539,6 +595,10 @@ def test_fine_tuning_goes_on_as_well(tmp_path: Path) -> None:
     assert end.code == 2 and f"data.path={rows}: its fingerprint is" in end.said
     assert files == {path: path.stat().st_mtime_ns for path in limited.rglob("*")}, "refused before anything is changed"
     rows.write_text(content)
+    (limited / "hf").touch()  # nothing can be written below it
+    end = fine_tune(SftConfig.model_validate(user))
+    assert end.code == 75 and "hf/final/step.json: cannot be written" in end.said and "run.resume=auto" in end.said
+    (limited / "hf").unlink()
     assert fine_tune(SftConfig.model_validate(user)).code == 0
     weights = "hf/final/actor/model.safetensors"
     assert (limited / weights).read_bytes() == (straight / weights).read_bytes()

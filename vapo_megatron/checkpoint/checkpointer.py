@@ -265,10 +265,8 @@ def margin_before(deadline: float | None, now: float) -> float:
 
 def earliest_deadline(started: float, limit_s: float | None, job_end: float | None) -> float | None:
     """The earlier of the config's limit, counted from `started`, and the job's end (Unix times); None for neither."""
-    ends = [job_end] if job_end is not None else []
-    if limit_s is not None:
-        ends.append(started + limit_s)
-    return min(ends, default=None)
+    ends = (job_end, None if limit_s is None else started + limit_s)
+    return min((end for end in ends if end is not None), default=None)
 
 
 def process_start() -> float:

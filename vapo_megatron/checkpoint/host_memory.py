@@ -12,12 +12,12 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 
-from vapo_megatron.checkpoint.checkpoints import CHECKPOINT_FOLDER, RECORD_FOLDER, list_checkpoints
+from vapo_megatron.checkpoint.checkpoints import CHECKPOINT_FOLDER, RECORD_FOLDER, CheckpointName, list_checkpoints
 from vapo_megatron.checkpoint.lease import Holder
 from vapo_megatron.config.atomic import atomic_write
 from vapo_megatron.errors import BadInput, TryAgain
@@ -85,8 +85,8 @@ def host_memory(run_dir: Path, keep_copies: bool = False) -> Iterator[Path | Non
     """A folder for copies of a run that this process holds the lease of; None where the system refuses.
 
     It is removed at the end, and so are those of processes of this machine that were killed. Where the run was
-    interrupted, a copy that is newer than the last checkpoint is kept, and named. keep_copies: take over the copies
-    that an earlier starter of this run has left.
+    interrupted, or failed before a checkpoint was as new as the copy that it began with, a copy that is newer than the
+    last checkpoint is kept, and named. keep_copies: take over the copies that an earlier starter of this run has left.
 
     Raises:
         TryAgain: as in the body, with the place of the copy that is kept.
@@ -101,18 +101,24 @@ def host_memory(run_dir: Path, keep_copies: bool = False) -> Iterator[Path | Non
         )
         yield None
         return
+    began, kept = max(list_checkpoints(place), default=None), False
     try:
         yield place
-    except TryAgain as error:
-        copies, saved = list_checkpoints(place), list_checkpoints(run_dir)
-        if not copies or (saved and max(saved) >= max(copies)):
-            raise
-        (place / _KEPT_FILE).touch()
-        raise TryAgain(
-            f"{error}; the state is saved in host memory, {copies[max(copies)]}: a start on this machine finds it there"
-        ) from error
+    except BaseException as error:
+        copies, asked = list_checkpoints(place), isinstance(error, TryAgain)
+        saved: Collection[CheckpointName] = ()
+        with suppress(OSError):  # a disk that does not answer has no newer one
+            saved = list_checkpoints(run_dir)
+        state = max(copies, default=None) if asked or isinstance(error, OSError) else began
+        if copies and state is not None and all(name < state for name in saved):
+            (place / _KEPT_FILE).touch()
+            kept, where = True, f"the state is saved in host memory, {copies[max(copies)]}"
+            if asked:
+                raise TryAgain(f"{error}; {where}: a start on this machine finds it there") from error
+            _logger.warning("%s: a start on this machine finds it there", where)
+        raise
     finally:
-        if not (place / _KEPT_FILE).exists():
+        if not kept:
             shutil.rmtree(place, ignore_errors=True)
 
 
@@ -124,6 +130,8 @@ def make_folder(run_dir: Path, place: Path, keep_copies: bool = False) -> None:
     (folder / RECORD_FOLDER).symlink_to(run_dir.absolute() / RECORD_FOLDER)
     if keep_copies:
         (place / CHECKPOINT_FOLDER).rename(folder / CHECKPOINT_FOLDER)
+        if (place / _KEPT_FILE).exists():
+            (folder / _KEPT_FILE).touch()
     shutil.rmtree(place, ignore_errors=True)
     folder.rename(place)
 

@@ -118,8 +118,8 @@ class Lease:
 
     def __exit__(self, *_: object) -> None:
         self._over.set()
-        if self._holder is not None and _look(self._path)[0] == self._holder:
-            with suppress(OSError):
+        with suppress(OSError):
+            if self._holder is not None and _look(self._path)[0] == self._holder:
                 self._path.unlink()
         self._holder = None
 

@@ -8,7 +8,6 @@ the files and their digests (checkpoint/manifest.py) and hold no copy.
 
 import hashlib
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -124,23 +123,22 @@ def remove_unneeded(run_dir: Path) -> None:
     """On rank 0, while nothing is being written or recorded: remove the files that no checkpoint or copy in host memory
     names. If a checkpoint cannot be read nothing is removed, since it may name any of them."""
     folder = run_dir / RECORD_FOLDER
-    if not folder.is_dir():
-        return
     try:
+        if not folder.is_dir():
+            return
         needed = {
             run_dir / name
             for place in (run_dir, host_memory_of(run_dir))
             for checkpoint in list_checkpoints(place).values()
             for name in read_manifest(checkpoint).record
         }
-    except BadInput:
-        return
-    with suppress(OSError):
         for path in folder.iterdir():
             if path not in needed:
                 path.unlink()
         if not needed:
             folder.rmdir()
+    except (BadInput, OSError):
+        return
 
 
 def _mapped(path: Path, tries: int = 2) -> ExperienceBatch:

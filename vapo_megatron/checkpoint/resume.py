@@ -27,7 +27,7 @@ from vapo_megatron.checkpoint.manifest import (
 from vapo_megatron.checkpoint.nodes import NodeCopy
 from vapo_megatron.checkpoint.recorded_rollouts import remove_unneeded
 from vapo_megatron.collectives import gather_values
-from vapo_megatron.config.atomic import atomic_write
+from vapo_megatron.config.atomic import atomic_write, refusals_interrupt
 from vapo_megatron.config.base import Section, differences
 from vapo_megatron.config.load import dump_config
 from vapo_megatron.errors import BadInput, TryAgain
@@ -122,9 +122,10 @@ def open_resumed(checkpoint: Path, copy: NodeCopy | None = None) -> Resumed:
     return Resumed(checkpoint, name, manifest, read_progress(checkpoint, manifest))
 
 
+@refusals_interrupt()
 def restore_run_files(run_dir: Path, resumed: Resumed, settings: Section) -> None:
     """On rank 0: config.yaml is of this attempt, metrics and evaluation as they were at the checkpoint; what came later
-    goes. Exported models stay: the same step writes the same ones again."""
+    goes. Exported models stay: the same step writes the same ones again. Raises TryAgain, or OSError."""
     remove_leftovers(run_dir)
     dump_config(settings, run_dir / "config.yaml")
     for name in RUN_FILES:

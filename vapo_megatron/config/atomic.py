@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
-from vapo_megatron.errors import BadInput
+from vapo_megatron.errors import BadInput, TryAgain
 
 # Of Linux: AT_FDCWD, and the flag RENAME_EXCHANGE.
 _HERE, _EXCHANGE = -100, 2
@@ -22,6 +22,15 @@ def cannot_write(path: Path, error: Exception) -> CannotWrite:
     """The error that says why nothing can be written at a path."""
     reason = (error.strerror if isinstance(error, OSError) else None) or str(error).partition("\n")[0]
     return CannotWrite(f"{path}: cannot be written ({reason}): make room there")
+
+
+@contextmanager
+def refusals_interrupt() -> Iterator[None]:
+    """What the file system refuses in here interrupts the run. Raises TryAgain for it."""
+    try:
+        yield
+    except CannotWrite as error:
+        raise TryAgain(f"{error}, then start again with run.resume=auto", shared=error.shared) from error
 
 
 @contextmanager

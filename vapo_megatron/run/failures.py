@@ -3,6 +3,7 @@
 CUDA and NCCL report a failed device, a lost rank, a bug in a program and a lack of memory by the same few types.
 """
 
+import errno
 import re
 
 import torch
@@ -16,6 +17,7 @@ _DEVICE_FAULTS = {3, 46, 100, 214, 220, 226, 300, 714, 802, 999}
 # Errors of the program, whatever the device: assertions, arguments, kernels and drivers that do not fit.
 _OF_THE_PROGRAM = {1, 9, 35, 98, 101, 200, 209, 218, 222, 223, 710, 801, 804}
 _OUT_OF_MEMORY = 2
+_DISK_FAULTS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE}
 _MISUSE_OF_NCCL = ("ncclinvalidusage", "ncclinvalidargument")
 # How gloo, which has no error types of its own, tells that another rank is gone or silent.
 _LOST = ("gloo/transport", "connection closed by peer", "connection reset by peer", "remote process exited")
@@ -40,6 +42,8 @@ def explain(error: BaseException, where: str) -> VapoError | None:
     if isinstance(error, torch.OutOfMemoryError | MemoryError) or code == _OUT_OF_MEMORY or "t allocate memory" in text:
         return _out_of_memory(error, text, where)
     message = " ".join(text.split())[:200]
+    if isinstance(error, OSError) and error.errno in _DISK_FAULTS:
+        return TryAgain(f"{where}: the disk refused{phase_of(error)} ({message}): mend it, go on by run.resume=auto")
     if isinstance(error, torch.AcceleratorError) or code is not None:
         if code in _OF_THE_PROGRAM:
             return None

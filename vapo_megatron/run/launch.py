@@ -131,11 +131,7 @@ def run_ranks(settings: Settings, count: int, body: Callable[[Start], None], sta
             if memory is not None and not memory.is_dir():
                 with suppress(OSError):
                     make_folder(run_dir, memory)
-                _logger.warning(
-                    "%s was removed during the run, and its copies with it (RemoveIPC=yes of systemd-logind does that "
-                    "when the user logs out)",
-                    memory,
-                )
+                _logger.warning("%s was removed, and its copies with it (RemoveIPC=yes of systemd-logind?)", memory)
             try:
                 return start_ranks(count, partial(body, start), timeout, memory)
             except (RankKilled, Hang, Damaged) as error:

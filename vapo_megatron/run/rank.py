@@ -1,7 +1,6 @@
 """The body of a training rank: builds its parts, runs the loop, and closes them."""
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
@@ -12,14 +11,13 @@ from vapo_megatron.checkpoint.checkpoints import HF_FOLDER
 from vapo_megatron.checkpoint.resume import Resumed, SavedModel, Start, open_resumed, restore_run_files
 from vapo_megatron.checkpoint.state_saver import SavedRun, run_id_of
 from vapo_megatron.collectives import broadcast_value
-from vapo_megatron.config.atomic import CannotWrite
+from vapo_megatron.config.atomic import refusals_interrupt
 from vapo_megatron.config.critic_probes import CriticPretrainingConfig
 from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.data.records import Records
 from vapo_megatron.data.tokenizer import TextTokenizer
 from vapo_megatron.engines.engine_limits import engine_fp8
 from vapo_megatron.engines.engines import Engines
-from vapo_megatron.errors import TryAgain
 from vapo_megatron.megatron.offload import MemoryPlan
 from vapo_megatron.megatron.platform import current_platform
 from vapo_megatron.monitoring.console import RunConsole
@@ -86,20 +84,11 @@ def train_rank(config: TrainConfig, run_dir: Path, start: Start) -> None:
         agree(config, models, rollouts, recorder, resumed)
         saved = SavedRun(config, "train", run_dir, models.saved(), run_id_of(resumed))
         checkpointer = Checkpointer(config.checkpoint, saved, recorder, resumed, start.memory)
-        stack.enter_context(_refusals_interrupt())
+        stack.enter_context(refusals_interrupt())
         state = RunState(config.run, config.checkpoint, run_dir, checkpointer, updates, resumed, models.probe)
         if state.step == state.last_step:
             state.safe_point(rollouts)  # it goes on from a copy that no disk has
         train(config, models, rollouts, state, recorder)
-
-
-@contextmanager
-def _refusals_interrupt() -> Iterator[None]:
-    """What the file system refuses in here interrupts the run. Raises TryAgain for it."""
-    try:
-        yield
-    except CannotWrite as error:
-        raise TryAgain(f"{error}, then start again with run.resume=auto", shared=error.shared) from error
 
 
 def pretrain_critic_rank(config: CriticPretrainingConfig, run_dir: Path, start: Start) -> None:
@@ -123,7 +112,7 @@ def pretrain_critic_rank(config: CriticPretrainingConfig, run_dir: Path, start: 
             resumed.restore_generators(saved)
         whole = SavedRun(config, "pretrain-critic", run_dir, saved, run_id_of(resumed))
         checkpointer = Checkpointer(config.checkpoint, whole, recorder, resumed, start.memory)
-        stack.enter_context(_refusals_interrupt())
+        stack.enter_context(refusals_interrupt())
         state = RunState(config.run, config.checkpoint, run_dir, checkpointer, updates, resumed)
         if resumed is not None:
             recorder.console.note(f"goes on from {resumed.checkpoint}")

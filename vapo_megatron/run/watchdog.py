@@ -54,7 +54,6 @@ _LONG = _GENERATION | {"import_records", "wait_for_save"}
 _NEVER_KNOWN = {logs.NO_PHASE, logs.ATTENDING, "wait_for_save"}  # most saves are over before they are waited for
 # Without a history, a part of any other phase, or the way to the next one, is done within so many times floor_s
 # (kernels are compiled meanwhile); more where disks, or the start of an engine, are waited for.
-_FIRST = 1.0
 _FIRST_OF = dict.fromkeys(
     ("load_models", "start_engines", "weight_sync", "sync_check", "export", "save_checkpoint"), 2.0
 )
@@ -147,7 +146,7 @@ class Watchdog:
 
     def standstill(self, phase: str) -> float:
         """Seconds without progress after which a phase without a history hangs."""
-        return self._longest if phase in _LONG else self._config.floor_s * _FIRST_OF.get(phase, _FIRST)
+        return self._longest if phase in _LONG else self._config.floor_s * _FIRST_OF.get(phase, 1.0)
 
     def _knows(self, phase: str) -> bool:
         """Whether the phase has a history to be measured by."""

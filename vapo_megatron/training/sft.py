@@ -17,6 +17,7 @@ from vapo_megatron.checkpoint.manifest import Progress
 from vapo_megatron.checkpoint.resume import SavedModel, Start, open_resumed, restore_run_files
 from vapo_megatron.checkpoint.state_saver import SavedRun, Snapshot, run_id_of
 from vapo_megatron.collectives import on_rank_zero
+from vapo_megatron.config.atomic import refusals_interrupt
 from vapo_megatron.config.train import SftConfig
 from vapo_megatron.data.batch import ExperienceBatch, from_samples
 from vapo_megatron.data.jsonl import read_rows
@@ -118,7 +119,7 @@ def check_same_data(config: SftConfig, now: str, saved: str | None) -> None:
 
 def sft_rank(config: SftConfig, run_dir: Path, start: Start) -> None:
     """Collective: the whole fine-tuning of one rank; ends with a Hugging Face directory."""
-    batch = load_demonstrations(config)
+    batch, is_main_rank = load_demonstrations(config), dist.get_rank() == 0
     data = fingerprint(batch)
     resumed = open_resumed(start.checkpoint, start.copy) if start.checkpoint is not None else None
     if resumed is not None:
@@ -136,13 +137,13 @@ def sft_rank(config: SftConfig, run_dir: Path, start: Start) -> None:
     if resumed is not None:
         resumed.load(actor, "actor")
         resumed.restore_generators(saved)
-        if dist.get_rank() == 0:
+        if is_main_rank:
             restore_run_files(run_dir, resumed, config)
         first = resumed.progress.step + 1
     steps = planned_steps(config, batch.samples)
     order = batch_order(batch.samples, config.data.batch_size, steps, config.run.seed)
     start_step = 0 if resumed is None else first
-    with Recorder(run_dir, config.monitoring, is_main_rank=dist.get_rank() == 0, start_step=start_step) as recorder:
+    with Recorder(run_dir, config.monitoring, is_main_rank, start_step) as recorder, refusals_interrupt():
         whole = SavedRun(config, "sft", run_dir, saved, run_id_of(resumed))
         checkpointer = Checkpointer(config.checkpoint, whole, recorder, resumed, start.memory)
         recorder.console.header(
