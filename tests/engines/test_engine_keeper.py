@@ -1,5 +1,6 @@
 """An engine whose process is killed, stopped or called wrong is ended whole, and serves again at the same address."""
 
+import errno
 import os
 import re
 import signal
@@ -203,6 +204,22 @@ def test_what_its_keeper_stumbles_over_is_told(keeper: EngineKeeper, stub: Serve
     keeper.fail("a test")  # the disk is full for a moment
     wait_until(keeper, "given up")
     assert "its keeper failed (RuntimeError: a surprise)" in keeper.look().cause
+
+
+def test_a_disk_that_keeps_its_log_does_not_keep_an_engine_from_being_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error would go through whoever found the engine wrong, a weight sync for example."""
+    server = EngineServer(tmp_path, RolloutConfig(), "float32", tmp_path / "engine_0.log")
+    (tmp_path / "engine_0.log").touch()
+
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(Path, "rename", refuse)
+    assert server.end("a test") == tmp_path / "engine_0.log"
+    monkeypatch.undo()
+    assert server.end("a test") == tmp_path / "engine_0.ended1.log"
 
 
 def test_a_server_whose_keeper_failed_is_ended(keeper: EngineKeeper, stub: Server) -> None:

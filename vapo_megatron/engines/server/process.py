@@ -265,7 +265,9 @@ class EngineServer:
     def end(self, cause: str) -> Path:
         """End a server that is wrong, before it is started again. Returns the path under which its log is kept."""
         self.stop()
-        return self._set_log_aside()
+        with contextlib.suppress(OSError):  # start_again() tries it again
+            return self._set_log_aside()
+        return self._log_file
 
     def _set_log_aside(self) -> Path:
         number = 1
