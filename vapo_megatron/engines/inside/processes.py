@@ -144,7 +144,7 @@ def run_scheduler(*args: Any, **kwargs: Any) -> None:
         # Else each full collection walks through all modules: a fifth of the time of a small model's tokens. Not
         # earlier: SGLang unfreezes where it has captured its CUDA graphs.
         gc.freeze()
-        print(f"{gc.get_freeze_count()} objects are frozen", flush=True)
+        print(f"{gc.get_freeze_count()} objects are frozen; garbage collection: {gc.isenabled()}", flush=True)
         run(scheduler)
 
     Scheduler.run_event_loop = run_frozen

@@ -41,6 +41,7 @@ def main(argv: list[str]) -> None:
     if not is_guarded(int(owner_pid), scratch):
         return
     listener = socket.socket(fileno=int(listen_fd))
+    gc.disable()  # it takes a fifth of the time of the imports below, which are most of a start
 
     from vapo_megatron.engines.inside import cpu_shim
 
@@ -54,6 +55,8 @@ def main(argv: list[str]) -> None:
 
     from vapo_megatron.engines.inside import processes
 
+    gc.freeze()
+    gc.enable()
     uvicorn.Server.run = functools.partialmethod(uvicorn.Server.run, sockets=[listener])  # type: ignore[method-assign,assignment]
     identified = json.loads(identity)
     app.add_api_route(f"/{IDENTITY_PATH}", lambda: identified)
