@@ -199,6 +199,7 @@ def hold_phases(folder: Path) -> None:
         end = time.monotonic() + _HELD_SECONDS
         while reached.exists() and time.monotonic() < end:
             time.sleep(0.005)
+        reached.unlink(missing_ok=True)  # no fault is wanted any more: later phases need not wait for one
 
     logs.set_phase = held
 
@@ -317,6 +318,7 @@ class Fuzzer:
             if not family or not self._signal(attempt, self._chance.choice(FAMILIES[family])):
                 return False
             self._soak.cells[phase, family] += 1
+            wanted.unlink(missing_ok=True)  # written anew when this one had just been reached
             return True
         finally:
             reached.unlink(missing_ok=True)

@@ -34,6 +34,8 @@ SETTINGS = (
     "rollout.health.max_failures=20",
     "robustness.hangs.floor_s=30",  # a weight sync may wait for an engine's start
 )
+# An engine's start takes minutes while other work loads the machine; a stopped rank is noticed after 16 s all the same.
+PATIENT = "robustness.hangs.floor_s=150"
 TIS = "algorithm.importance_sampling.kind=tis"
 
 
@@ -105,10 +107,10 @@ def check_ledger(progress: dict[str, Any]) -> None:
 def disturb(world: attempts.World, name: str, mode: Mode, faults: int, soak: Soak) -> int:
     """Runs of a mode under so many faults in all, each compared with the same one that was left alone; their number."""
     folder = name.replace(" ", "_").replace(",", "")
-    settings = (*SETTINGS, f"cluster.ranks={mode.ranks}", "evaluation.every=3", *mode.settings)
+    settings = (*SETTINGS, PATIENT, f"cluster.ranks={mode.ranks}", "evaluation.every=3", *mode.settings)
     alone = attempts.config_of(world, f"{folder}_alone", {"tp": 1}, *settings)
     if mode.repeats:
-        end = attempts.live(world, alone, mode.ranks)
+        end = attempts.live(world, alone, mode.ranks, deadline=1200)
         assert end.code == 0, end.said
     chance = random.Random(f"{os.environ.get('SEED', '1')}/{name}")
     own, number, end_at = f"rollout.num_engines={mode.ranks // 2}", 0, soak.faults.total() + faults
@@ -116,7 +118,7 @@ def disturb(world: attempts.World, name: str, mode: Mode, faults: int, soak: Soa
         number += 1
         config = attempts.config_of(world, f"{folder}_{number}", {"tp": 1}, *settings, own)
         with temporary_files_of_its_own():
-            Fuzzer(config, chance, min(left, 2 * STEPS), soak, cells(mode.waits)).run(1800)
+            Fuzzer(config, chance, min(left, 2 * STEPS), soak, cells(mode.waits)).run(3600)
         run_dir, other = Path(config.run.directory), Path(alone.run.directory)
         progress = last_progress(run_dir)
         check_ledger(progress)
