@@ -330,6 +330,7 @@ class Engines:
 
     def close(self) -> None:
         """End this rank's server and connections."""
+        self._placement.tell(lambda _: None)  # an engine that fails from now on has no work to give back
         if self._dispatcher is not None:
             self._dispatcher.close()
         if self._sync is not None:
