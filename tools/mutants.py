@@ -30,6 +30,11 @@ LEAST_KILLED = 0.95
 # The tests of each room that take seconds. Ranks run in the tests' own process (tests/ranks.py): which test reaches
 # which function is not seen from a forked one.
 ROOMS: dict[str, tuple[str, ...]] = {
+    "agents": (
+        *(f"tests/agents/test_{name}.py" for name in ("calls", "endpoint", "probed_turns", "rewriting")),
+        "tests/agents/test_episodes.py::test_an_agent_that_cannot_be_run_is_refused_by_name",
+        "tests/agents/test_episodes.py::test_verifiers_that_are_not_there_are_refused_by_name",
+    ),
     "algorithms": ("tests/algorithms",),
     "data": ("tests/data", "tests/cli/test_records.py"),
     "rewards": (
@@ -65,27 +70,16 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "tests/training/test_value_pretraining_switches.py",
         "tests/training/test_windowed_updates.py",
     ),
+    "weights": ("tests/weights/test_convert_adapters.py", "tests/megatron/test_adapters.py"),
 }
-# Of training, what computes. The others start processes, and end or write something: a test of theirs takes minutes.
+# What computes. The others start processes, and end or write something: a test of theirs takes minutes.
 MODULES = {
-    "data": (
-        *(
-            "balance",
-            "batch",
-            "demonstrations",
-            "jsonl",
-            "microbatch",
-            "prompts",
-            "records",
-            "rows",
-            "sample",
-            "tokenizer",
-        ),
-    ),
+    "agents": ("episodes", "recording"),
     "training": (
         *("advantages", "collect", "losses", "metrics", "rollouts", "score", "shards", "skipped_updates"),
         *("updates", "user_functions", "value_pretraining"),
     ),
+    "weights": ("adapters",),
 }
 # Functions that only processes of their own call, whose calls are not seen: the tests of their module.
 UNSEEN = {

@@ -94,6 +94,14 @@ def test_shapes_that_differ_are_refused(function) -> None:
         function(torch.zeros(3), torch.zeros(2, dtype=torch.int64))
 
 
+def test_a_teacher_adds_its_reverse_kl_to_each_token() -> None:
+    torch.manual_seed(0)
+    advantages, student, teacher = torch.randn(3, 50)
+    expected = [float(a) - 0.7 * (float(s) - float(t)) for a, s, t in zip(advantages, student, teacher, strict=True)]
+    wanted = torch.tensor(expected, dtype=torch.float64)
+    torch.testing.assert_close(adv.distilled(advantages, student, teacher, 0.7).double(), wanted, rtol=1e-5, atol=1e-6)
+
+
 def test_to_tokens() -> None:
     cu_seqlens = torch.tensor([0, 2, 2, 5], dtype=torch.int32)
     assert to_tokens(torch.tensor([1.0, 2.0, 3.0]), cu_seqlens).tolist() == [1, 1, 3, 3, 3]
