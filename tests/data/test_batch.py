@@ -74,6 +74,20 @@ def test_what_goes_by_samples_and_what_goes_by_tokens_make_the_batch_again(chose
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
+def test_tables_are_joined_where_one_alone_knows_of_episodes() -> None:
+    plain, episodes = make_batch().table(), full_batch().table()
+    several = {"observation_lengths": (0, 3), "segments": (1, 2), "privileged_lengths": (0, 4)}
+    for name, (_, value) in several.items():
+        setattr(episodes, name, torch.full((episodes.samples,), value))
+    for tables in ((plain, episodes), (episodes, plain)):
+        joined = tables[0].followed_by(tables[1])
+        assert joined.rewards.tolist() == tables[0].rewards.tolist() + tables[1].rewards.tolist()
+        for name, (missing, value) in several.items():
+            column = [value if table is episodes else missing for table in tables for _ in range(table.samples)]
+            assert getattr(joined, name).tolist() == column, name
+    assert all(getattr(plain.followed_by(plain), name) is None for name in several), "nothing to know"
+
+
 def test_samples_become_a_batch_field_by_field() -> None:
     samples = []
     for s, (prompt, response, reward, correct, reason) in enumerate(

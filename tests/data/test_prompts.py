@@ -102,7 +102,9 @@ def test_fields_for_a_function_of_ones_own_come_along(tmp_path: Path, plain: Tex
     changed = [replace(first, extra=extra | {"data_source": "other"}), second]
     with pytest.raises(BadInput, match="fingerprint"):
         PromptSource(changed, 1).restore(PromptSource(prompts, 1).state())
-    with pytest.raises(BadInput, match=r"t\.jsonl:1: no field 'level'"):
+    with pytest.raises(
+        BadInput, match=r"t\.jsonl:1: no field 'level' among .*; name one of those in data\.fields\.extra "
+    ):
         train_prompts(DataConfig(train=path, fields=FieldNames(extra=("level",))), plain)
     path = _write(tmp_path / "u.jsonl", ['{"problem": "1", "answer": "1", "level": NaN}'])
     with pytest.raises(BadInput, match=r"u\.jsonl:1: field level cannot be written as JSON"):
@@ -119,6 +121,7 @@ def test_fields_for_a_function_of_ones_own_come_along(tmp_path: Path, plain: Tex
         ([ROWS[0], "{nonsense"], r"t\.jsonl:2: not JSON \(Expecting property name"),
         (["[" * 100_000], r"t\.jsonl:1: not JSON \(RecursionError\)"),
         (["[1]"], r"t\.jsonl:1: a JSON list"),
+        ([ROWS[0], '{"id": "x", "answer": 1, "problem": "1", "answer": 2}'], r"t\.jsonl:2: field answer comes twice"),
         ([{"id": [1], "problem": "1", "answer": "1"}], r"t\.jsonl:1: field id is list"),
         (['{"problem": "1", "answer": NaN}'], r"t\.jsonl:1: field answer is nan"),
         ([ROWS[0], ROWS[1], ROWS[0]], r"t\.jsonl:3: field id=p0 is also that of .*t\.jsonl:1"),
@@ -185,6 +188,7 @@ def test_a_list_of_rows_reads_the_same_and_bad_ones_are_named(tmp_path: Path, pl
         ("[1]", "expected a list of objects"),
         ("{}", "expected a list of objects"),
         ("[", "cannot be read as JSON"),
+        ('[{"id": "x", "id": "y"}]', r"t\.json: field id comes twice in one object"),
         (json.dumps([ROWS[0], ROWS[1] | {"answer": "\ud800"}]), r"t\.json:2: holds .ud800, half of a character"),
         (json.dumps([ROWS[0], {"id": "x", "problem": "1"}]), r"t\.json:2: no field 'answer' among id, problem"),
     ):
@@ -289,6 +293,16 @@ def test_a_state_does_not_read_all_prompts_again() -> None:
     for prompt in prompts:
         object.__delattr__(prompt, "answer")  # whoever reads it now fails
     assert source.state() == before | {"cursor": 2}
+
+
+@pytest.mark.parametrize("weights", [{"a": 3, "b": 1}, {"a": 1, "b": 10}, {"a": 1, "b": 1, "c": 10}])
+def test_at_no_time_has_a_source_more_or_less_than_its_share(weights: dict[str, float]) -> None:
+    prompts = [replace(prompt, source=source) for source in weights for prompt in _prompts(2)]
+    drawn, whole = take(PromptSource(prompts, 7, weights=weights), 60), sum(weights.values())
+    for count in range(1, 61):
+        for source, weight in weights.items():
+            share = count * weight / whole
+            assert abs(sum(prompt.source == source for prompt in drawn[:count]) - share) < 1
 
 
 def test_several_files_are_mixed_by_weight_and_go_on_where_they_stopped(tmp_path: Path, plain: TextTokenizer) -> None:
