@@ -95,16 +95,23 @@ STATES = {0: SURVIVED, 33: NO_TESTS, 5: NO_TESTS, None: NOT_RUN, 34: "skipped"}
 
 
 class WithoutDecorator(cst.CSTTransformer):
-    """mutmut leaves decorated functions alone: @torch.no_grad() becomes a with statement, which says the same."""
+    """mutmut leaves decorated functions alone. What says the same: @torch.no_grad() as a with statement, and a property
+    as a method that is made one in the next line."""
 
-    def leave_FunctionDef(self, original_node: cst.FunctionDef, updated_node: cst.FunctionDef) -> cst.FunctionDef:
+    def leave_FunctionDef(
+        self, original_node: cst.FunctionDef, updated_node: cst.FunctionDef
+    ) -> cst.FunctionDef | cst.FlattenSentinel[cst.BaseStatement]:
         """Called by libcst on each function."""
         decorators = updated_node.decorators
         body = updated_node.body
         if len(decorators) != 1 or not isinstance(body, cst.IndentedBlock):
             return updated_node
         call = decorators[0].decorator
-        if cst.Module([]).code_for_node(call) != "torch.no_grad()":
+        said, name = cst.Module([]).code_for_node(call), updated_node.name.value
+        if said in ("property", "cached_property"):
+            made = cst.parse_statement(f"{name} = {said}({name})")
+            return cst.FlattenSentinel([updated_node.with_changes(decorators=()), made])
+        if said != "torch.no_grad()":
             return updated_node
         has_docstring = updated_node.get_docstring() is not None
         docstring, rest = body.body[:has_docstring], body.body[has_docstring:]
