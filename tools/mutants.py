@@ -49,6 +49,11 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "training": (
         "tests/training/test_calibrated_advantages.py",
         "tests/training/test_collect_switches.py",
+        *(
+            f"tests/training/test_doors.py::test_a_{name}"
+            for name in ("mask_is_drawn_behind_the_verifier", "wrong_mask_is_refused")
+        ),
+        "tests/training/test_doors.py::test_a_mask_and_observations_are_both_left_out",
         "tests/training/test_estimate_switches.py",
         "tests/training/test_estimates.py",
         "tests/training/test_fault_checks.py",
