@@ -1,5 +1,6 @@
 """Calibrated values and trust in the steps of a run, written out response by response."""
 
+import json
 from itertools import pairwise
 from pathlib import Path
 
@@ -105,6 +106,9 @@ def test_the_advantages_of_three_steps_are_those_written_out(truncated: str, tru
         assert history.past is not None
         for one, other in zip(history.past, after, strict=True):
             torch.testing.assert_close(one, other)
+        saved = json.loads(json.dumps(history.state()))  # as a checkpoint keeps it
+        history = ReturnHistory(saved)
+        assert history.state() == saved != [], "to the bit"
 
 
 @pytest.mark.parametrize("kind", ["trust", "values"])

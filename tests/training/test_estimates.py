@@ -62,6 +62,14 @@ def test_a_bootstrapped_target_is_the_value_of_the_last_known_state(lam: float) 
     assert float(found[0]) == pytest.approx({0.0: 0.2, 0.9: 0.1 * 0.2 + 0.9 * 0.5, 1.0: 0.5}[lam], abs=1e-6)
 
 
+def test_a_bootstrapped_response_keeps_what_its_turns_have_earned() -> None:
+    batch = batch_of([3, 3], [True, False], [-0.75, 1.25])  # what the turns earned, and a verdict of -1 and 1
+    batch.turn_rewards = torch.tensor([0.25, 0.0, 0.0, 0.0, 0.25, 0.0])
+    batch.shaped_rewards = batch.rewards
+    assert token_rewards(batch, bootstrapping()).tolist() == [0.25, 0, 0, 0, 0.25, 1.0]
+    assert token_rewards(batch, AlgorithmConfig()).tolist() == [0.25, 0, -1.0, 0, 0.25, 1.0]
+
+
 def test_truncated_responses_without_a_return_are_not_measured_on() -> None:
     truncated = torch.tensor([True, False])
     assert returns_known(truncated, bootstrapping().shaping).tolist() == [False, True]
