@@ -5,14 +5,16 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import httpx
 import pytest
 from stub_episodes import TEMPLATE, fresh_engine, make_tokenizer, play
 
-from vapo_megatron.agents.episodes import load_agent
+from vapo_megatron.agents.episodes import check_agent, load_agent
+from vapo_megatron.config.rollout import EpisodeConfig, RolloutConfig
 from vapo_megatron.data.tokenizer import TextTokenizer
+from vapo_megatron.errors import BadInput
 
 
 @pytest.fixture(scope="module")
@@ -33,6 +35,35 @@ def test_a_module_in_the_working_directory_is_found(tmp_path: Path, monkeypatch:
         agent = load_agent("agent_of_a_user:play")
     assert asyncio.run(agent({}, "", None)) == 1.0 and sys.path.count(str(tmp_path)) == 1  # type: ignore[arg-type]
     del sys.modules["agent_of_a_user"]
+
+
+class WithTools:
+    """An environment that sends tools with every request."""
+
+    tools: ClassVar[list[dict[str, Any]]] = [{"type": "function", "function": {"name": "add"}}]
+
+    async def reset(self, task: dict[str, Any]) -> list[dict[str, Any]]:
+        return []
+
+    async def step(self, message: dict[str, Any]) -> tuple[list[dict[str, Any]], float, bool]:
+        return [], 0.0, True
+
+
+def test_tools_need_a_template_that_shows_them(tokenizer: TextTokenizer, tmp_path: Path) -> None:
+    shows = make_tokenizer(tmp_path, "{% for t in tools or [] %}{{ t['function']['name'] }} {% endfor %}" + TEMPLATE)
+    without, sends = f"{__name__}:returns", f"{__name__}:WithTools"
+    parsed = EpisodeConfig(tool_parser="words")
+    for config, key in (
+        (RolloutConfig(agent=sends), f"rollout.agent={sends} sends tools"),
+        (RolloutConfig(agent=sends, episode=parsed), f"rollout.agent={sends} sends tools"),
+        (RolloutConfig(agent=without, episode=parsed), "rollout.episode.tool_parser=words"),
+    ):
+        with pytest.raises(BadInput) as refused:
+            check_agent(config, tokenizer)
+        assert str(refused.value).startswith(f"{key}, and the chat template of {tokenizer.directory} ignores tools")
+        check_agent(config, shows)
+    for config in (RolloutConfig(), RolloutConfig(agent=without)):
+        check_agent(config, tokenizer)
 
 
 class Sums:
