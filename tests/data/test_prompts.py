@@ -13,6 +13,7 @@ from vapo_megatron.config.data import DataConfig, EvalSet, FieldNames, PromptTem
 from vapo_megatron.config.reward import RewardConfig
 from vapo_megatron.data.jsonl import read_rows, write_rows
 from vapo_megatron.data.prompts import PromptSource, eval_prompts, train_prompts
+from vapo_megatron.data.rows import read_file
 from vapo_megatron.data.sample import Prompt
 from vapo_megatron.data.tokenizer import TextTokenizer
 from vapo_megatron.errors import BadInput
@@ -135,6 +136,18 @@ def test_a_bad_row_is_named_by_file_and_line(
     with pytest.raises(BadInput, match=message) as caught:
         train_prompts(DataConfig(train=_write(tmp_path / "t.jsonl", rows)), plain)
     assert "\n" not in str(caught.value)
+
+
+def test_the_files_of_a_data_set_are_read_as_one(
+    tmp_path: Path, plain: TextTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = [_write(tmp_path / "a.jsonl", ROWS[:2]), _write(tmp_path / "b.jsonl", [*ROWS[2:], {"problem": "1"}])]
+    asked = []
+    monkeypatch.setattr("vapo_megatron.data.rows.hub_files", lambda *of: asked.append(of) or files)
+    assert [row for _, row in read_file(Path("hub:some/sums"), "data.train")] == [*ROWS, {"problem": "1"}]
+    assert asked == [("hub:some/sums", "data.train")]
+    with pytest.raises(BadInput, match=r"^hub:some/sums:6: no field 'answer'"):
+        train_prompts(DataConfig(train=Path("hub:some/sums")), plain)
 
 
 def test_a_missing_or_strange_file_is_named_with_its_key(tmp_path: Path, plain: TextTokenizer) -> None:
