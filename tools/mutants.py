@@ -63,6 +63,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "tests/training/test_reference_and_values.py",
         "tests/training/test_rollouts.py",
         "tests/training/test_rollouts_of_agents.py",
+        "tests/training/test_scoring_without_models.py",
         "tests/training/test_shards_on_threads.py",
         "tests/training/test_shards.py::test_homes_hold_whole_groups_and_about_as_many_tokens_each",
         "tests/training/test_shards.py::test_what_goes_by_samples_is_in_the_table",
