@@ -8,8 +8,9 @@ from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import httpx
+import numpy as np
 import pytest
-from stub_episodes import TEMPLATE, fresh_engine, make_tokenizer, play
+from stub_episodes import TEMPLATE, WRITTEN, fresh_engine, make_tokenizer, play
 
 from vapo_megatron.agents.episodes import check_agent, load_agent
 from vapo_megatron.config.rollout import EpisodeConfig, RolloutConfig
@@ -166,3 +167,20 @@ def test_what_an_agent_may_return_is_the_samples(tokenizer: TextTokenizer) -> No
         (sample,) = play(tokenizer, f"{__name__}:returns", samples=1)
         assert (sample.reward, sample.correct) == (reward, correct)
         assert (sample.turn_rewards is None) == (reward != 1.75)
+
+
+async def goes_on_elsewhere(task: dict[str, Any], base_url: str, http_client: Any) -> Any:
+    """Two turns of a conversation, and a third of another one."""
+    await returns(task, base_url, http_client)
+    await http_client.post(f"{base_url}/chat/completions", json={"messages": [{"role": "user", "content": "w6"}]})
+    return answer
+
+
+def test_the_reward_of_a_turn_is_at_its_last_token_in_every_segment(tokenizer: TextTokenizer) -> None:
+    global answer
+    answer = {"turn_rewards": [0.25, 0.5, 1.0]}
+    (sample,) = play(tokenizer, f"{__name__}:goes_on_elsewhere", samples=1)
+    mask, rewards = np.asarray(sample.loss_mask), np.asarray(sample.turn_rewards)
+    last = np.flatnonzero(mask & ~np.append(mask[1:], False))
+    assert len(sample.segment_starts) == 1 and mask.sum() == 3 * WRITTEN
+    assert rewards[last].tolist() == [0.25, 0.5, 1.0] and np.count_nonzero(rewards) == 3

@@ -403,6 +403,9 @@ def test_a_new_run_draws_its_prompts_from_the_beginning(config: TrainConfig) -> 
     assert (rollouts.engines, rollouts.verifier, rollouts.seed) == ("engines", "verifier", config.run.seed)
     assert rollouts.sampling == config.sampling and rollouts.reward == config.reward
     assert rollouts.routed_experts is None and rollouts.saved is None and rollouts.mask_function is None
+    assert rollouts.agent_settings is None
+    playing = config.rollout.model_copy(update={"agent": "a:b"})
+    assert made(config.model_copy(update={"rollout": playing})).agent_settings == playing
     masked = config.algorithm.model_copy(update={"mask_function": "a:b"})
     assert made(config.model_copy(update={"algorithm": masked})).mask_function == "a:b"
     assert [len(ids) for ids in rollouts.probe] == [32] * 4

@@ -7,6 +7,8 @@ from batches import take
 from test_rollouts import ahead, steps
 from written_rollouts import END, RIGHT
 
+from vapo_megatron.agents.episodes import Agents
+from vapo_megatron.config.rollout import RolloutConfig
 from vapo_megatron.data.sample import Sample
 from vapo_megatron.engines.ledger import StepRule
 from vapo_megatron.engines.request import GenerationRequest, GroupRequest
@@ -47,6 +49,22 @@ def test_a_step_of_episodes_reports_them_and_those_that_broke() -> None:
     rollouts.close_agents()
     rollouts.close_agents()
     assert players.closed == 1 and rollouts.agents is None
+
+
+def test_agents_are_made_for_the_first_who_asks_and_keep_no_turns() -> None:
+    rollouts = ahead()
+    rollouts.agent_settings = RolloutConfig(agent=f"{__name__}:plays")
+    rollouts.begin(StepRule(2, 1), 2, 0)
+    agents = rollouts.agents
+    assert isinstance(agents, Agents) and agents.turns is None, "a run would fill the memory with them"
+    rollouts.generator(rollouts.sampling, 11)
+    assert rollouts.agents is agents
+    rollouts.end()
+    rollouts.close_agents()
+
+
+async def plays(task: dict[str, Any], base_url: str, http_client: Any) -> float:
+    return 1.0
 
 
 def test_evaluation_of_a_run_of_agents_plays_episodes() -> None:
