@@ -150,7 +150,7 @@ def test_what_an_agent_may_not_return_is_named(
     global answer
     answer = returned
     (sample,) = play(tokenizer, f"{__name__}:returns", samples=1)
-    assert sample.grade_reason == "broken: error" and not sample.truncated and not sample.goes_on
+    assert sample.grade_reason == "broken: error" and sample.finish_reason == "stop", "it was not cut, nor goes on"
     assert f"rollout.agent: an episode of row row broke: ValueError: the agent returned {named}" in caplog.text
 
 
@@ -167,6 +167,16 @@ def test_what_an_agent_may_return_is_the_samples(tokenizer: TextTokenizer) -> No
         (sample,) = play(tokenizer, f"{__name__}:returns", samples=1)
         assert (sample.reward, sample.correct) == (reward, correct)
         assert (sample.turn_rewards is None) == (reward != 1.75)
+
+
+async def asks_for_proxies(task: dict[str, Any], base_url: str, http_client: Any) -> float:
+    await returns(task, base_url, http_client)
+    return float(http_client.trust_env)
+
+
+def test_the_client_of_agents_knows_no_proxies_of_the_environment(tokenizer: TextTokenizer) -> None:
+    (sample,) = play(tokenizer, f"{__name__}:asks_for_proxies", samples=1)
+    assert sample.reward == 0
 
 
 async def goes_on_elsewhere(task: dict[str, Any], base_url: str, http_client: Any) -> Any:
