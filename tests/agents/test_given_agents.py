@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 from stub_episodes import TEMPLATE, WRITTEN, fresh_engine, make_tokenizer, play
 
-from vapo_megatron.agents.episodes import check_agent, load_agent
+from vapo_megatron.agents.episodes import check_agent, load_agent, task_of
 from vapo_megatron.config.rollout import EpisodeConfig, RolloutConfig
+from vapo_megatron.data.sample import Prompt
 from vapo_megatron.data.tokenizer import TextTokenizer
 from vapo_megatron.errors import BadInput
 
@@ -36,6 +37,20 @@ def test_a_module_in_the_working_directory_is_found(tmp_path: Path, monkeypatch:
         agent = load_agent("agent_of_a_user:play")
     assert asyncio.run(agent({}, "", None)) == 1.0 and sys.path.count(str(tmp_path)) == 1  # type: ignore[arg-type]
     del sys.modules["agent_of_a_user"]
+
+
+def test_an_agent_that_is_not_there_is_refused_with_how_one_is_named() -> None:
+    with pytest.raises(
+        BadInput, match=r"^rollout\.agent=nowhere:f: cannot be imported .*: give package\.module:name, "
+    ):
+        load_agent("nowhere:f")
+
+
+def test_a_task_is_the_row_with_the_messages_of_a_run_without_an_agent(tokenizer: TextTokenizer) -> None:
+    prompt = Prompt("row", "w3 w4", "w7", (1, 2), cursor=7, extra={"level": 2, "answer": "of the row"})
+    messages = [{"role": "user", "content": "w3 w4"}]
+    expected = {"level": 2, "id": "row", "problem": "w3 w4", "answer": "w7", "messages": messages}
+    assert task_of(prompt, tokenizer) == expected
 
 
 class WithTools:
