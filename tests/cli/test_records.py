@@ -175,6 +175,7 @@ SCORED = [
     ({}, {"score": 1.0}, (1.0, True)),
     ({}, {"result": -1}, (-1.0, False)),
     ({}, {"reward": -1.0, "score": 0.2}, (-1.0, False)),
+    ({"verifier": "code"}, {"acc": 1, "score": 0.3}, (1.0, True)),
     ({"verifier": "function", "function": "any:f"}, {"score": 0.7}, (0.7, True)),
     ({"verifier": "function", "function": "any:f"}, {"score": 0.5}, (0.5, False)),
     ({"verifier": "function", "function": "any:f", "correct_above": None}, {"score": 1.0}, (1.0, False)),
@@ -362,6 +363,15 @@ def test_a_dump_is_not_run(command: Command, capfd: pytest.CaptureFixture[str], 
     code = command.exit_code("train", f"value_pretraining.from=[{tmp_path / 'dump.pt'}]")
     assert_refused(command, code, capfd.readouterr().err, "dump.pt", "without running code")
     assert not (tmp_path / "harm").exists()
+
+
+def test_a_response_of_slime_that_did_not_end_is_refused(
+    command: Command, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    row = {"tokens": [5, 6, 7], "response_length": 2, "reward": 1.0, "status": "aborted"}
+    torch.save({"samples": [row]}, tmp_path / "dump.pt")
+    code = command.exit_code("train", f"value_pretraining.from=[{tmp_path / 'dump.pt'}]")
+    assert_refused(command, code, capfd.readouterr().err, "dump.pt:0", "finish_reason 'aborted'")
 
 
 @pytest.mark.parametrize(

@@ -190,6 +190,8 @@ def test_an_evaluation_set_is_cut_to_its_limit_and_never_loses_long_prompts(
     roomy = DataConfig(train=path)
     cut = eval_prompts(EvalSet(name="e", path=path, limit=2), roomy, plain)
     assert [(p.id, p.source) for p in cut] == [("p0", "e"), ("p1", "e")]
+    untold = eval_prompts(EvalSet(name="e", path=path, limit=2), roomy, None)
+    assert untold == [replace(prompt, token_ids=()) for prompt in cut], "a service reads texts"
 
 
 def test_a_list_of_rows_reads_the_same_and_bad_ones_are_named(tmp_path: Path, plain: TextTokenizer) -> None:

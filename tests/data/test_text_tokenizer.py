@@ -177,6 +177,22 @@ def test_a_missing_chat_template_is_refused_only_where_it_is_asked_for(directory
     assert TextTokenizer(directory, PromptTemplate(chat_template=False)).encode_prompt("hello")
 
 
+def test_whether_a_template_shows_tools_is_seen_by_one(directory: Path) -> None:
+    shown = "{% for t in tools or [] %}{{ t['function']['name'] }}{{ t['function']['parameters']['type'] }}{% endfor %}"
+    fails = "{% if tools %}{{ raise_exception('no tools') }}{% endif %}"
+    message = {"role": "user", "content": "say"}
+    tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+    for prefix, reads in ((shown, True), ("", False), (fails, False)):
+        word_tokenizer(["hello", "say", "<|im_end|>"], 64, prefix + CHATML_TEMPLATE).save_pretrained(directory)
+        tokenizer = TextTokenizer(directory, PromptTemplate())
+        assert tokenizer.reads_tools is reads
+        if reads:
+            assert tokenizer.messages_text([message], [tool]) == "addobject" + tokenizer.messages_text([message])
+        else:
+            with pytest.raises(ValueError, match="it ignores tools"):
+                tokenizer.messages_text([message], [tool])
+
+
 def test_a_template_without_its_problem_is_refused() -> None:
     with pytest.raises(ValueError, match="exactly once"):
         PromptTemplate(user_template="say it")
