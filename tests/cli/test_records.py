@@ -169,6 +169,8 @@ def test_every_format_gives_the_tokens_and_rewards_that_were_drawn(kind: str, tm
     assert batch.correct.tolist() == [sample.correct for sample in wanted]
     assert batch.truncated.tolist() == [sample.truncated for sample in wanted]
     assert batch.group_ids.tolist() == [0, 0, 1, 1][: len(wanted)], "responses to one prompt are a group"
+    assert batch.prompt_keys is not None
+    assert len(batch.prompt_keys.unique()) == len(batch.group_ids.unique()), "and each prompt is known by a key"
 
 
 SCORED = [
