@@ -95,6 +95,7 @@ def test_the_advantages_of_three_steps_are_those_written_out(truncated: str, tru
         ]
         torch.testing.assert_close(found, torch.cat(expected), rtol=1e-4, atol=1e-5)
         assert row[names.TRUST] == pytest.approx(trust if trusted else 1.0)
+        assert (names.CRITIC_SLOPE in row) == (names.GROUP_WEIGHT in row) == (past is not None)
         kept = [s for s in range(batch.samples) if known[s]]
         targets = torch.cat([torch.full((len(calibrated[s]),), returns[s]) for s in kept])
         errors = targets - torch.cat([calibrated[s] for s in kept])

@@ -1,5 +1,6 @@
 """The rollout side of a run of agents: episodes are played, counted and evaluated by one and the same."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -54,16 +55,27 @@ def test_a_step_of_episodes_reports_them_and_those_that_broke() -> None:
 def test_agents_are_made_for_the_first_who_asks_and_keep_no_turns() -> None:
     rollouts = ahead()
     rollouts.agent_settings = RolloutConfig(agent=f"{__name__}:plays")
+    rollouts.tokenizer.messages = "about {}".format  # type: ignore[method-assign]
     rollouts.begin(StepRule(2, 1), 2, 0)
     agents = rollouts.agents
     assert isinstance(agents, Agents) and agents.turns is None, "a run would fill the memory with them"
     rollouts.generator(rollouts.sampling, 11)
     assert rollouts.agents is agents
+    tasks.clear()
+    prompt = replace(take(rollouts.prompts, 1)[0], extra={"level": 2})  # type: ignore[arg-type]
+    (sample,) = rollouts.engines.dispatcher.loop.run(
+        agents.generate(GroupRequest(prompt, 1, rollouts.sampling, 24, 1, 5))
+    )
+    assert sample.grade_reason == "broken: no_turn" and tasks[0]["messages"] == f"about {prompt.problem}"
     rollouts.end()
     rollouts.close_agents()
 
 
+tasks: list[dict[str, Any]] = []
+
+
 async def plays(task: dict[str, Any], base_url: str, http_client: Any) -> float:
+    tasks.append(task)
     return 1.0
 
 
