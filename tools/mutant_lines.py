@@ -79,7 +79,7 @@ def _read() -> Lines:
     return {name: (text, {int(n): tests for n, tests in lines.items()}) for name, (text, lines) in kept.items()}
 
 
-def _originals(path: Path) -> Iterator[tuple[str, ast.FunctionDef, str]]:
+def _originals(path: Path) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef, str]]:
     """mutmut's name, definition and text of each function as it is without a mutant."""
     for name, (function, text) in _functions(path).items():
         if name.endswith("__mutmut_orig"):
@@ -91,7 +91,7 @@ def _functions(path: Path) -> dict[str, tuple[Any, str]]:
     content = path.read_text()
     lines, found = content.splitlines(), {}
     for node in ast.walk(ast.parse(content)):
-        if isinstance(node, ast.FunctionDef) and "__mutmut_" in node.name:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and "__mutmut_" in node.name:
             found[node.name] = node, "\n".join(lines[node.lineno : node.end_lineno])
     return found
 

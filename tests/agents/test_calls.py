@@ -128,7 +128,12 @@ async def is_slow(task: dict[str, Any], base_url: str, http_client: Any) -> floa
     return 1.0
 
 
-@pytest.mark.parametrize(("name", "engine_seconds"), [("is_slow", 0.0), ("in_this_process", 5.0)])
+async def starts_late(task: dict[str, Any], base_url: str, http_client: Any) -> float:
+    await asyncio.sleep(5.0)
+    return await in_this_process(task, base_url, http_client)
+
+
+@pytest.mark.parametrize(("name", "engine_seconds"), [("is_slow", 0.0), ("starts_late", 0.0), ("in_this_process", 5.0)])
 def test_a_call_that_takes_too_long_breaks_its_episode(
     tokenizer: TextTokenizer, name: str, engine_seconds: float
 ) -> None:

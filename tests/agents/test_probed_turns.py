@@ -218,7 +218,10 @@ def test_an_agent_that_takes_another_way_is_refused_by_name(tokenizer: TextToken
 
 def test_states_whose_episodes_break_are_left_out(tokenizer: TextTokenizer) -> None:
     Choosy.episodes, Choosy.breaks = 0, [3, 8 + 1]  # an episode of prompt 1, and a continuation of the first state
-    drawn, _, _ = drawn_with(tokenizer, "Choosy")
+    drawn, agents, _ = drawn_with(tokenizer, "Choosy")
+    broken = {name: count for name, count in agents.broken_metrics(6).items() if count}
+    assert broken == {"agent/broken": 2 / (2 + 6), "agent/broken_error": 2}
+    assert not any(agents.broken_metrics(0).values()), "counted from the last call on"
     assert len(drawn.places) == (PROMPTS - 1) * RESPONSES * TURNS - 1
     assert drawn.prompts.unique().tolist() == [0, 1, 2] and drawn.places.tolist()[:3] == [1, 2, 0]
     assert drawn.batch.samples == len(drawn.places) * AGAIN

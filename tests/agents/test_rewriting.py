@@ -157,6 +157,14 @@ def test_a_new_segment_needs_a_template_that_can_write_it(tmp_path: Path) -> Non
     assert sample.grade_reason == "broken: template" and not Engine.prompts
 
 
+def test_a_request_continues_what_it_extends_with_the_same_tools() -> None:
+    history: list[Any] = [("user", "w1", []), ("assistant", "w2", [])]
+    segment, more = Segment(history, TOOLS, []), [("user", "w3", [])]
+    assert segment.continues_in(history + more, TOOLS)
+    assert not segment.continues_in(history, TOOLS), "nothing new to answer"
+    assert not segment.continues_in(history + more, []) and not segment.continues_in(more + history, TOOLS)
+
+
 def test_a_long_history_is_compared_letter_by_letter_first() -> None:
     before = "some words of a long history\n" * 20_000
     segment = Segment([("assistant", "w1 w2", [])], [], [], shown=before)
@@ -208,7 +216,8 @@ def test_messages_are_spelled_as_templates_read_them() -> None:
     call["function"] = {"name": "add", "arguments": "{no json"}
     for as_json in (False, True):
         assert as_templates_read({"role": "assistant", "tool_calls": [call]}, as_json)["tool_calls"] == [call]
-    parts = [{"type": "text", "text": "w1 "}, {"type": "text", "text": "w2"}]
+    picture = {"type": "image_url", "image_url": {"url": "data:"}}
+    parts = [{"type": "text", "text": "w1 "}, picture, {"type": "text", "text": "w2"}]
     assert as_templates_read({"role": "tool", "content": parts, "tool_calls": None}) == {
         "role": "tool",
         "content": "w1 w2",

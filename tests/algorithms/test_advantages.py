@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from vapo_megatron.algorithms import advantages as adv
+from vapo_megatron.algorithms.baselines import TRACKER_FADE, TRACKER_PRIOR, tracked_values, with_responses
 from vapo_megatron.algorithms.segments import to_tokens
 
 REWARDS = torch.tensor([1.0, 0.0, 0.0, 1.0, 0.5, 0.0, 3.0])
@@ -56,6 +57,26 @@ def test_rloo() -> None:
     torch.testing.assert_close(adv.rloo(REWARDS, GROUPS), per_response(expected))
 
 
+def test_who_is_alone_in_a_group_is_compared_with_the_batch() -> None:
+    def expected(r: float, group: list[float]) -> float:
+        others = list(group) if len(group) > 1 else REWARDS.tolist()
+        others.remove(r)
+        return r - statistics.mean(others)
+
+    torch.testing.assert_close(adv.batch_baseline(REWARDS, GROUPS), per_response(expected))
+    assert adv.batch_baseline(REWARDS.double(), GROUPS).dtype == torch.float64
+
+
+def test_a_prompts_history_fades_and_begins_with_what_others_earn() -> None:
+    sums, weights = torch.tensor([0.0, 3.0, -1.0]).double(), torch.tensor([0.0, 4.0, 1.0]).double()
+    prior = torch.tensor([0.5, 0.5, 0.25]).double()
+    expected = [(s + TRACKER_PRIOR * p) / (w + TRACKER_PRIOR) for s, w, p in zip(sums, weights, prior, strict=True)]
+    assert tracked_values(sums, weights, prior).tolist() == expected and float(expected[0]) == 0.5
+    after = with_responses(sums, weights, torch.tensor([2.0, -1.0, 0.0]).double(), torch.tensor([2, 1, 3]).double())
+    assert after[0].tolist() == [2.0, TRACKER_FADE * 3 - 1, -TRACKER_FADE]
+    assert after[1].tolist() == [2.0, TRACKER_FADE * 4 + 1, TRACKER_FADE + 3]
+
+
 def test_raft_takes_the_first_best_of_each_group() -> None:
     assert adv.raft(REWARDS, GROUPS).tolist() == [1, 0, 0, 0, 1, 0, 1]
 
@@ -92,6 +113,14 @@ def test_advantages_have_the_type_of_the_rewards(function, dtype: torch.dtype) -
 def test_shapes_that_differ_are_refused(function) -> None:
     with pytest.raises(ValueError, match="must be"):
         function(torch.zeros(3), torch.zeros(2, dtype=torch.int64))
+
+
+def test_a_teacher_adds_its_reverse_kl_to_each_token() -> None:
+    torch.manual_seed(0)
+    advantages, student, teacher = torch.randn(3, 50)
+    expected = [float(a) - 0.7 * (float(s) - float(t)) for a, s, t in zip(advantages, student, teacher, strict=True)]
+    wanted = torch.tensor(expected, dtype=torch.float64)
+    torch.testing.assert_close(adv.distilled(advantages, student, teacher, 0.7).double(), wanted, rtol=1e-5, atol=1e-6)
 
 
 def test_to_tokens() -> None:

@@ -87,3 +87,11 @@ def test_the_terminal_reward_sits_on_the_last_token_that_counts() -> None:
     rewards = torch.tensor([1.0, 2.0, 3.0, 4.0])
     assert place_terminal(rewards, CU, 8).tolist() == [0, 0, 0, 1, 2, 0, 0, 4]
     assert [part.tolist() for part in last_tokens(CU)] == [[0, 1, 3], [3, 4, 7]]
+
+
+def test_rewards_of_turns_are_no_longer_in_the_terminal_one_and_take_its_dtype() -> None:
+    rewards, earlier = torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.float64), torch.zeros(8)
+    earlier[1], earlier[5] = 0.25, 1.5
+    placed = place_terminal(rewards, CU, 8, earlier)
+    assert placed.tolist() == [0, 0.25, 0, 0.75, 2, 1.5, 0, 2.5] and placed.dtype == rewards.dtype
+    assert earlier.count_nonzero() == 2, "left as it was given"

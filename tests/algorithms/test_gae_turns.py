@@ -1,8 +1,9 @@
 """GAE over turns, against the sum written out."""
 
+import pytest
 import torch
 
-from vapo_megatron.algorithms.gae import decoupled_gae, turn_bounds, turn_gae
+from vapo_megatron.algorithms.gae import decoupled_gae, monte_carlo_returns, turn_bounds, turn_gae
 
 
 def test_turns_begin_after_observations_and_at_responses() -> None:
@@ -30,3 +31,15 @@ def test_turns_of_one_token_are_gae_over_tokens() -> None:
     expected = decoupled_gae(rewards, values, bounds, lam, 1.0, 0.97)
     found = turn_gae(rewards, values, torch.arange(10), bounds, lam, 1.0, 0.97)
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+
+
+@pytest.mark.parametrize("gamma", [1.0, 0.5])
+def test_returns_of_rewards_on_the_way_are_those_of_a_loop(gamma: float) -> None:
+    rewards, earlier = torch.tensor([1.0, -0.5]), torch.tensor([0.25, 0.0, 0.0, 0.0, 0.5])
+    placed = [0.25, 0.0, 0.75, 0.0, -0.5]  # a reward at its token, and the rest of a response's at its end
+    expected: list[float] = []
+    for begin, end in ((0, 3), (3, 5)):
+        returns = [sum(gamma ** (n - t) * placed[n] for n in range(t, end)) for t in range(begin, end)]
+        expected += returns
+    found = monte_carlo_returns(rewards, torch.tensor([0, 3, 5]), gamma, earlier)
+    assert found.tolist() == pytest.approx(expected)

@@ -19,6 +19,7 @@ from vapo_megatron.checkpoint.recorded_rollouts import RecordedRollouts
 from vapo_megatron.cli import PRESETS
 from vapo_megatron.config.data import EvalSet
 from vapo_megatron.config.load import load_config
+from vapo_megatron.config.reward import RewardConfig
 from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.data.batch import ExperienceBatch, from_samples
 from vapo_megatron.data.records import KEY, Records
@@ -168,6 +169,29 @@ def test_every_format_gives_the_tokens_and_rewards_that_were_drawn(kind: str, tm
     assert batch.correct.tolist() == [sample.correct for sample in wanted]
     assert batch.truncated.tolist() == [sample.truncated for sample in wanted]
     assert batch.group_ids.tolist() == [0, 0, 1, 1][: len(wanted)], "responses to one prompt are a group"
+    assert batch.prompt_keys is not None
+    assert len(batch.prompt_keys.unique()) == len(batch.group_ids.unique()), "and each prompt is known by a key"
+
+
+SCORED = [
+    ({}, {"score": 1.0}, (1.0, True)),
+    ({}, {"result": -1}, (-1.0, False)),
+    ({}, {"reward": -1.0, "score": 0.2}, (-1.0, False)),
+    ({"verifier": "code"}, {"acc": 1, "score": 0.3}, (1.0, True)),
+    ({"verifier": "function", "function": "any:f"}, {"score": 0.7}, (0.7, True)),
+    ({"verifier": "function", "function": "any:f"}, {"score": 0.5}, (0.5, False)),
+    ({"verifier": "function", "function": "any:f", "correct_above": None}, {"score": 1.0}, (1.0, False)),
+]
+
+
+@pytest.mark.parametrize(("reward", "result", "expected"), SCORED)
+def test_a_number_is_a_reward_of_this_run(
+    reward: dict[str, Any], result: dict[str, Any], expected: tuple[float, bool], tmp_path: Path, model: Path
+) -> None:
+    path = write(tmp_path / "rows.jsonl", [{"problem": "1 plus 1", "response": "#### 2"} | result])
+    config = config_of(tmp_path, model, path).model_copy(update={"reward": RewardConfig(**reward)})
+    (batch,) = Records(config, TextTokenizer(model, config.data.prompt), 100).batches()
+    assert (batch.rewards.item(), batch.correct.item()) == (pytest.approx(expected[0]), expected[1])
 
 
 def test_the_masks_of_a_run_are_those_that_its_samples_had(tmp_path: Path, model: Path) -> None:
@@ -319,7 +343,8 @@ def test_what_the_critic_alone_reads_comes_from_the_record(
     assert batch.privileged_tokens is not None and batch.privileged_lengths is not None
     assert batch.privileged_tokens.tolist() == tokenizer.encode_response("7 7") * 2
     assert batch.privileged_lengths.tolist() == [2, 2]
-    for more, named in (({}, ("critic.privileged_field",)), ({"answer": "7 " * 120}, ("120 tokens", KEY))):
+    first = f"{tmp_path / f'rows{suffix}'}:{int(suffix == '.jsonl')}"
+    for more, named in (({}, (first, "critic.privileged_field")), ({"answer": "7 " * 120}, ("120 tokens", KEY))):
         path = recorded_with(more)
         code = command.exit_code("train", f"{KEY}=[{path}]", *keys)
         assert_refused(command, code, capfd.readouterr().err, "answer", *named)
@@ -340,6 +365,15 @@ def test_a_dump_is_not_run(command: Command, capfd: pytest.CaptureFixture[str], 
     code = command.exit_code("train", f"value_pretraining.from=[{tmp_path / 'dump.pt'}]")
     assert_refused(command, code, capfd.readouterr().err, "dump.pt", "without running code")
     assert not (tmp_path / "harm").exists()
+
+
+def test_a_response_of_slime_that_did_not_end_is_refused(
+    command: Command, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    row = {"tokens": [5, 6, 7], "response_length": 2, "reward": 1.0, "status": "aborted"}
+    torch.save({"samples": [row]}, tmp_path / "dump.pt")
+    code = command.exit_code("train", f"value_pretraining.from=[{tmp_path / 'dump.pt'}]")
+    assert_refused(command, code, capfd.readouterr().err, "dump.pt:0", "finish_reason 'aborted'")
 
 
 @pytest.mark.parametrize(

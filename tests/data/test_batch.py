@@ -1,6 +1,7 @@
 """A batch's fields are cut together, and what does not fit is refused."""
 
 from dataclasses import fields, replace
+from typing import Any
 
 import pytest
 import torch
@@ -74,6 +75,20 @@ def test_what_goes_by_samples_and_what_goes_by_tokens_make_the_batch_again(chose
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
+def test_tables_are_joined_where_one_alone_knows_of_episodes() -> None:
+    plain, episodes = make_batch().table(), full_batch().table()
+    several = {"observation_lengths": (0, 3), "segments": (1, 2), "privileged_lengths": (0, 4)}
+    for name, (_, value) in several.items():
+        setattr(episodes, name, torch.full((episodes.samples,), value))
+    for tables in ((plain, episodes), (episodes, plain)):
+        joined = tables[0].followed_by(tables[1])
+        assert joined.rewards.tolist() == tables[0].rewards.tolist() + tables[1].rewards.tolist()
+        for name, (missing, value) in several.items():
+            column = [value if table is episodes else missing for table in tables for _ in range(table.samples)]
+            assert getattr(joined, name).tolist() == column, name
+    assert all(getattr(plain.followed_by(plain), name) is None for name in several), "nothing to know"
+
+
 def test_samples_become_a_batch_field_by_field() -> None:
     samples = []
     for s, (prompt, response, reward, correct, reason) in enumerate(
@@ -104,6 +119,22 @@ def test_samples_become_a_batch_field_by_field() -> None:
     assert cut.truncated.tolist() == [sample.goes_on for sample in windows]
     whole = [replace(sample, reward=1) for sample in samples]
     assert from_samples(whole).rewards.dtype == torch.float32, "whole numbers, too"
+
+
+def test_rewards_of_turns_stand_at_written_tokens_and_are_0_where_nobody_gave_any() -> None:
+    given: list[dict[str, Any]] = [
+        {"turn_rewards": [0.5, 0, 0, 0.25], "loss_mask": [True, False, False, True]},
+        {},
+        {"turn_rewards": [0, 0, 1, 0]},
+    ]
+    samples = [
+        Sample(Prompt(str(n), "", "", (1,)), n, 0, 0, [2, 3, 4, 5], [-1.0] * 4, "stop", 0, 0, reward=1.0, **more)  # type: ignore[arg-type]
+        for n, more in enumerate(given)
+    ]
+    batch = from_samples(samples)
+    assert batch.turn_rewards is not None and batch.turn_rewards.dtype == torch.float32
+    assert batch.turn_rewards.tolist() == [0.5, 0.25, *[0] * 4, 0, 0, 1, 0] and batch.response_tokens == 10
+    assert from_samples(samples[1:2]).turn_rewards is None
 
 
 def test_neighbours_are_taken_without_a_copy() -> None:

@@ -13,6 +13,7 @@ from vapo_megatron.config.data import DataConfig, EvalSet, FieldNames, PromptTem
 from vapo_megatron.config.reward import RewardConfig
 from vapo_megatron.data.jsonl import read_rows, write_rows
 from vapo_megatron.data.prompts import PromptSource, eval_prompts, train_prompts
+from vapo_megatron.data.rows import read_file
 from vapo_megatron.data.sample import Prompt
 from vapo_megatron.data.tokenizer import TextTokenizer
 from vapo_megatron.errors import BadInput
@@ -102,7 +103,9 @@ def test_fields_for_a_function_of_ones_own_come_along(tmp_path: Path, plain: Tex
     changed = [replace(first, extra=extra | {"data_source": "other"}), second]
     with pytest.raises(BadInput, match="fingerprint"):
         PromptSource(changed, 1).restore(PromptSource(prompts, 1).state())
-    with pytest.raises(BadInput, match=r"t\.jsonl:1: no field 'level'"):
+    with pytest.raises(
+        BadInput, match=r"t\.jsonl:1: no field 'level' among .*; name one of those in data\.fields\.extra "
+    ):
         train_prompts(DataConfig(train=path, fields=FieldNames(extra=("level",))), plain)
     path = _write(tmp_path / "u.jsonl", ['{"problem": "1", "answer": "1", "level": NaN}'])
     with pytest.raises(BadInput, match=r"u\.jsonl:1: field level cannot be written as JSON"):
@@ -119,6 +122,7 @@ def test_fields_for_a_function_of_ones_own_come_along(tmp_path: Path, plain: Tex
         ([ROWS[0], "{nonsense"], r"t\.jsonl:2: not JSON \(Expecting property name"),
         (["[" * 100_000], r"t\.jsonl:1: not JSON \(RecursionError\)"),
         (["[1]"], r"t\.jsonl:1: a JSON list"),
+        ([ROWS[0], '{"id": "x", "answer": 1, "problem": "1", "answer": 2}'], r"t\.jsonl:2: field answer comes twice"),
         ([{"id": [1], "problem": "1", "answer": "1"}], r"t\.jsonl:1: field id is list"),
         (['{"problem": "1", "answer": NaN}'], r"t\.jsonl:1: field answer is nan"),
         ([ROWS[0], ROWS[1], ROWS[0]], r"t\.jsonl:3: field id=p0 is also that of .*t\.jsonl:1"),
@@ -132,6 +136,18 @@ def test_a_bad_row_is_named_by_file_and_line(
     with pytest.raises(BadInput, match=message) as caught:
         train_prompts(DataConfig(train=_write(tmp_path / "t.jsonl", rows)), plain)
     assert "\n" not in str(caught.value)
+
+
+def test_the_files_of_a_data_set_are_read_as_one(
+    tmp_path: Path, plain: TextTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = [_write(tmp_path / "a.jsonl", ROWS[:2]), _write(tmp_path / "b.jsonl", [*ROWS[2:], {"problem": "1"}])]
+    asked = []
+    monkeypatch.setattr("vapo_megatron.data.rows.hub_files", lambda *of: asked.append(of) or files)
+    assert [row for _, row in read_file(Path("hub:some/sums"), "data.train")] == [*ROWS, {"problem": "1"}]
+    assert asked == [("hub:some/sums", "data.train")]
+    with pytest.raises(BadInput, match=r"^hub:some/sums:6: no field 'answer'"):
+        train_prompts(DataConfig(train=Path("hub:some/sums")), plain)
 
 
 def test_a_missing_or_strange_file_is_named_with_its_key(tmp_path: Path, plain: TextTokenizer) -> None:
@@ -174,6 +190,8 @@ def test_an_evaluation_set_is_cut_to_its_limit_and_never_loses_long_prompts(
     roomy = DataConfig(train=path)
     cut = eval_prompts(EvalSet(name="e", path=path, limit=2), roomy, plain)
     assert [(p.id, p.source) for p in cut] == [("p0", "e"), ("p1", "e")]
+    untold = eval_prompts(EvalSet(name="e", path=path, limit=2), roomy, None)
+    assert untold == [replace(prompt, token_ids=()) for prompt in cut], "a service reads texts"
 
 
 def test_a_list_of_rows_reads_the_same_and_bad_ones_are_named(tmp_path: Path, plain: TextTokenizer) -> None:
@@ -185,6 +203,7 @@ def test_a_list_of_rows_reads_the_same_and_bad_ones_are_named(tmp_path: Path, pl
         ("[1]", "expected a list of objects"),
         ("{}", "expected a list of objects"),
         ("[", "cannot be read as JSON"),
+        ('[{"id": "x", "id": "y"}]', r"t\.json: field id comes twice in one object"),
         (json.dumps([ROWS[0], ROWS[1] | {"answer": "\ud800"}]), r"t\.json:2: holds .ud800, half of a character"),
         (json.dumps([ROWS[0], {"id": "x", "problem": "1"}]), r"t\.json:2: no field 'answer' among id, problem"),
     ):
@@ -289,6 +308,16 @@ def test_a_state_does_not_read_all_prompts_again() -> None:
     for prompt in prompts:
         object.__delattr__(prompt, "answer")  # whoever reads it now fails
     assert source.state() == before | {"cursor": 2}
+
+
+@pytest.mark.parametrize("weights", [{"a": 3, "b": 1}, {"a": 1, "b": 10}, {"a": 1, "b": 1, "c": 10}])
+def test_at_no_time_has_a_source_more_or_less_than_its_share(weights: dict[str, float]) -> None:
+    prompts = [replace(prompt, source=source) for source in weights for prompt in _prompts(2)]
+    drawn, whole = take(PromptSource(prompts, 7, weights=weights), 60), sum(weights.values())
+    for count in range(1, 61):
+        for source, weight in weights.items():
+            share = count * weight / whole
+            assert abs(sum(prompt.source == source for prompt in drawn[:count]) - share) < 1
 
 
 def test_several_files_are_mixed_by_weight_and_go_on_where_they_stopped(tmp_path: Path, plain: TextTokenizer) -> None:

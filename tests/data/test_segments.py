@@ -68,7 +68,7 @@ def test_the_critic_reads_what_is_privileged_before_every_segment(
     samples = [privileged(sample, number) for number, sample in enumerate(episodes(seed))]
     whole, alone = from_samples(samples), from_samples(in_segments(samples))
     parts = from_samples([written_out(part) for part in in_segments(samples)])
-    table = whole.table()
+    table, plain = whole.table(), from_samples(episodes(seed))
     assert table.critic_lengths.sum() == len(parts.tokens) and table.lengths.sum() == len(whole.tokens)
     planned = planned_lengths(table.critic_lengths, whole.segments, alignment)
     for rank in range(cp):
@@ -79,6 +79,7 @@ def test_the_critic_reads_what_is_privileged_before_every_segment(
         for name in ("ids", "labels", "response_index"):
             assert torch.equal(getattr(ours, name), getattr(theirs, name)), name
         assert pack(whole, range(whole.samples), *how).ids.equal(pack(alone, range(alone.samples), *how).ids)
+        assert pack(whole, range(whole.samples), *how).ids.equal(pack(plain, range(plain.samples), *how).ids)
         for sample, length in enumerate(planned.tolist()):
             padded = sum(pack(whole, [sample], alignment, 1, cp, rank, for_critic=True).lengths)
             assert padded <= -(-max(length - 1, 1) // alignment) * alignment
@@ -88,6 +89,7 @@ def test_the_critic_reads_what_is_privileged_before_every_segment(
 @pytest.mark.parametrize("alignment", [1, 4, 16])
 def test_a_micro_batch_holds_what_was_planned_for_it(seed: int, alignment: int) -> None:
     batch = from_samples(episodes(seed))
+    assert planned_lengths(batch.lengths, None, alignment).equal(batch.lengths), "one segment each"
     for sample, length in enumerate(planned_lengths(batch.lengths, batch.segments, alignment).tolist()):
         planned = -(-max(length - 1, 1) // alignment) * alignment
         bounds = batch.segment_bounds(sample)

@@ -67,6 +67,8 @@ def test_what_a_tokenizer_puts_before_texts_is_before_plain_prompts_alone(direct
 def test_a_vocabulary_that_does_not_fit_is_refused(directory: Path, tmp_path: Path) -> None:
     tokenizer = TextTokenizer(directory, PromptTemplate())
     tokenizer.check_vocabulary(tokenizer.size)
+    tokenizer.eos_token_ids = (0, tokenizer.size - 1)
+    tokenizer.check_vocabulary(tokenizer.size)
     with pytest.raises(BadInput, match=f"has {tokenizer.size} tokens and the model of config.json a vocabulary of 3"):
         tokenizer.check_vocabulary(3)
     for other, words in (("none", []), ("same", None), ("other", ["say", "hello"])):
@@ -146,8 +148,9 @@ def test_what_is_wrong_with_a_template_or_a_tokenizer_is_said(directory: Path) -
         TextTokenizer(directory, PromptTemplate())
 
 
-def test_no_code_of_the_directory_is_run(directory: Path) -> None:
-    """As a person would write it who wants code of theirs to run where a model is loaded."""
+def test_no_code_of_the_directory_is_run(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a person would write it who wants code of theirs to run where a model is loaded. Nobody is asked either."""
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
     ran = directory / "ran"
     (directory / "theirs.py").write_text(
         f"open({str(ran)!r}, 'w')\nfrom transformers import PreTrainedTokenizerFast\n"
@@ -172,6 +175,22 @@ def test_a_missing_chat_template_is_refused_only_where_it_is_asked_for(directory
     with pytest.raises(BadInput, match=r"no chat template and data\.prompt\.chat_template=true"):
         TextTokenizer(directory, PromptTemplate())
     assert TextTokenizer(directory, PromptTemplate(chat_template=False)).encode_prompt("hello")
+
+
+def test_whether_a_template_shows_tools_is_seen_by_one(directory: Path) -> None:
+    shown = "{% for t in tools or [] %}{{ t['function']['name'] }}{{ t['function']['parameters']['type'] }}{% endfor %}"
+    fails = "{% if tools %}{{ raise_exception('no tools') }}{% endif %}"
+    message = {"role": "user", "content": "say"}
+    tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+    for prefix, reads in ((shown, True), ("", False), (fails, False)):
+        word_tokenizer(["hello", "say", "<|im_end|>"], 64, prefix + CHATML_TEMPLATE).save_pretrained(directory)
+        tokenizer = TextTokenizer(directory, PromptTemplate())
+        assert tokenizer.reads_tools is reads
+        if reads:
+            assert tokenizer.messages_text([message], [tool]) == "addobject" + tokenizer.messages_text([message])
+        else:
+            with pytest.raises(ValueError, match="it ignores tools"):
+                tokenizer.messages_text([message], [tool])
 
 
 def test_a_template_without_its_problem_is_refused() -> None:

@@ -27,6 +27,7 @@ def _correct(code: str, tests: str = ASSERTS, seconds: float = 30.0) -> bool:
 def test_right_code_passes_and_wrong_code_does_not() -> None:
     assert _correct("import sys\nprint('noise')\nprint('noise', file=sys.stderr)\n" + RIGHT)
     assert _correct("import sys\nprint('noise', file=sys.stderr)\n" + SUM, PAIRS)
+    assert _correct("import sys\nassert sys.stdin.read() == ''\n" + RIGHT), "nothing to read where calls are tested"
     assert not _correct("def double(x):\n    return x + 2")
     assert not _correct("print(3)", PAIRS)
     assert not _correct(SUM + "\nraise SystemExit(1)", PAIRS), "a program that ends with an error"

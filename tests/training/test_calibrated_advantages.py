@@ -1,5 +1,6 @@
 """Calibrated values and trust in the steps of a run, written out response by response."""
 
+import json
 from itertools import pairwise
 from pathlib import Path
 
@@ -94,6 +95,7 @@ def test_the_advantages_of_three_steps_are_those_written_out(truncated: str, tru
         ]
         torch.testing.assert_close(found, torch.cat(expected), rtol=1e-4, atol=1e-5)
         assert row[names.TRUST] == pytest.approx(trust if trusted else 1.0)
+        assert (names.CRITIC_SLOPE in row) == (names.GROUP_WEIGHT in row) == (past is not None)
         kept = [s for s in range(batch.samples) if known[s]]
         targets = torch.cat([torch.full((len(calibrated[s]),), returns[s]) for s in kept])
         errors = targets - torch.cat([calibrated[s] for s in kept])
@@ -105,6 +107,9 @@ def test_the_advantages_of_three_steps_are_those_written_out(truncated: str, tru
         assert history.past is not None
         for one, other in zip(history.past, after, strict=True):
             torch.testing.assert_close(one, other)
+        saved = json.loads(json.dumps(history.state()))  # as a checkpoint keeps it
+        history = ReturnHistory(saved)
+        assert history.state() == saved != [], "to the bit"
 
 
 @pytest.mark.parametrize("kind", ["trust", "values"])

@@ -17,6 +17,7 @@ from vapo_megatron.config.run import BatchConfig, MonitoringConfig
 from vapo_megatron.data.batch import from_samples
 from vapo_megatron.data.sample import Prompt, Sample
 from vapo_megatron.engines.ledger import StepRule, step_rule
+from vapo_megatron.engines.stream import StopAsked
 from vapo_megatron.monitoring.recorder import Recorder
 from vapo_megatron.training.collect import collect, spread
 from vapo_megatron.training.metrics import rollout_metrics
@@ -202,6 +203,24 @@ def collected_beside() -> list[int] | None:
 
 def test_rank_zero_alone_has_what_was_collected() -> None:
     assert on_threads(2, collected_beside) == [[0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3], None]
+
+
+def stopped() -> tuple[str, bool]:
+    """On each of two ranks: what it is told, where rank 0 alone is asked to stop."""
+    rollouts = write_rollouts(by_prompt)
+
+    def take(recorder: Recorder) -> list[Sample]:
+        raise StopAsked("SIGTERM asks for it")
+
+    rollouts.take = take  # type: ignore[method-assign]
+    recorder = Recorder(Path("unused"), MonitoringConfig(), is_main_rank=False)
+    with recorder, pytest.raises(StopAsked) as stop:
+        collect(rollouts, AlgorithmConfig(), 1, recorder)
+    return str(stop.value), stop.value.shared
+
+
+def test_a_stop_while_responses_are_collected_is_that_of_all_ranks() -> None:
+    assert on_threads(2, stopped) == [("SIGTERM asks for it", True)] * 2
 
 
 PARTIAL = {"partial_responses": {"oversampling": 1.25}}

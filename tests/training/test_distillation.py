@@ -7,7 +7,6 @@ from unittest.mock import ANY
 
 import numpy as np
 import pytest
-import torch
 from batches import spread, whole_of
 from hf_models import write_model
 from ranks import run_ranks
@@ -15,7 +14,6 @@ from switch_formulas import ADAM
 from switch_rollout import Watched, config_of, read_rollout, state_of, write_models
 from tiny_runs import WORDS, make_model, train_config, write_config
 
-from vapo_megatron.algorithms.advantages import distilled
 from vapo_megatron.checkpoint.dist_saver import run_bytes
 from vapo_megatron.checkpoint.resume import check_config_change
 from vapo_megatron.cli import PRESETS
@@ -33,14 +31,6 @@ from vapo_megatron.training.models import load_models
 from vapo_megatron.training.score import score
 from vapo_megatron.training.updates import update_policy
 from vapo_megatron.weights.tiny import CHATML_TEMPLATE, save_tiny_model, word_tokenizer
-
-
-def test_the_formula_is_that_of_a_loop() -> None:
-    torch.manual_seed(0)
-    advantages, student, teacher = torch.randn(3, 50)
-    expected = [float(a) - 0.7 * (float(s) - float(t)) for a, s, t in zip(advantages, student, teacher, strict=True)]
-    wanted = torch.tensor(expected, dtype=torch.float64)
-    torch.testing.assert_close(distilled(advantages, student, teacher, 0.7).double(), wanted, rtol=1e-5, atol=1e-6)
 
 
 def step_with_teacher(

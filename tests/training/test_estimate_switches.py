@@ -215,6 +215,11 @@ RIGHT = torch.tensor([-1.0, 1.0]).repeat(20)
 def test_faults_of_values_are_named_where_the_head_has_them() -> None:
     constant = critic_of(torch.full((80,), 0.25), {})
     assert faults(*constant) == {"constant"} and faults(*constant, new_critic=True) == set()
+    for new_critic in (False, True):
+        batch, config = critic_of(torch.zeros(80), {})
+        with Recorder(Path("unused"), MonitoringConfig(), is_main_rank=False) as recorder:
+            estimate_advantages(batch, config, recorder, new_critic)
+            assert (f"{names.CRITIC_FAULT}constant" in recorder.write(1)) == (not new_critic)
     last = torch.stack((torch.zeros(40), RIGHT), 1).flatten()
     assert faults(*critic_of(last, {})) == set()
     assert faults(*critic_of(-last, {})) == {"sign"}

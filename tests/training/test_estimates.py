@@ -14,7 +14,7 @@ from vapo_megatron.data.batch import ExperienceBatch, from_samples
 from vapo_megatron.data.sample import Prompt, Sample
 from vapo_megatron.errors import BadInput
 from vapo_megatron.megatron.token_loss import StepResult
-from vapo_megatron.training.advantages import gae, returns_known, token_rewards, whiten
+from vapo_megatron.training.advantages import gae, returns_known, token_rewards, turns_of, whiten
 from vapo_megatron.training.losses import values_of
 from vapo_megatron.training.metrics import importance_metrics, rollout_metrics, value_metrics
 from vapo_megatron.training.updates import check_targets, update_metrics
@@ -60,6 +60,24 @@ def test_a_bootstrapped_target_is_the_value_of_the_last_known_state(lam: float) 
     found = targets(batch, values, bootstrapping(lambda_critic=lam))
     assert found[2] == values[2] and found[3] == values[3]
     assert float(found[0]) == pytest.approx({0.0: 0.2, 0.9: 0.1 * 0.2 + 0.9 * 0.5, 1.0: 0.5}[lam], abs=1e-6)
+
+
+def test_a_bootstrapped_response_keeps_what_its_turns_have_earned() -> None:
+    batch = batch_of([3, 3], [True, False], [-0.75, 1.25])  # what the turns earned, and a verdict of -1 and 1
+    batch.turn_rewards = torch.tensor([0.25, 0.0, 0.0, 0.0, 0.25, 0.0])
+    batch.shaped_rewards = batch.rewards
+    assert token_rewards(batch, bootstrapping()).tolist() == [0.25, 0, 0, 0, 0.25, 1.0]
+    assert token_rewards(batch, AlgorithmConfig()).tolist() == [0.25, 0, -1.0, 0, 0.25, 1.0]
+
+
+def test_turns_end_where_something_is_observed() -> None:
+    batch = batch_of([3, 2], [False, False], [1.0, 1.0])
+    bounds, responses = turns_of(batch)
+    assert bounds.tolist() == [0, 3, 5] and responses.tolist() == [0, 1, 2], "a response is one turn"
+    batch.loss_mask = torch.tensor([0, 0, 1, 1, 0, 1, 0, 0, 1, 1], dtype=torch.bool)
+    batch.cu_seqlens, batch.observation_lengths = torch.tensor([0, 6, 10]), torch.tensor([1, 0])
+    bounds, responses = turns_of(batch)
+    assert bounds.tolist() == [0, 2, 3, 5] and responses.tolist() == [0, 2, 3]
 
 
 def test_truncated_responses_without_a_return_are_not_measured_on() -> None:

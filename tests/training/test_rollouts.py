@@ -21,7 +21,7 @@ from vapo_megatron.data.batch import from_samples
 from vapo_megatron.data.sample import Sample
 from vapo_megatron.data.tokenizer import TextTokenizer
 from vapo_megatron.engines.ledger import StepRule
-from vapo_megatron.engines.request import GroupRequest
+from vapo_megatron.engines.request import GenerationRequest, GroupRequest
 from vapo_megatron.engines.stream import unpack_groups
 from vapo_megatron.errors import BadInput, TryAgain
 from vapo_megatron.monitoring import names
@@ -332,6 +332,29 @@ def test_greedy_responses_are_asked_for_once_a_prompt_and_graded() -> None:
     assert rollouts.sampling.temperature == 1.0, "training goes on sampling"
 
 
+def test_evaluation_asks_the_runs_engines_for_the_weights_that_they_have() -> None:
+    rollouts, answers = ahead(), []
+    assert rollouts.prompts is not None
+    requests: list[GenerationRequest] = []
+
+    def collect(request: GenerationRequest, on_done: Callable[[int], None], keep: Callable[[Any], None]) -> None:
+        requests.append(request)
+        for group in request.groups():
+            keep(rollouts.engines.written(group))  # type: ignore[attr-defined]
+        on_done(request.num_samples)
+
+    rollouts.engines.collect = collect  # type: ignore[attr-defined]
+    sampling, prompts, done = rollouts.sampling.model_copy(update={"temperature": 0.5}), take(rollouts.prompts, 2), []
+    rollouts.generator(sampling, 11)(prompts, 2, answers.append, done.append)
+    (request,) = requests
+    assert (request.prompts, request.samples_per_prompt, request.sampling) == (prompts, 2, sampling)
+    assert (request.seed, request.weight_version, done) == (11, 5, [4])
+    assert [[answer.text for answer in group] for group in answers] == [
+        [f"{RIGHT} {END}", f"{WRONG} {CUT}"],
+        [f"{RIGHT} {END}", f"{WRONG} 9 {CUT}"],
+    ]
+
+
 def test_engines_are_compared_on_what_the_policy_writes() -> None:
     def probe() -> list[list[int]]:
         rollouts = ahead()
@@ -380,6 +403,9 @@ def test_a_new_run_draws_its_prompts_from_the_beginning(config: TrainConfig) -> 
     assert (rollouts.engines, rollouts.verifier, rollouts.seed) == ("engines", "verifier", config.run.seed)
     assert rollouts.sampling == config.sampling and rollouts.reward == config.reward
     assert rollouts.routed_experts is None and rollouts.saved is None and rollouts.mask_function is None
+    assert rollouts.agent_settings is None
+    playing = config.rollout.model_copy(update={"agent": "a:b"})
+    assert made(config.model_copy(update={"rollout": playing})).agent_settings == playing
     masked = config.algorithm.model_copy(update={"mask_function": "a:b"})
     assert made(config.model_copy(update={"algorithm": masked})).mask_function == "a:b"
     assert [len(ids) for ids in rollouts.probe] == [32] * 4

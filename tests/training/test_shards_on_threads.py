@@ -14,6 +14,7 @@ from threads import on_threads
 from vapo_megatron.data.balance import Cost, plan_microbatches
 from vapo_megatron.data.batch import ExperienceBatch
 from vapo_megatron.errors import BadInput
+from vapo_megatron.megatron.probe import Probe
 from vapo_megatron.training.shards import at_home, cut, exchange, scatter, seat
 
 
@@ -102,6 +103,26 @@ def test_each_rank_gets_what_it_computes_and_it_comes_home(ranks: int, tp: int, 
     found = on_threads(ranks, passes, tp, replays)
     for number, samples in enumerate((range(GROUPS * SIZE), [3, 4, 9, 17, 20, 27], [3, 9, 20, 27])):
         assert sorted(s for computed in found[::tp] for s in computed[number]) == list(samples)
+
+
+def passes_of_a_probe() -> Any:
+    whole, batch, probe = scored(), spread(scored()), Probe.__new__(Probe)
+    mine = list(range(whole.samples)[batch.at_home])
+    for samples in (list(range(whole.samples)), [3, 4, 9, 17, 20, 27], [20, 3, 9, 27]):
+        part, at_home = batch.part(probe, samples), [s for s in samples if s in mine]
+        assert_same(part.batch, whole.select(at_home), set())
+        assert [samples[place] for place in part.mine.tolist()] == at_home == part.reported[seat()[0]].tolist()
+        assert sorted(s for reported in part.reported for s in reported.tolist()) == sorted(samples)
+        assert part.share.of == len(samples) and part.share.microbatches == [range(len(at_home))]
+        assert torch.equal(part.whole.lengths, whole.select(samples).table().lengths)
+        if len(samples) == whole.samples:
+            assert part.batch.values is not None
+            assert torch.equal(batch.bring_home(part, part.batch.values), part.batch.values), "it is there"
+
+
+@pytest.mark.parametrize("ranks", [1, 3, 9])
+def test_a_probe_computes_what_is_at_home(ranks: int) -> None:
+    on_threads(ranks, passes_of_a_probe)
 
 
 def test_no_number_of_ranks_changes_advantages_or_metrics() -> None:

@@ -83,6 +83,13 @@ def test_the_baseline_of_a_response_is_its_prompts_history(resumed: bool) -> Non
     assert len(history.tracked) == 5
 
 
+def test_a_history_is_as_exact_as_its_checkpoint() -> None:
+    history = ReturnHistory(tracked=b'{"5": [0.1, 1.0]}')
+    baselines, share = history.track(torch.tensor([5]), torch.tensor([1.0]), torch.tensor([True]))
+    assert baselines.tolist() == [pytest.approx((0.1 + 0.0) / (1 + 1), rel=1e-14)] and share == 1
+    assert history.tracked["5"] == pytest.approx([TRACKER_FADE * 0.1 + 1.0, TRACKER_FADE + 1], rel=1e-14)
+
+
 def test_calibration_weighs_the_history_in_the_place_of_a_group() -> None:
     switches = {"advantage": {"calibration": "values", "tracker": True}, "shaping": {"truncated": "mask"}}
     history, past = ReturnHistory(), None

@@ -20,8 +20,10 @@ from trainables import loss_of, make_trainable
 from tools.convert_hf_to_megatron import app as to_megatron
 from tools.convert_megatron_to_hf import app as to_hf
 from vapo_megatron.checkpoint.dist_saver import ModelSaver
-from vapo_megatron.weights.adapters import base_identity
+from vapo_megatron.config.model import AdapterConfig
+from vapo_megatron.weights.adapters import adapter_entries, base_identity, read_peft, write_peft
 from vapo_megatron.weights.export import save_adapters, save_hf
+from vapo_megatron.weights.spec import read_spec
 from vapo_megatron.weights.torch_dist import model_state, put_model_state, write_model_card
 
 CASES = [
@@ -137,6 +139,23 @@ def test_adapters_of_peft_become_a_checkpoint_that_a_cut_model_loads(
     convert(to_hf, "--checkpoint", tmp_path / "there", "--base", source, "--dtype", "bfloat16", "--out", tmp_path / "x")
     for name, tensor in read_tensors(tmp_path / "x").items():
         assert torch.equal(tensor, read_tensors(tmp_path / "merged")[name].bfloat16()), "rounded once"
+
+
+@pytest.mark.parametrize("layers", [("linear_qkv",), ("linear_proj", "linear_fc2"), ("linear_fc1",)])
+def test_adapters_of_some_layers_are_read_as_they_were_written(tmp_path: Path, layers: tuple[Any, ...]) -> None:
+    source, config = write_model(tmp_path / "base", "qwen3"), AdapterConfig(rank=4, alpha=8.0, layers=layers)
+    spec = read_spec(source)
+    shapes = {
+        name: shape
+        for entry in adapter_entries(spec, config)
+        for name, shape in zip(entry.hf, entry.rule.hf_shapes(spec), strict=True)
+    }
+    halves = {name: torch.randn(shape) for name, shape in shapes.items()}
+    (tmp_path / "peft").mkdir()
+    write_peft(tmp_path / "peft", halves, config, spec, "lm", "base")
+    read, tensors = read_peft(tmp_path / "peft", spec)
+    assert read == config
+    same(tensors, halves)
 
 
 def change(folder: Path, **settings: Any) -> None:
