@@ -32,20 +32,22 @@ class GroupedLinear(torch.nn.Module):
         return torch.cat([F.linear(part, getattr(self, f"weight{number}")) for number, part in parts]), None
 
 
+class GroupedExperts(TEGroupedMLP):
+    """On a GPU its activation is one of Transformer Engine's kernels."""
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self.activation_func = model.swiglu
+
+
 def use_grouped_layers() -> None:
     """Have this process build models with such layers."""
-    local_spec, install = model.layer_spec, model.install_swiglu
+    local_spec = model.layer_spec
 
     def grouped_spec(*arguments: Any) -> Any:
         spec, norm = local_spec(*arguments)
         linears = MLPSubmodules(linear_fc1=GroupedLinear, linear_fc2=GroupedLinear)
-        spec.submodules.mlp.submodules.experts = ModuleSpec(module=TEGroupedMLP, submodules=linears)
+        spec.submodules.mlp.submodules.experts = ModuleSpec(module=GroupedExperts, submodules=linears)
         return spec, norm
 
-    def install_in_experts(built: torch.nn.Module) -> None:
-        install(built)
-        for module in built.modules():
-            if isinstance(module, TEGroupedMLP):
-                module.activation_func = model.swiglu
-
-    model.layer_spec, model.install_swiglu = grouped_spec, install_in_experts
+    model.layer_spec = grouped_spec
