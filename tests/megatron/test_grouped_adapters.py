@@ -6,11 +6,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from batches import make_batch
 from grouped_layers import use_grouped_layers
 from hf_models import read_tensors, write_model
 from ranks import run_ranks
 from test_adapters import read_adapters, train
-from trainables import make_trainable
+from trainables import loss_of, make_trainable
 
 from vapo_megatron.megatron.adapters import GroupedLowRank
 from vapo_megatron.weights.adapters import adapters_of
@@ -43,6 +44,22 @@ def test_grouped_layers_learn_and_export_what_layers_of_one_expert_do(tmp_path: 
     halves, expected_halves = (read_adapters(tmp_path / name / "before-adapter") for name in ("train_grouped", "train"))
     assert halves.keys() == expected_halves.keys()
     assert all(torch.equal(a, expected_halves[name][0]) for name, (a, _) in halves.items())
+
+
+def train_beside(model_dir: Path, overlap: bool) -> tuple[list[float], float]:
+    use_grouped_layers()
+    adapter, optimizer = {"rank": 4, "alpha": 16.0}, {"overlap": overlap, "clip_grad": 0.0}
+    trainable = make_trainable(model_dir, "lm", adapter=adapter, max_tokens_per_microbatch=1000, optimizer=optimizer)
+    batch = make_batch()
+    loss = loss_of(trainable, batch)
+    norms = [trainable.train_step(batch, range(batch.samples), loss).grad_norm for _ in range(3)]
+    return norms, float(trainable.score(batch).double().square().sum())
+
+
+def test_updated_weights_are_gathered_before_experts_read_them(model_dir: Path) -> None:
+    """Two ranks with the same experts, each of which updates a part of their adapters."""
+    plain, beside = (run_ranks(2, train_beside, model_dir, overlap)[0] for overlap in (False, True))
+    assert beside[0] == pytest.approx(plain[0], rel=1e-6) and beside[1] == plain[1]
 
 
 def grouped_products(model_dir: Path, rank: int, tokens: list[int], dtype: str = "float32") -> None:

@@ -95,6 +95,11 @@ class GroupedLowRank(torch.nn.ModuleList):
         """Whether the layer adds them."""
         return bool(self[0].enabled)
 
+    def parameters(self, recurse: bool = True) -> Iterator[Parameter]:
+        """Its adapters' as well: Megatron gathers updated weights before the call of the module that has them, and the
+        adapters are not called."""
+        return super().parameters()
+
     def forward(self, x: Tensor, tokens: Sequence[int]) -> Tensor:
         """The term to be added to the layer's output: x [t, in], one expert's tokens after another's -> [t, out].
         tokens: of each expert. As LowRank computes it, but in one grouped product for all experts. Zeros fill up a rank
