@@ -91,6 +91,25 @@ def test_the_only_place_of_a_state_outlives_a_start_that_comes_to_nothing(
     assert not list(root.iterdir())
 
 
+def saves_and_is_killed(run_dir: Path) -> None:
+    with host_memory(run_dir, keep_copies=True):
+        (run_dir / "checkpoints" / "step_000004").mkdir(parents=True)
+        os._exit(1)
+
+
+def test_a_state_that_the_disk_has_by_now_does_not_stay_in_memory(root: Path, tmp_path: Path) -> None:
+    with pytest.raises(TryAgain), host_memory(tmp_path) as folder:
+        assert folder is not None
+        (folder / "checkpoints" / "step_000003").mkdir(parents=True)
+        raise TryAgain("the disk refused it")
+    process = multiprocessing.get_context("fork").Process(target=saves_and_is_killed, args=(tmp_path,))
+    process.start()
+    process.join()
+    assert host_memory_of(tmp_path).is_dir()
+    with host_memory(tmp_path / "other") as other:
+        assert set(root.iterdir()) == {other}
+
+
 @pytest.mark.parametrize("error", [TryAgain("a full disk"), OSError(errno.ESTALE, "Stale file handle")])
 def test_a_disk_that_does_not_answer_takes_no_state_with_it(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception

@@ -22,7 +22,7 @@ from vapo_megatron.config.load import load_config
 from vapo_megatron.config.reward import RewardConfig
 from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.data.batch import ExperienceBatch, from_samples
-from vapo_megatron.data.records import KEY, Records
+from vapo_megatron.data.records import KEY, Records, record_files
 from vapo_megatron.data.sample import Prompt, Sample
 from vapo_megatron.data.tokenizer import TextTokenizer
 from vapo_megatron.errors import BadInput
@@ -235,8 +235,12 @@ def test_episodes_are_read_as_they_were_played(tmp_path: Path, model: Path) -> N
             number,
         )
     (run / "samples").mkdir(parents=True)
-    for name in ("config.yaml", "metrics.jsonl"):
-        (run / name).touch()
+    (run / "config.yaml").write_text("rollout:\n  agent: a:b\n")
+    evaluated = [response_of(sample, tokenizer.decode).row(sample.prompt) for sample in (*played, drawn[2])]
+    write(run / "evaluation/step_000000_sums.jsonl", evaluated)
+    with pytest.raises(BadInput, match="evaluations keep no tokens of episodes: name files"):
+        list(record_files([str(run)]))
+    (run / "metrics.jsonl").touch()
     SampleWriter(run, 8, decode=tokenizer.decode).write(1, played[:1], played[1:])
 
     def read(config: dict[str, Any]) -> list[ExperienceBatch]:
@@ -255,9 +259,10 @@ def test_episodes_are_read_as_they_were_played(tmp_path: Path, model: Path) -> N
         ({"segment_starts": [0]}, "segment_starts are no observations"),
         ({"segment_starts": [1, -1]}, "segment_starts are no observations"),
         ({"segment_starts": 3}, "segment_starts are no observations"),
-        ({"turn_rewards": [[1, 0.5]]}, "turn_rewards no tokens of the policy"),
-        ({"turn_rewards": [[0, "high"]]}, "turn_rewards no tokens of the policy"),
-        ({"turn_rewards": [0.5]}, "turn_rewards no tokens of the policy"),
+        ({"turn_rewards": [[99, 0.5]]}, "turn_rewards no numbers at tokens"),
+        ({"turn_rewards": [[-1, 0.5]]}, "turn_rewards no numbers at tokens"),
+        ({"turn_rewards": [[0, "high"]]}, "turn_rewards no numbers at tokens"),
+        ({"turn_rewards": [0.5]}, "turn_rewards no numbers at tokens"),
         ({"response_ids": [5] * 64, "response": "", "loss_mask": None}, "above rollout.episode.max_tokens=64"),
     ):
         path = run / "samples/step_000001.jsonl"
@@ -266,6 +271,8 @@ def test_episodes_are_read_as_they_were_played(tmp_path: Path, model: Path) -> N
         with pytest.raises(BadInput, match=f"step_000001.jsonl:1: .*{said}"):
             read(settings)
         write(path, [row])
+    write(path, [row | {"turn_rewards": [[1, 0.5]]}])  # at a token that a mask of the run's own had covered
+    assert len(read(settings)) == 2
 
 
 class State:

@@ -141,11 +141,18 @@ def _remove_abandoned(here: Holder, ours: Path) -> None:
     step."""
     for path in (*ROOT.glob(f"{_PREFIX}*"), *ROOT.glob(f".{_PREFIX}*"), *ROOT.glob(f"{_JOB_PREFIX}*")):
         with suppress(OSError, ValueError, TypeError, KeyError):  # another user's, or one that is just being made
-            kept = (path / _KEPT_FILE).exists() and (path / RECORD_FOLDER).readlink().parent.is_dir()
-            if path == ours or kept or _is_waiting(path, ours):
+            if path == ours or _is_kept(path) or _is_waiting(path, ours):
                 continue
             if Holder.from_json((path / _OWNER_FILE).read_text()).lives(here) is False:
                 shutil.rmtree(path)
+
+
+def _is_kept(path: Path) -> bool:
+    """Whether a folder is the only place of a state: its run has no checkpoint that is as new."""
+    if not (path / _KEPT_FILE).exists():
+        return False
+    run_dir, copies = (path / RECORD_FOLDER).readlink().parent, list_checkpoints(path)
+    return run_dir.is_dir() and bool(copies) and all(name < max(copies) for name in list_checkpoints(run_dir))
 
 
 def _is_waiting(path: Path, ours: Path) -> bool:

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import yaml
 
 from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.data.batch import ExperienceBatch, from_samples
@@ -42,10 +43,21 @@ def record_files(sources: Sequence[str]) -> Iterator[Path]:
         is_run = (source / "config.yaml").is_file()
         is_training = is_run and (source / "metrics.jsonl").is_file()
         places = _PLACES[0 if is_training else 1 if is_run else 2]
+        if is_run and _has_agent(source):  # evaluations keep neither tokens nor rewards of its episodes
+            places = tuple(place for place in places if place.startswith("samples"))
         paths = [path for place in places for path in sorted(source.glob(place)) if "_problems." not in path.name]
         if not paths:
-            raise BadInput(f"{KEY}: {source} holds none of {', '.join(places)}: name files with responses")
+            wanted = ", ".join(places) or "the samples of an agent's run, and evaluations keep no tokens of episodes"
+            raise BadInput(f"{KEY}: {source} holds none of {wanted}: name files with responses")
         yield from paths
+
+
+def _has_agent(run_dir: Path) -> bool:
+    """Whether the config of a run names an agent."""
+    try:
+        return bool(yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8"))["rollout"]["agent"])
+    except (OSError, ValueError, yaml.YAMLError, TypeError, LookupError):
+        return False
 
 
 class Records:
@@ -106,12 +118,12 @@ class Records:
         written, placed = dict(enumerate(sample.written.tolist())), np.zeros(len(sample.response_ids), np.float32)
         try:
             fit = not any(written[place] for place in starts)
-            for place, reward in rewards:
-                fit, placed[place] = fit and written[place] and math.isfinite(reward), reward
+            for place, reward in rewards:  # at any token: a mask of the run's own may have covered it
+                fit, placed[place] = fit and place >= 0 and math.isfinite(reward), reward
         except (TypeError, ValueError, LookupError):
             fit = False
         if not fit:
-            raise ValueError("its segment_starts are no observations, or its turn_rewards no tokens of the policy")
+            raise ValueError("its segment_starts are no observations, or its turn_rewards no numbers at tokens")
         sample.segment_starts, sample.turn_rewards = tuple(sorted(set(starts))), placed if rewards else None
 
     def _prompt_ids(self, row: Mapping[str, Any]) -> tuple[int, ...]:

@@ -17,7 +17,7 @@ from vapo_megatron.checkpoint.checkpoints import (
     list_checkpoints,
     remove_leftovers,
 )
-from vapo_megatron.checkpoint.host_memory import copies_left, host_memory, job_memory, make_folder
+from vapo_megatron.checkpoint.host_memory import copies_left, host_memory, host_memory_of, job_memory, make_folder
 from vapo_megatron.checkpoint.lease import Lease
 from vapo_megatron.checkpoint.manifest import Damaged, check_structure, read_manifest
 from vapo_megatron.checkpoint.nodes import find_copy
@@ -105,6 +105,8 @@ def _prepared(
 
 
 def _how_to_go_on(run_dir: Path) -> str:
+    if (kept := latest_checkpoint(host_memory_of(run_dir))) is not None:
+        return f"interrupted; saved in host memory, {kept}: the same command with run.resume=auto goes on there"
     saved = latest_checkpoint(run_dir)
     if saved is None:
         return f"interrupted; {run_dir} has no checkpoint yet: the same command with run.overwrite=true starts anew"
@@ -135,7 +137,10 @@ def run_ranks(settings: Settings, count: int, body: Callable[[Start], None], sta
             try:
                 return start_ranks(count, partial(body, start), timeout, memory)
             except (RankKilled, Hang, Damaged) as error:
-                again = _start_after(error, settings, start, lease)
+                try:
+                    again = _start_after(error, settings, start, lease)
+                except OSError as refusal:  # the disk with the run is gone, and the ranks for that reason
+                    raise error from refusal
                 left = settings.cluster.restarts if again.checkpoint != start.checkpoint else left
                 if left == 0 or stop_requested():
                     raise
