@@ -42,7 +42,7 @@ def record_files(sources: Sequence[str]) -> Iterator[Path]:
             continue
         is_run = (source / "config.yaml").is_file()
         is_training = is_run and (source / "metrics.jsonl").is_file()
-        places = _PLACES[0 if is_training else 1 if is_run else 2]
+        places: tuple[str, ...] = _PLACES[0 if is_training else 1 if is_run else 2]
         if is_run and _has_agent(source):  # evaluations keep neither tokens nor rewards of its episodes
             places = tuple(place for place in places if place.startswith("samples"))
         paths = [path for place in places for path in sorted(source.glob(place)) if "_problems." not in path.name]
