@@ -9,6 +9,7 @@ have ended are not run again.
 
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -94,17 +95,22 @@ def main(
         "runs/agents"
     ),
     steps: Annotated[int, typer.Option(help="rollouts of 256 episodes that the policy is trained on")] = 20,
+    at_once: Annotated[int, typer.Option(min=1, help="seeds that are run at the same time")] = 2,
     overrides: Annotated[list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE")] = None,
 ) -> None:
     """Train tiny agents end to end, and print their accuracy by episodes."""
     methods: list[Method] = list(OVERRIDES) if method == "all" else [method]
     runs: dict[Method, dict[int, list[dict[str, Any]]]] = {name: {} for name in methods}
-    for seed in seeds or [1]:
+
+    def learn_seed(seed: int) -> None:
         for name in methods:
             runs[name][seed] = learn(name, seed, (out / f"seed{seed}").resolve(), steps, overrides or [])
             for row in runs[name][seed]:
                 if ACCURACY in row:
                     typer.echo(f"{name}, seed {seed}, step {row['step']}: {row[ACCURACY]:.3f} of unseen problems")
+
+    with ThreadPoolExecutor(at_once) as pool:
+        list(pool.map(learn_seed, seeds or [1]))
     evaluated = [row["step"] * EPISODES for row in runs[methods[0]][(seeds or [1])[0]] if ACCURACY in row]
     heads = [f"after {episodes:,} episodes" if episodes else "cold start" for episodes in evaluated]
     heads += ["less GRPO at the end", "training"]
