@@ -1,5 +1,6 @@
 """Ranks that are killed are started again in the same process, from a copy in host memory or the last checkpoint."""
 
+import errno
 import os
 import shutil
 import signal
@@ -20,7 +21,7 @@ from vapo_megatron.checkpoint.resume import Start
 from vapo_megatron.config.load import dump_config
 from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.engines.server.process import EngineAddress
-from vapo_megatron.errors import TryAgain
+from vapo_megatron.errors import Interrupted, TryAgain
 from vapo_megatron.run import launch
 from vapo_megatron.run.ranks import RankKilled
 from vapo_megatron.weights.hf_writer import write_json
@@ -115,6 +116,43 @@ def test_after_a_damaged_copy_ranks_start_from_the_last_checkpoint(
     again = after(RankKilled("killed"), start=Start(memory=memory))
     assert again.checkpoint == copy
     assert after(Damaged("damaged", shared=True), start=again).checkpoint == on_disk and not copy.exists()
+
+
+def test_a_disk_that_is_gone_does_not_hide_why_the_ranks_ended(config: TrainConfig, begin_at: BeginAt) -> None:
+    answers = iter([None])
+
+    def first_alone(_: TrainConfig) -> Path | None:
+        for answer in answers:
+            return answer
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    def body(run_dir: Path, start: Start) -> None:
+        if dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        dist.barrier()
+
+    begin_at(first_alone)
+    with pytest.raises(TryAgain, match="rank1 was killed by SIGKILL"):
+        launch.launch(config, body, lambda *_: None)
+
+
+def test_ctrl_c_in_a_start_from_host_memory_names_the_state_there(
+    config: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shared_memory: Path
+) -> None:
+    """Not an older checkpoint, nor run.overwrite=true, which would remove it."""
+    run = config.run.model_copy(update={"root": str(tmp_path), "name": "asked", "resume": "auto"})
+    config = config.model_copy(update={"run": run})
+    copy = saved(host_memory.host_memory_of(Path(config.run.directory)) / "checkpoints" / "step_000008", "copied")
+    dump_config(config, copy / "config.yaml")
+    saved(Path(config.run.directory) / "checkpoints" / "step_000004", "saved")
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(launch, "start_ranks", interrupted)
+    with pytest.raises(Interrupted, match=f"saved in host memory, {copy}: the same command with run.resume=auto"):
+        launch.launch(config, lambda *_: None, lambda *_: None)
+    assert copy.is_dir()
 
 
 def test_a_new_start_goes_on_from_the_copy_that_a_killed_starter_left(
