@@ -9,22 +9,14 @@ from typing import Any
 import httpx
 import pytest
 from openai import APIError, AsyncOpenAI
-from stub_episodes import TEMPLATE, WRITTEN, Engine, agents_of, fresh_engine, make_tokenizer, play
+from stub_episodes import WRITTEN, Engine, agents_of, play
 
 from vapo_megatron.agents import endpoint
 from vapo_megatron.agents.episodes import episode_metrics, is_whole
 from vapo_megatron.data.tokenizer import TextTokenizer
 from vapo_megatron.errors import RunFailed
 
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> TextTokenizer:
-    return make_tokenizer(tmp_path_factory.mktemp("words"), TEMPLATE)
-
-
-@pytest.fixture(autouse=True)
-def fresh() -> None:
-    fresh_engine()
+pytestmark = pytest.mark.usefixtures("fresh")
 
 
 async def streams(task: dict[str, Any], base_url: str, http_client: Any) -> float:

@@ -7,22 +7,14 @@ import httpx
 import numpy as np
 import pytest
 import stub_episodes
-from stub_episodes import TEMPLATE, WRITTEN, Engine, fresh_engine, make_tokenizer
+from stub_episodes import WRITTEN, Engine
 
 from vapo_megatron.agents.episodes import episode_metrics, is_whole
 from vapo_megatron.data.sample import Sample
 from vapo_megatron.data.tokenizer import TextTokenizer
 from vapo_megatron.errors import TryAgain
 
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> TextTokenizer:
-    return make_tokenizer(tmp_path_factory.mktemp("words"), TEMPLATE)
-
-
-@pytest.fixture(autouse=True)
-def fresh() -> None:
-    fresh_engine()
+pytestmark = pytest.mark.usefixtures("fresh")
 
 
 def play(tokenizer: TextTokenizer, name: str, samples: int = 3, **limits: Any) -> list[Sample]:

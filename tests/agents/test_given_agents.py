@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import httpx
 import numpy as np
 import pytest
-from stub_episodes import TEMPLATE, WRITTEN, fresh_engine, make_tokenizer, play
+from stub_episodes import TEMPLATE, WRITTEN, make_tokenizer, play
 
 from vapo_megatron.agents.episodes import check_agent, load_agent, task_of
 from vapo_megatron.config.rollout import EpisodeConfig, RolloutConfig
@@ -18,15 +18,7 @@ from vapo_megatron.data.sample import Prompt
 from vapo_megatron.data.tokenizer import TextTokenizer
 from vapo_megatron.errors import BadInput
 
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> TextTokenizer:
-    return make_tokenizer(tmp_path_factory.mktemp("words"), TEMPLATE)
-
-
-@pytest.fixture(autouse=True)
-def fresh() -> None:
-    fresh_engine()
+pytestmark = pytest.mark.usefixtures("fresh")
 
 
 def test_a_module_in_the_working_directory_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
