@@ -52,9 +52,22 @@ CALLED_BY_LIBRARIES = {"get_replay_topk"}
 UNUSED_YET: set[str] = set()
 LIBRARIES = {"megatron": ("megatron/", "weights/", "checkpoint/dist_saver.py"), "sglang": ("engines/inside/",)}
 
-# megatron/platform.py answers what a device is. These rooms use CUDA streams, events and generators themselves, are
-# given a tensor whose device is what counts, or run in an engine, where there is no platform.
-ASK_FOR_THE_DEVICE = ("megatron/", "weights/", "engines/inside/", "engines/weight_sync/", "operations/doctor/")
+# megatron/platform.py answers what a device is. These use CUDA streams, events and generators themselves, are given a
+# tensor whose device is what counts, or run in an engine, where there is no platform.
+ASK_FOR_THE_DEVICE = {
+    "engines/inside/cpu_shim.py",
+    "megatron/cpu_torch.py",
+    "megatron/heads.py",
+    "megatron/offload.py",
+    "megatron/dist_optimizer.py",
+    "operations/doctor/allreduce.py",
+    "operations/doctor/checks.py",
+    "engines/inside/broadcast_group.py",
+    "engines/weight_sync/transports.py",
+    "engines/inside/strict_loading.py",
+    "weights/export.py",
+    "weights/gather.py",
+}
 
 
 @cache
@@ -133,9 +146,11 @@ def asks_for_the_device(tree: ast.Module) -> bool:
 def test_the_platform_answers_what_the_device_is() -> None:
     assert asks_for_the_device(parsed(PACKAGE / "megatron/platform.py"))
     assert asks_for_the_device(ast.parse("tensor.is_cuda")) and not asks_for_the_device(ast.parse("platform.is_cuda"))
-    askers = {named(path) for path in SOURCES if asks_for_the_device(parsed(path))}
-    strangers = {asker for asker in askers if not asker.startswith(ASK_FOR_THE_DEVICE)}
-    assert not strangers, "ask current_platform() of megatron/platform.py instead, or add a property to it"
+    askers = {named(path) for path in SOURCES if asks_for_the_device(parsed(path))} - {"megatron/platform.py"}
+    assert askers == ASK_FOR_THE_DEVICE, (
+        "ask current_platform() of megatron/platform.py instead, or add a property to it; take off the list what no "
+        "longer asks"
+    )
 
 
 def is_hook(function: ast.AST) -> bool:
@@ -302,10 +317,12 @@ def test_a_walk_that_leaves_a_hop_out_is_noticed(title: str) -> None:
 
 
 # What a maintainer can keep in mind. `python tests/count_house.py` prints how far the package is from it, and more.
-MOST = {"lines": 35_835, "files": 224, "files above 400 lines": 0, "keys": 219}
+MOST = {"lines": 35_835, "files": 224, "files above 400 lines": 0, "keys": 219, "vague names of 1,000": 0.5}
 
 
 @pytest.mark.parametrize("figure", MOST)
 def test_the_package_stays_small(figure: str) -> None:
     size = house()[figure]
-    assert size <= MOST[figure], f"{size:g} {figure}, at most {MOST[figure]:,}: merge, split or delete something"
+    assert size <= MOST[figure], (
+        f"{size:g} {figure}, at most {MOST[figure]:,}: merge, split, delete or rename something"
+    )

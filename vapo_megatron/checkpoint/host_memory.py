@@ -112,10 +112,10 @@ def host_memory(run_dir: Path, keep_copies: bool = False) -> Iterator[Path | Non
         state = max(copies, default=None) if asked or isinstance(error, OSError) else began
         if copies and state is not None and all(name < state for name in saved):
             (place / _KEPT_FILE).touch()
-            kept, where = True, f"the state is saved in host memory, {copies[max(copies)]}"
+            kept, notice = True, f"the state is saved in host memory, {copies[max(copies)]}"
             if asked:
-                raise TryAgain(f"{error}; {where}: a start on this machine finds it there") from error
-            _logger.warning("%s: a start on this machine finds it there", where)
+                raise TryAgain(f"{error}; {notice}: a start on this machine finds it there") from error
+            _logger.warning("%s: a start on this machine finds it there", notice)
         raise
     finally:
         if not kept:

@@ -47,8 +47,8 @@ def record_files(sources: Sequence[str]) -> Iterator[Path]:
             places = tuple(place for place in places if place.startswith("samples"))
         paths = [path for place in places for path in sorted(source.glob(place)) if "_problems." not in path.name]
         if not paths:
-            wanted = ", ".join(places) or "the samples of an agent's run, and evaluations keep no tokens of episodes"
-            raise BadInput(f"{KEY}: {source} holds none of {wanted}: name files with responses")
+            expected = ", ".join(places) or "the samples of an agent's run, and evaluations keep no tokens of episodes"
+            raise BadInput(f"{KEY}: {source} holds none of {expected}: name files with responses")
         yield from paths
 
 
