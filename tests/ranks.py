@@ -3,11 +3,13 @@
 import multiprocessing
 import os
 import queue
+import re
 import tempfile
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -77,13 +79,25 @@ def run_ranks(
     No tensors: they would not outlive the rank. With cuda every rank has a GPU, as in training; it is started afresh,
     because CUDA does not survive a fork, so fn has to be a module's.
 
-    A rank's exception fails the test. With RANKS_IN_PROCESS in the environment (tools/mutants.py) a single rank is not
-    forked.
+    A rank's exception fails the test. Where a rank dies without one, or gloo loses a connection with no rank at fault,
+    the ranks run once more, and a warning has the exit codes. With RANKS_IN_PROCESS in the environment
+    (tools/mutants.py) a single rank is not forked.
     """
     if world_size == 1 and not cuda and one_rank_in_process():
         return [_in_this_process(fn, args)]
     if dist.is_initialized():  # by _in_this_process: ranks have a world of their own
         dist.destroy_process_group()
+    try:
+        return _fork_ranks(world_size, fn, args, deadline, cuda)
+    except ConnectionError as error:
+        warnings.warn(f"{world_size} ranks of {fn.__qualname__} run again: {error}", stacklevel=2)
+        return _fork_ranks(world_size, fn, args, deadline, cuda)
+
+
+def _fork_ranks(
+    world_size: int, fn: Callable[..., Any], args: tuple[Any, ...], deadline: float, cuda: bool
+) -> list[Any]:
+    """As run_ranks; raises ConnectionError where a connection broke and no rank reports why."""
     context: Any = multiprocessing.get_context("spawn" if cuda else "fork")
     results = context.Queue()
     with tempfile.TemporaryDirectory() as folder:
@@ -105,7 +119,7 @@ def run_ranks(
                         f"{world_size} ranks: only {sorted(answers)} answered within {deadline} s"
                     ) from None
                 if not good:
-                    raise AssertionError(f"rank {rank_id} failed:\n{value}")
+                    _raise_first_cause({rank_id: value}, results, ranks)
                 answers[rank_id] = value
         finally:
             for rank in ranks:
@@ -114,3 +128,18 @@ def run_ranks(
                     rank.kill()
                     rank.join()
     return [answers[rank] for rank in range(world_size)]
+
+
+def _raise_first_cause(failures: dict[int, str], results: Any, ranks: list[Any]) -> None:
+    """A rank whose peer died reports the broken connection: another's report, within two seconds, says more."""
+    broken = re.compile(r"Connection (reset|closed|refused) by peer|Broken pipe")
+    end = time.monotonic() + 2
+    while all(broken.search(failure) for failure in failures.values()) and time.monotonic() < end:
+        with suppress(queue.Empty):
+            rank_id, good, value = results.get(timeout=0.1)
+            failures |= {} if good else {rank_id: value}
+    for rank_id, failure in failures.items():
+        if not broken.search(failure):
+            raise AssertionError(f"rank {rank_id} failed:\n{failure}")
+    codes = [rank.exitcode for rank in ranks]
+    raise ConnectionError(f"ranks {sorted(failures)} lost a peer, exit codes {codes}:\n{next(iter(failures.values()))}")

@@ -158,6 +158,8 @@ def test_a_signal_costs_no_group_that_was_collected(count: int, shared: World, s
         ("grading", 1, 0, "step_000002", set(range(2, groups + 1))),  # in the first rollout of an attempt
     ]
     for place, call, rank, newest, saved in stops:
+        if [newest] == checkpoint_names(config)[-1:] and saved_groups(config) == groups:
+            break  # all of step 3 were graded before the last signal was seen: none is left for this one
         end = live(shared, config, count, partial(kill_at, place, call, rank, number=signal.SIGUSR1))
         who = "" if count == 1 else f" on rank {rank}"
         assert end.code == 75 and f"because of SIGUSR1{who}: start" in end.said and "\n" not in end.said, end
