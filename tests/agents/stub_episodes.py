@@ -100,8 +100,9 @@ def make_tokenizer(folder: Path, template: str, words: Sequence[str] = ()) -> Te
 @contextmanager
 def agents_of(
     tokenizer: TextTokenizer, agent: str, engines: int = 1, experts: ExpertChoices | None = None, **settings: Any
-) -> Iterator[Callable[[int], list[Sample]]]:
-    """Plays groups of episodes: called with their number of episodes. settings: limits, and others of rollout."""
+) -> Iterator[Callable[..., list[Sample]]]:
+    """Plays groups of episodes: called with their number of episodes, and further fields of the request. settings:
+    limits, and others of rollout."""
     limits = {name: settings.pop(name) for name in list(settings) if name in EpisodeConfig.model_fields}
     config = RolloutConfig(agent=agent, episode=EpisodeConfig(**{"max_tokens": 200} | limits), **settings)
     stub: Any = Engine
@@ -109,9 +110,10 @@ def agents_of(
     addresses = [EngineAddress(f"http://stub{number}", "") for number in range(engines)]
     with Dispatcher(addresses, config, [tokenizer.eos_id], client=stub) as dispatcher:
         agents = Agents(dispatcher, tokenizer, config)
+        sampling = SamplingConfig(max_new_tokens=12)
         try:
-            yield lambda samples: dispatcher.loop.run(
-                agents.generate(GroupRequest(prompt, samples, SamplingConfig(max_new_tokens=12), 12, 11, 0, experts))
+            yield lambda samples, **fields: dispatcher.loop.run(
+                agents.generate(GroupRequest(prompt, samples, sampling, 12, 11, 0, experts, **fields))
             )
         finally:
             agents.close()

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from attempts import End, World, config_of, kill_at, live, make_world, metrics
+from attempts import End, World, config_of, kill_at, left_behind, live, make_world, metrics
 from called import exit_code_of
 from tiny_runs import CONTEXT, WORDS, evaluate_config, make_model, write_config
 
@@ -74,6 +74,31 @@ def test_episodes_train_and_a_killed_run_goes_on(shared: World) -> None:
         assert row["agent/cut_by_turns"] == row["agent/cut_by_tokens"] == 0
         assert row["actor/grad_norm"] > 0 and row["critic/value_loss"] > 0
         assert row["rollout/train_infer_logprob_diff"] < 1e-4
+
+
+def test_an_episode_is_trained_over_two_steps_and_a_kill_between_them_changes_nothing(shared: World) -> None:
+    windows = ("rollout.windows=2", "rollout.episode.max_turns=2", "algorithm.shaping.truncated=window", "run.steps=3")
+    straight, killed = (agent_config(shared, name, *windows) for name in ("windows", "killed_windows"))
+    assert live(shared, straight, 1) == End(0, "")
+    for call in (1, 2):  # before a step that goes on with episodes, and before one that begins new ones
+        assert live(shared, killed, 1, partial(kill_at, "policy update", call * 2)).code == 75
+    assert live(shared, killed, 1) == End(0, "")
+    rows, again = (
+        [
+            {name: value for name, value in row.items() if "seconds" not in name}
+            for row in metrics(Path(config.run.directory))
+        ]
+        for config in (straight, killed)
+    )
+    assert rows == again
+    first, second, third = (row for row in rows if row["step"] > 0)
+    assert first["rollout/goes_on_share"] == third["rollout/goes_on_share"] == 1 and "agent/turns" not in first
+    assert second["rollout/goes_on_share"] == 0 and second["agent/turns"] == 2 and second["agent/broken"] == 0
+    assert second["rollout/age_max"] == 0, "of what this step trains; the first turn is older, and trained"
+    for row in (first, second, third):
+        assert row["actor/grad_norm"] > 0 and ("critic/value_loss" in row) is (row is second)
+    files = [left_behind(Path(config.run.directory)) for config in (straight, killed)]
+    assert files[0]["hf/final/actor/model.safetensors"] == files[1]["hf/final/actor/model.safetensors"]
 
 
 def watch_experts(log: Path, then: Callable[[], None] = lambda: None) -> None:

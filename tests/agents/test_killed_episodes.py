@@ -65,11 +65,12 @@ class Countdown:
         return [{"role": "tool", "content": f"w{self.left}"}], 0.25, self.left == 0
 
 
-def train(tokenizer: TextTokenizer, kills: list[int]) -> list[tuple[Any, ...]]:
+def train(tokenizer: TextTokenizer, kills: list[int], windows: int = 1) -> list[tuple[Any, ...]]:
     """All that is trained on, in order. kills: after how many turns of an attempt it dies."""
     trained: list[tuple[Any, ...]] = []
     saved: tuple[int, dict[str, Any], bytes] | None = None
-    rule = StepRule(3, STEPS, staleness=2)
+    rule = StepRule(3, STEPS, staleness=2) if windows == 1 else StepRule(3, STEPS, windows=windows)
+    window = None if windows == 1 else TURNS // windows
     config = RolloutConfig(agent=f"{__name__}:Countdown", episode=EpisodeConfig(max_tokens=99))
     while len(trained) < STEPS * 6:
         StubClient.turns, StubClient.last_turn = 0, kills.pop(0) if kills else 10**9
@@ -80,7 +81,7 @@ def train(tokenizer: TextTokenizer, kills: list[int]) -> list[tuple[Any, ...]]:
             ledger = Ledger(rule, 0 if saved is None else saved[0], len(trained) // 6)
 
             def request(prompt: Prompt) -> GroupRequest:
-                return GroupRequest(prompt, 2, SamplingConfig(max_new_tokens=9), 9, 1, 0)
+                return GroupRequest(prompt, 2, SamplingConfig(max_new_tokens=9), 9, 1, 0, window=window)
 
             timeout = 20.0 if StubClient.last_turn == 10**9 else 1.0
             work = Work(request, lambda group: None, lambda group: True, 6, timeout, agents.generate)
@@ -102,8 +103,9 @@ def train(tokenizer: TextTokenizer, kills: list[int]) -> list[tuple[Any, ...]]:
 
 
 def facts(sample: Any) -> tuple[Any, ...]:
-    mask, rewards = sample.loss_mask.tolist(), sample.turn_rewards.tolist()
-    return (sample.prompt.cursor, sample.index, sample.response_ids.tolist(), mask, rewards, sample.reward)
+    rewards = None if sample.turn_rewards is None else sample.turn_rewards.tolist()
+    ids, mask = sample.response_ids.tolist(), sample.written.tolist()
+    return (sample.prompt.cursor, sample.index, ids, mask, sample.window_start, rewards, sample.reward)
 
 
 def test_no_episode_is_lost_or_counted_twice(tmp_path: Path) -> None:
@@ -113,3 +115,12 @@ def test_no_episode_is_lost_or_counted_twice(tmp_path: Path) -> None:
     assert [row[0] for row in straight] == [n // 2 for n in range(STEPS * 6)] and straight[0][-1] == TURNS * 0.25
     assert set(Counter(row[:2] for row in straight).values()) == {1}
     assert train(tokenizer, [3, 30, 41]) == straight, "killed in a first turn, a later one, and while others wait"
+
+
+def test_no_turn_is_lost_or_trained_twice_where_an_episode_takes_several_steps(tmp_path: Path) -> None:
+    word_tokenizer([f"w{n}" for n in range(120)], 256, TEMPLATE).save_pretrained(tmp_path)
+    tokenizer = TextTokenizer(tmp_path, PromptTemplate(chat_template=True))
+    straight = train(tokenizer, [], windows=2)
+    assert [row[0] for row in straight] == [first + n // 2 for first in (0, 0, 3, 3) for n in range(6)]
+    assert [row[4] for row in straight[:12]] == [0] * 6 + [len(row[2]) for row in straight[:6]]
+    assert train(tokenizer, [3, 20, 15], windows=2) == straight, "killed in first windows, and between two of one"

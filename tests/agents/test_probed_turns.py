@@ -14,6 +14,7 @@ from tiny_runs import make_model, train_config, write_config
 from transformers import AutoConfig, AutoModelForTokenClassification
 
 from vapo_megatron.agents.episodes import Agents
+from vapo_megatron.agents.recording import recorded_turns
 from vapo_megatron.algorithms.critic_probes import Probes, figures
 from vapo_megatron.algorithms.gae import monte_carlo_returns
 from vapo_megatron.cli import PRESETS
@@ -22,10 +23,10 @@ from vapo_megatron.config.critic_probes import CriticProbesConfig, ProbedRunConf
 from vapo_megatron.config.load import load_config
 from vapo_megatron.config.reward import RewardConfig
 from vapo_megatron.config.rollout import EpisodeConfig, RolloutConfig, SamplingConfig
-from vapo_megatron.data.sample import Prompt
+from vapo_megatron.data.sample import Prompt, Sample
 from vapo_megatron.data.tokenizer import TextTokenizer
 from vapo_megatron.engines.dispatcher import Dispatcher
-from vapo_megatron.engines.request import response_seed
+from vapo_megatron.engines.request import GroupRequest, response_seed
 from vapo_megatron.engines.server.process import EngineAddress
 from vapo_megatron.errors import RunFailed
 from vapo_megatron.operations.critic_lab.command import probe_critic, probed
@@ -102,18 +103,31 @@ async def aside(task: dict[str, Any], base_url: str, http_client: Any) -> float:
     return 1.0
 
 
+class WatchedAgents(Agents):
+    """Keeps the turns of the episodes that are drawn first, by their seeds."""
+
+    turns: dict[int, list[Sample]]
+
+    async def generate(self, group: GroupRequest) -> list[Sample]:
+        samples = await super().generate(group)
+        if not group.begun:
+            self.turns |= {sample.seed: recorded_turns(sample) for sample in samples}
+        return samples
+
+
 @contextmanager
-def agents_of(tokenizer: TextTokenizer, name: str) -> Iterator[tuple[Dispatcher, Agents]]:
+def agents_of(tokenizer: TextTokenizer, name: str) -> Iterator[tuple[Dispatcher, WatchedAgents]]:
     fresh_engine()
     config = RolloutConfig(agent=f"{__name__}:{name}", episode=EpisodeConfig(max_tokens=200))
     stub: Any = Engine
     with Dispatcher([EngineAddress("http://stub", "")], config, [tokenizer.eos_id], client=stub) as dispatcher:
-        agents = Agents(dispatcher, tokenizer, config, keeps_turns=True)
+        agents = WatchedAgents(dispatcher, tokenizer, config)
+        agents.turns = {}
         yield dispatcher, agents
         agents.close()
 
 
-def drawn_with(tokenizer: TextTokenizer, name: str) -> tuple[Drawn, Agents, Any]:
+def drawn_with(tokenizer: TextTokenizer, name: str) -> tuple[Drawn, WatchedAgents, Any]:
     config: Any = SimpleNamespace(
         critic_probes=CriticProbesConfig(
             prompts=PROMPTS, responses_per_prompt=RESPONSES, quantiles=QUANTILES, continuations=AGAIN, seed=SEED
@@ -148,7 +162,7 @@ def written(drawn: Drawn) -> list[list[int]]:
 
 def test_turns_before_the_state_are_repeated_and_the_others_are_drawn_anew(tokenizer: TextTokenizer) -> None:
     drawn, agents, _ = drawn_with(tokenizer, "Counted")
-    assert agents.turns is not None and len(agents.turns) == PROMPTS * RESPONSES, "those of continuations are not kept"
+    assert len(agents.turns) == PROMPTS * RESPONSES
     states = [(p, r, turn) for p in range(PROMPTS) for r in range(RESPONSES) for turn in range(TURNS)]
     assert drawn.positions.tolist() == drawn.places.tolist() == [turn for _, _, turn in states]
     assert drawn.prompts.tolist() == [p for p, _, _ in states]
@@ -183,7 +197,6 @@ def test_values_are_those_of_turns_first_states_and_returns_what_follows(tokeniz
     assert report.figures["bias"].estimate == pytest.approx(0, abs=1e-6)
     assert report.figures["correlation"].estimate > 0.9
     # The mean of the other episodes of a prompt, less what this one had earned before.
-    assert agents.turns is not None
     by_prompt = [
         [
             sum(even(tokenizer, int(turn.response_ids[0])) for turn in agents.turns[response_seed(SEED, p, r)])
@@ -201,7 +214,7 @@ def test_values_are_those_of_turns_first_states_and_returns_what_follows(tokeniz
 
 def test_a_state_is_found_where_its_turn_stands_among_several_segments(tokenizer: TextTokenizer) -> None:
     drawn, agents, _ = drawn_with(tokenizer, "aside")
-    assert agents.turns is not None and drawn.batch.segments is not None
+    assert drawn.batch.segments is not None
     # The segment of the turn between stands first, because that of the others ends last.
     expected = [{0: WRITTEN, 1: 0, 2: 2 * WRITTEN}[turn] for turn in drawn.positions.tolist() for _ in range(AGAIN)]
     assert (drawn.starts - drawn.batch.response_cu_seqlens[:-1]).tolist() == expected

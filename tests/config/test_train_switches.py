@@ -41,7 +41,6 @@ def load(tmp_path: Path, *overrides: str) -> TrainConfig:
         ([AGENT, "preset=remax"], "rollout.agent=a:b with algorithm.advantage.estimator=remax"),
         ([AGENT, "data.prompt.chat_template=false"], "rollout.agent=a:b with data.prompt.chat_template=false"),
         ([AGENT, "rollout.partial_responses.oversampling=1.5"], "agent=a:b with partial_responses.oversampling=1.5"),
-        ([AGENT, "rollout.windows=2", "algorithm.shaping.truncated=window"], "agent=a:b with windows=2"),
         (
             ["rollout.windows=2", "algorithm.shaping.truncated=window", "algorithm.mask_function=a:b"],
             "rollout.windows=2 with algorithm.mask_function=a:b",

@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from batches import take
 from switch_rollout import Watched
@@ -165,10 +166,10 @@ def test_a_step_that_worked_ahead_reports_ages_waits_and_speed() -> None:
 
 
 def test_each_token_has_the_age_of_the_weights_that_drew_it() -> None:
-    """Of a response whose window begins later, the tokens of this step alone."""
+    """Of a response whose window begins later, the tokens of this step alone; those of observations have no age."""
     samples: Any = [
-        SimpleNamespace(versions=((4, 3), (6, 1)), window_start=None),
-        SimpleNamespace(versions=((5, 2), (6, 2)), window_start=1),
+        SimpleNamespace(versions=((4, 3), (6, 1)), window_start=None, written=np.ones(4, bool)),
+        SimpleNamespace(versions=((5, 2), (6, 2)), window_start=3, written=np.array([1, 0, 0, 1, 0, 1, 1], bool)),
     ]
     row = age_metrics(samples, version=6)
     assert row.pop("rollout/age_mean") == pytest.approx(1.0) and row.pop("rollout/age_max") == 2

@@ -4,7 +4,7 @@ import asyncio
 import math
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from http import HTTPStatus
@@ -39,6 +39,9 @@ class Episode:
         request: of each turn, except its prompt and seed.
         seed: that of a response without an agent, and of the first turn.
         recording: of the conversation so far.
+        repeats: turns that are answered as they were recorded; an unfinished one (finish_reason abort) is drawn anew.
+        pauses_at: number of turns after which it goes on in a later step; None: it is played to its end.
+        is_paused: whether that has come. work: the agent's, which ends then.
         limit: the limit that ended it ("turns", "tokens").
         fault: why it must not be trained on, such as "template".
         failure: an error of the engines, which ends the run.
@@ -49,6 +52,10 @@ class Episode:
     request: GroupRequest
     seed: int
     recording: Recording = field(default_factory=Recording)
+    repeats: Sequence[Sample] = ()
+    pauses_at: int | None = None
+    is_paused: bool = False
+    work: asyncio.Future[Any] | None = None
     limit: str = ""
     fault: str = ""
     engine: str = ""
@@ -212,6 +219,11 @@ class Endpoint:
             episode.limit = episode.limit or "tokens"
             limit = f"This model's maximum context length is {self._limits.max_tokens} tokens"
             raise _Refused(f"{limit} (rollout.episode.max_tokens), the episode has {total}", "context_length_exceeded")
+        if recording.turns == episode.pauses_at:
+            episode.is_paused = True
+            if episode.work is not None:
+                episode.work.cancel()
+            raise _Refused("the episode goes on in a later step", "paused", HTTPStatus.SERVICE_UNAVAILABLE)
         asked = time.monotonic()
         turn = await self._generate(episode, context, room, segment.read)
         try:
@@ -268,17 +280,18 @@ class Endpoint:
 
     async def _generate(self, episode: Episode, context: list[int], room: int, read: int) -> Sample:
         number, request = episode.recording.turns, episode.request
-        if number < len(request.begun):
-            if request.begun[number].prompt.token_ids != tuple(context):
+        seed = episode.seed if number == 0 else response_seed(episode.seed, request.prompt.cursor, number)
+        if number < len(episode.repeats):
+            recorded = episode.repeats[number]
+            if recorded.prompt.token_ids != tuple(context):
                 episode.fault = NOT_REPEATED
                 raise _Refused("the episode is repeated, and this is another request than before", NOT_REPEATED)
-            if number < len(request.begun) - 1:
-                return request.begun[number]
-        seed = episode.seed if number == 0 else response_seed(episode.seed, request.prompt.cursor, number)
+            if not recorded.goes_on:
+                return replace(recorded, seed=seed)
         prompt = replace(request.prompt, token_ids=tuple(context))
         empty = replace(empty_response(request, 0), prompt=prompt, seed=seed)
         experts = request.routed_experts and replace(request.routed_experts, start=read)
-        turn_request = replace(request, prompt=prompt, samples=1, max_new_tokens=room, begun=(empty,))
+        turn_request = replace(request, prompt=prompt, samples=1, max_new_tokens=room, begun=(empty,), window=None)
         turn_request = replace(turn_request, engine=episode.engine, routed_experts=experts)
         (turn,) = await self._dispatcher.generate(turn_request, episode.waits)
         episode.engine = turn.engine

@@ -19,6 +19,7 @@ from typing import Any
 import httpx
 
 from vapo_megatron.agents.endpoint import NOT_REPEATED, DirectTransport, Endpoint, Episode
+from vapo_megatron.agents.recording import Recording, recorded_turns
 from vapo_megatron.config.rollout import RolloutConfig
 from vapo_megatron.data.sample import BROKEN, Prompt, Sample
 from vapo_megatron.data.tokenizer import TextTokenizer
@@ -84,10 +85,9 @@ def run_verifiers_environment(name: str) -> Callable[[dict[str, Any], str, Any],
 
 _logger = logging.getLogger(__name__)
 # Why an episode is not trained on: it or a call was too slow, the agent raised, the chat template failed or ignores
-# tools, engines were stopped, no turn.
-CAUSES = ("timeout", "call_timeout", "error", "template", "stopped", "no_turn")
+# tools, engines were stopped, no turn, another way than in the step before (rollout.windows).
+CAUSES = ("timeout", "call_timeout", "error", "template", "stopped", "no_turn", NOT_REPEATED)
 _KEY = "rollout.agent"
-WRITTEN_BEFORE = "written_before"  # figure of an episode that repeats turns: tokens of those
 _MOST_TURNS = 8  # turns of an episode that have figures of their own
 # Groups that break one after another, with none that is whole between them: the agent itself is wrong then.
 _MOST_BROKEN_GROUPS = 16
@@ -142,12 +142,9 @@ class Agents:
 
     Attributes:
         broken: number of episodes that must not be trained on, by cause.
-        turns: by the seed of an episode its turns, for GroupRequest.begun; None: not kept.
     """
 
-    def __init__(
-        self, dispatcher: Dispatcher, tokenizer: TextTokenizer, config: RolloutConfig, keeps_turns: bool = False
-    ) -> None:
+    def __init__(self, dispatcher: Dispatcher, tokenizer: TextTokenizer, config: RolloutConfig) -> None:
         assert config.agent is not None, "rollout.agent names what is run"
         self._run, self._limits = load_agent(config.agent), config.episode
         self._endpoint = Endpoint(dispatcher, tokenizer, config.episode)
@@ -156,10 +153,10 @@ class Agents:
         self._client: httpx.AsyncClient | None = None
         self._broken_in_a_row = 0
         self.broken: Counter[str] = Counter()
-        self.turns: dict[int, list[Sample]] | None = {} if keeps_turns else None
 
     async def generate(self, group: GroupRequest) -> list[Sample]:
-        """One episode for each requested response. Broken ones have no tokens (is_whole).
+        """One episode for each requested response. Broken ones have no tokens (is_whole). With a window, an episode is
+        played for so many turns and is unfinished then (goes_on); as one of `begun` it is repeated, and goes on.
 
         Raises:
             RunFailed: one group after another broke, or an episode could not be repeated (GroupRequest.begun).
@@ -167,7 +164,7 @@ class Agents:
         """
         try:
             async with asyncio.TaskGroup() as tasks:
-                running = [tasks.create_task(self._episode(group, index)) for index in range(group.samples)]
+                running = [tasks.create_task(self._begin_or_go_on(group, index)) for index in range(group.samples)]
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
         samples = [task.result() for task in running]
@@ -191,11 +188,23 @@ class Agents:
         self._dispatcher.loop.run(self._endpoint.stop())
         self._thread.close()
 
-    async def _episode(self, group: GroupRequest, index: int) -> Sample:
-        seed = response_seed(group.seed, group.prompt.cursor, index)
-        episode, start = Episode(group, seed), time.monotonic()
+    async def _begin_or_go_on(self, group: GroupRequest, index: int) -> Sample:
+        seed, begun = response_seed(group.seed, group.prompt.cursor, index), group.begun
+        if group.window is None:  # of turns to repeat the last one is drawn anew
+            repeats = [*begun[:-1], *(replace(turn, finish_reason="abort") for turn in begun[-1:])]
+            return await self._play(group, index, Episode(group, seed, repeats=repeats), max(1, len(begun)))
+        if begun and not begun[index].goes_on:
+            return begun[index]
+        repeats = recorded_turns(begun[index]) if begun else []
+        episode = Episode(group, seed, Recording(only_newest=True), repeats, len(repeats) + group.window)
+        return await self._play(group, index, episode, len(repeats) + 1)
+
+    async def _play(self, group: GroupRequest, index: int, episode: Episode, fewest_turns: int) -> Sample:
+        """fewest_turns: an episode of fewer is broken."""
+        start = time.monotonic()
         base_url = await self._endpoint.open(episode)
         work = asyncio.wrap_future(self._thread.start(self._call(task_of(group.prompt, self._tokenizer), base_url)))
+        episode.work = work
         answer, cause = None, ""
         episode.ends_at = asyncio.get_running_loop().time() + self._limits.timeout_s
         try:
@@ -204,20 +213,22 @@ class Agents:
                 answer = _checked(await work, episode.recording.turns)
         except asyncio.CancelledError:
             work.cancel()
-            raise
+            task = asyncio.current_task()
+            if not episode.is_paused or (task is not None and task.cancelling()):
+                raise
         except Exception as error:  # the user's code may raise anything
             if episode.deadline.expired():  # a TimeoutError may also be the agent's own
                 cause = "timeout" if episode.deadline.when() == episode.ends_at else "call_timeout"
-            elif not episode.limit:
+            elif not episode.limit and not episode.is_paused:
                 cause = "error"
                 _logger.warning("%s: an episode of row %s broke: %s", _KEY, group.prompt.id, reason_of(error))
         finally:
             self._endpoint.close(base_url)
         if episode.failure is not None:
             raise episode.failure
-        too_few = NOT_REPEATED if group.begun else "no_turn"
-        cause = episode.fault or cause or (too_few if episode.recording.turns < max(1, len(group.begun)) else "")
-        if cause == NOT_REPEATED:
+        too_few = NOT_REPEATED if episode.repeats else "no_turn"
+        cause = episode.fault or cause or (too_few if episode.recording.turns < fewest_turns else "")
+        if cause == NOT_REPEATED and group.window is None:
             raise RunFailed(
                 f"{_KEY}: an episode of row {group.prompt.id}, repeated with the same responses, took another way: "
                 "probes need agents, tools and environments whose answers follow from the conversation"
@@ -226,7 +237,11 @@ class Agents:
             self.broken[cause] += 1
             return replace(empty_response(group, index), finish_reason="stop", grade_reason=BROKEN + cause)
         episode.end_tool(time.monotonic())
-        return self._sample(group, index, episode, answer or {}, time.monotonic() - start)
+        answer = {} if episode.is_paused else answer or {}
+        sample = self._sample(group, index, episode, answer, time.monotonic() - start)
+        if group.window is not None:
+            sample.window_start = group.begun[index].window_start if group.begun else 0
+        return sample
 
     async def _call(self, task: dict[str, Any], base_url: str) -> Any:
         if self._client is None:
@@ -251,14 +266,11 @@ class Agents:
         for number, turn in enumerate(episode.turns[:_MOST_TURNS]):
             turn |= {name: float(values[number]) for name, values in lists.items() if values}
             figures |= {f"{name}/turn_{number + 1}": value for name, value in turn.items()}
-        turns = recording.turns_in_order
-        if group.begun:
-            figures[WRITTEN_BEFORE] = float(turns[len(group.begun) - 1][1])
-        elif self.turns is not None:
-            self.turns[episode.seed] = [turn for turn, _ in turns]
         prompt = replace(group.prompt, token_ids=tuple(recording.ordered[0].prompt_ids))
         sample = Sample(prompt, group.group, index, episode.seed, **recording.fields(rewards), episode=figures)
-        if episode.limit:
+        if episode.is_paused:
+            sample.finish_reason = "abort"
+        elif episode.limit:
             sample.finish_reason = "length"
         elif "reward" in answer:
             before = 0.0 if sample.turn_rewards is None else float(sample.turn_rewards.sum())
@@ -278,8 +290,9 @@ def is_whole(group: Sequence[Sample]) -> bool:
 
 
 def episode_metrics(samples: Sequence[Sample]) -> dict[str, float]:
-    """Means over the episodes of a step; those of a turn cover the episodes that have it, whose share is `episodes`."""
-    rows = [sample.episode for sample in samples if sample.episode is not None]
+    """Means over the episodes that a step ends; those of a turn cover the ones that have it, whose share is
+    `episodes`."""
+    rows = [sample.episode for sample in samples if sample.episode is not None and not sample.goes_on]
     columns: dict[str, list[float]] = {}
     for row in rows:
         for name, value in row.items():

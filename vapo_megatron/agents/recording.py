@@ -3,7 +3,7 @@
 import json
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -86,14 +86,19 @@ class Segment:
 
 
 class Recording:
-    """All segments of an episode. A request continues the segment that it extends, or begins a new one."""
+    """All segments of an episode. A request continues the segment that it extends, or begins a new one.
 
-    def __init__(self) -> None:
+    only_newest: no older segment is continued. Then what is recorded later always comes last in fields().
+    """
+
+    def __init__(self, only_newest: bool = False) -> None:
         self.segments: list[Segment] = []
+        self._only_newest = only_newest
 
     def segment_of(self, messages: list[Compared], tools: list[Message]) -> Segment | None:
         """The segment that a request continues; None: a new one."""
-        return next((s for s in reversed(self.segments) if s.continues_in(messages, tools)), None)
+        segments = self.segments[-1:] if self._only_newest else reversed(self.segments)
+        return next((s for s in segments if s.continues_in(messages, tools)), None)
 
     @property
     def turns(self) -> int:
@@ -104,16 +109,6 @@ class Recording:
     def ordered(self) -> list[Segment]:
         """Segments in the order of their last turns."""
         return sorted(self.segments, key=lambda segment: segment.ends[-1][0])
-
-    @property
-    def turns_in_order(self) -> list[tuple[Sample, int]]:
-        """Turns in the order of the episode, each with the number of tokens written before it in fields()."""
-        numbered, written = {}, 0
-        for segment in self.ordered:
-            for turn, (number, _) in zip(segment.turns, segment.ends, strict=True):
-                numbered[number] = turn, written
-                written += len(turn.response_ids)
-        return [numbered[number] for number in sorted(numbered)]
 
     @property
     def tokens(self) -> int:
@@ -140,17 +135,21 @@ class Recording:
         rewards: one per turn of the episode; empty where no turn was given one.
         """
         ordered = self.ordered
-        ids, logprobs, mask = list(ordered[0].token_ids), list(ordered[0].logprobs), list(ordered[0].mask)
-        ends, starts = dict(ordered[0].ends), []
-        for segment in ordered[1:]:
-            starts.append(len(ids))
-            ids += segment.prompt_ids + segment.token_ids
-            logprobs += [0.0] * len(segment.prompt_ids) + segment.logprobs
-            mask += [False] * len(segment.prompt_ids) + segment.mask
-            ends |= {number: place + starts[-1] + len(segment.prompt_ids) for number, place in segment.ends}
+        ids, logprobs, mask = list[int](), list[float](), list[bool]()
+        places, starts = dict[int, tuple[int, int, bool]](), []
+        for segment in ordered:
+            if segment is not ordered[0]:
+                starts.append(len(ids))
+                ids += segment.prompt_ids
+                logprobs += [0.0] * len(segment.prompt_ids)
+                mask += [False] * len(segment.prompt_ids)
+            for turn, (number, last) in zip(segment.turns, segment.ends, strict=True):
+                end = len(ids) + last + 1
+                places[number] = end - len(turn.response_ids), end, turn.truncated
+            ids, logprobs, mask = ids + segment.token_ids, logprobs + segment.logprobs, mask + segment.mask
         placed = np.zeros(len(ids), dtype=np.float32)
         for number, reward in enumerate(rewards):
-            placed[ends[number]] = reward
+            placed[places[number][1] - 1] = reward
         turns = [turn for segment in ordered for turn in segment.turns]
         engines = {turn.engine for turn in turns}
         return {
@@ -165,7 +164,29 @@ class Recording:
             "versions": tuple(entry for turn in turns for entry in turn.versions),
             "engine": engines.pop() if len(engines) == 1 else "",
             "finish_reason": turns[-1].finish_reason,
+            "turns": tuple(place for _, place in sorted(places.items())),
         }
+
+
+def recorded_turns(sample: Sample) -> list[Sample]:
+    """The turns of an episode in its order, each with all that it was drawn after as its prompt: the inverse of
+    Recording.fields(), except for experts and engines."""
+    ids, versions, turns = sample.response_ids, list(sample.versions), dict[int, Sample]()
+    for start, end, truncated in sorted(sample.turns):
+        drawn_by = [versions.pop(0)]
+        while sum(count for _, count in drawn_by) < end - start:
+            drawn_by.append(versions.pop(0))
+        begins = max((place for place in sample.segment_starts if place <= start), default=None)
+        prompt = sample.prompt.token_ids if begins is None else ()
+        turns[start] = Sample(
+            replace(sample.prompt, token_ids=(*prompt, *ids[begins or 0 : start].tolist())),
+            *(sample.group, sample.index, sample.seed, ids[start:end], sample.rollout_logprobs[start:end]),
+            "length" if truncated else "stop",
+            weight_version=drawn_by[-1][0],
+            weight_version_oldest=min(version for version, _ in drawn_by),
+            versions=tuple(drawn_by),
+        )
+    return [turns[start] for start, _, _ in sample.turns]
 
 
 def _experts(segments: Sequence[Segment]) -> Tensor | None:

@@ -116,7 +116,7 @@ class RolloutConfig(Section):
             "deterministic=true",
             "when a response changes weights depends on timing, set weight_sync=wait or deterministic=false",
         ),
-        ("agent", "partial_responses.oversampling, windows>1", "an episode is trained whole; unset one of them"),
+        ("agent", "partial_responses.oversampling", "an episode cannot be stopped in a turn; unset one of them"),
         (
             "router_replay",
             "asynchronous.max_staleness>0, partial_responses.oversampling",
@@ -204,8 +204,9 @@ class RolloutConfig(Section):
     windows: int = Field(
         1,
         ge=1,
-        description="parts of sampling.max_new_tokens, one per step; an unfinished response trains the policy and "
-        "continues in the next step (T-PPO), which needs algorithm.shaping.truncated=window; 1: whole responses",
+        description="parts of sampling.max_new_tokens, or of an agent's episode.max_turns, one per step; an unfinished "
+        "response trains the policy and continues in the next step (T-PPO), which needs "
+        "algorithm.shaping.truncated=window; 1: whole responses",
     )
     health: HealthConfig = HealthConfig()
     agent: str | None = Field(

@@ -57,7 +57,8 @@ class Sample:
     turn_rewards, float32 [response], are the rewards that an episode gave on the way, each on the last token of its
     turn; reward is the sum of them and of what came at the end. None: all of it came at the end.
     episode has the figures of the agent's episode (agents/) that the sample was recorded in, whose prompt is that of
-    its first request; None for a response that an engine was asked for directly.
+    its first request; None for a response that an engine was asked for directly. turns has, in the order of the
+    episode, the place of each turn's first token, the place after its last one, and whether it was truncated.
     A sample equals itself alone.
     """
 
@@ -84,6 +85,7 @@ class Sample:
     segment_starts: tuple[int, ...] = ()
     turn_rewards: NDArray[np.float32] | None = None
     episode: dict[str, float] | None = None
+    turns: tuple[tuple[int, int, bool], ...] = ()
 
     def __post_init__(self) -> None:
         self.response_ids = np.asarray(self.response_ids, dtype=np.int32)

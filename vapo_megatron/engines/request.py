@@ -26,9 +26,10 @@ class GroupRequest:
             the weights.
         weight_version: version of the engines' weights; a response from other weights is an error.
         goes_on: a response may be stopped or get other weights while it is written.
-        begun: the responses so far, in order; unfinished ones (finish_reason abort) go on. For an agent: turns that
-            each episode repeats; the last one is drawn anew.
-        window: largest number of tokens to write of a response now; one that ends there goes on later. None: all.
+        begun: the responses so far, in order; unfinished ones (finish_reason abort) go on. For an agent without a
+            window: turns that each episode repeats; the last one is drawn anew.
+        window: largest number of tokens to write of a response now, or for an agent of turns to play; one that gets
+            there goes on later. None: all.
         routed_experts: the model's, if samples are to hold the experts of their tokens; needs rollout.router_replay.
         group: number of the group, copied to its samples.
         engine: URL of the server that has the prompt in its cache, preferred if it has room.

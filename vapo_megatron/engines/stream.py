@@ -277,7 +277,7 @@ def _ignore(responses: int) -> None: ...
 # The fields of a sample that go into JSON. Its prompt is known by its number, its text follows from its tokens.
 _FACTS = (
     *("index", "seed", "finish_reason", "weight_version", "weight_version_oldest", "versions"),
-    *("reward", "correct", "grade_reason", "extracted", "extra", "window_start", "segment_starts", "episode"),
+    *("reward", "correct", "grade_reason", "extracted", "extra", "window_start", "segment_starts", "episode", "turns"),
 )
 
 
@@ -324,7 +324,7 @@ def _sample(
 ) -> Sample:
     ids, logprobs, mask = tensors[f"{place}/tokens"], tensors[f"{place}/logprobs"], tensors.get(f"{place}/loss_mask")
     fact["versions"] = tuple((version, count) for version, count in fact["versions"])
-    fact["segment_starts"] = tuple(fact["segment_starts"])
+    fact["segment_starts"], fact["turns"] = tuple(fact["segment_starts"]), tuple(map(tuple, fact.get("turns", ())))
     text = decode(ids.tolist())
     if f"{place}/prompt" in tensors:
         prompt = replace(prompt, token_ids=tuple(tensors[f"{place}/prompt"].tolist()))

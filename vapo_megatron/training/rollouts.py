@@ -45,7 +45,7 @@ def age_metrics(samples: Sequence[Sample], version: int) -> dict[str, float]:
     """
     tokens: Counter[int] = Counter()
     for sample in samples:
-        trained = sample.window_start or 0  # in earlier steps
+        trained = int(sample.written[: sample.window_start or 0].sum())  # in earlier steps
         for drawn_by, count in sample.versions:
             if count > trained:
                 tokens[version - drawn_by] += count - trained
@@ -130,7 +130,8 @@ class Rollouts:
             rule = replace(rule, staleness=rule.steps)
         experts = None if fixed_policy else self.routed_experts
         goes_on = rule.any_order or self.engines.sync_mode != "wait"
-        window = None if rule.windows == 1 else -(-self.sampling.max_new_tokens // rule.windows)
+        longest = self.sampling.max_new_tokens if self.agent_settings is None else self.agent_settings.episode.max_turns
+        window = None if rule.windows == 1 else -(-longest // rule.windows)
         dispatcher, prompts = self.engines.dispatcher, self.prompts
 
         def request(prompt: Prompt) -> GroupRequest:

@@ -89,7 +89,7 @@ def probe_critic(settings: ProbedRunConfig) -> None:
         verifier.check(prompts)
         stop_tokens, logs = tokenizer.eos_token_ids, folder / "logs"
         engines = stack.enter_context(engines_of(config.model, config.rollout, devices, stop_tokens, logs, console))
-        agents = None if config.rollout.agent is None else Agents(engines, tokenizer, config.rollout, True)
+        agents = None if config.rollout.agent is None else Agents(engines, tokenizer, config.rollout)
         if agents is not None:
             stack.callback(agents.close)
         drawn = draw(config, prompts, engines, tokenizer, verifier, console.phase, agents)

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vapo_megatron.agents.episodes import WRITTEN_BEFORE, Agents, is_whole
+from vapo_megatron.agents.episodes import Agents, is_whole
+from vapo_megatron.agents.recording import recorded_turns
 from vapo_megatron.algorithms.baselines import leave_one_out
 from vapo_megatron.config.critic_probes import ProbedRunConfig
 from vapo_megatron.data.batch import ExperienceBatch, from_samples
@@ -90,8 +91,7 @@ def draw(
         grade_samples(responses, verifier, tokenizer.decode, config.reward, advance)
     graded = from_samples(responses)
     rewards = shaped_rewards(graded, config.algorithm.shaping)
-    turns_by_seed = None if agents is None else agents.turns
-    turns = None if turns_by_seed is None else [turns_by_seed[response.seed] for response in responses]
+    turns = None if agents is None else [recorded_turns(response) for response in responses]
     lengths = [len(sample.response_ids) for sample in responses] if turns is None else list(map(len, turns))
     states = [(owner, int(share * length)) for owner, length in enumerate(lengths) for share in probes.quantiles]
     starts = [_prefix(responses[n], 0 if turns else at, len(prompts) + i) for i, (n, at) in enumerate(states)]
@@ -107,10 +107,12 @@ def draw(
     batch, kept = from_samples(whole), torch.tensor([sample.group for sample in whole[::k]])
     batch.rewards = shaped_rewards(batch, config.algorithm.shaping)
     owner, cuts = torch.tensor(states)[kept].unbind(1)
-    before = [sample.episode[WRITTEN_BEFORE] if sample.episode else states[sample.group][1] for sample in whole]
+    before = [states[sample.group][1] for sample in whole]  # tokens, or turns
+    if turns:
+        before = [int(s.written[: s.turns[at][0]].sum()) for s, at in zip(whole, before, strict=True)]
     return Drawn(
         batch,
-        batch.response_cu_seqlens[:-1] + torch.tensor(before).long(),
+        batch.response_cu_seqlens[:-1] + torch.tensor(before),
         leave_one_out(rewards, graded.group_ids)[owner],
         graded.group_ids[owner].unique(return_inverse=True)[1],
         cuts,
