@@ -22,6 +22,8 @@ from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.data.tokenizer import TextTokenizer
 from vapo_megatron.errors import BadInput, RunFailed
 from vapo_megatron.rewards.math import grade_response
+from vapo_megatron.weights.adapters import check_adapter
+from vapo_megatron.weights.spec import read_spec
 
 FOLDER = Path(__file__).parents[2] / "examples" / "ablation"
 SHORT, LONG, TUNED = (FOLDER / f"ablation{variant}.yaml" for variant in ("", "_long", "_tuned"))
@@ -161,8 +163,10 @@ def test_rows_keep_the_papers_proportions_and_share_all_but_what_they_are_about(
     assert advantage["lambda_policy_095"].lambda_policy == advantage["lambda_critic_095"].lambda_critic == 0.95
 
 
-def test_a_tuned_row_has_its_own_multiple_of_the_shared_rates(tmp_path: Path) -> None:
+def test_a_tuned_row_has_its_own_multiple_of_the_shared_rates_and_adapters_that_fit(tmp_path: Path) -> None:
     config = read_ablation(TUNED, ["seeds=[1]"], [], [])
+    make_task(config.settings[0].task, 1, tmp_path)
+    spec = read_spec(tmp_path / "model")
     jobs = {job.name.split("/")[2]: job for job in plan_jobs(config, tmp_path) if "train" in job.argv}
     for row in config.rows:
         arguments = jobs[row.name].argv[jobs[row.name].argv.index("train") + 1 :]
@@ -173,6 +177,7 @@ def test_a_tuned_row_has_its_own_multiple_of_the_shared_rates(tmp_path: Path) ->
                 expected[key] = float(override.partition("=")[2])
         assert settings.actor.optimizer.lr == pytest.approx(expected["actor"]), row.name
         assert settings.critic.optimizer.lr == pytest.approx(expected["critic"]), row.name
+        check_adapter(spec, settings.model.adapter, settings.critic, row.name)
     assert all("steps/seed1/cold_start" in job.needs for name, job in jobs.items() if name != "value_critic")
 
 
