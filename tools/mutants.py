@@ -33,7 +33,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "agents": (
         *(
             f"tests/agents/test_{name}.py"
-            for name in ("calls", "endpoint", "given_agents", "probed_turns", "rewriting")
+            for name in ("calls", "endpoint", "given_agents", "probed_turns", "rewriting", "windowed_episodes")
         ),
         "tests/agents/test_episodes.py::test_an_agent_that_cannot_be_run_is_refused_by_name",
         "tests/agents/test_episodes.py::test_verifiers_that_are_not_there_are_refused_by_name",

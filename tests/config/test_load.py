@@ -94,6 +94,19 @@ def test_each_layer_lies_over_the_one_before(tmp_path: Path, presets: Path) -> N
     assert config.data == Path("given.jsonl")
 
 
+@pytest.mark.parametrize("override", ["actor=null", "actor.optimizer=null", "actor="])
+def test_null_takes_a_section_back_to_its_defaults(tmp_path: Path, presets: Path, override: str) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("data: d\nactor: {tp: 2, optimizer: {lr: 0.5}}\n")
+    if override == "actor=":  # in a file, a header alone
+        path.write_text("data: d\nactor:\n")
+        override = "seed=1"
+    actor = load_config(Root, path, [override], presets).actor
+    assert actor == (Trainable(tp=2) if override == "actor.optimizer=null" else Trainable())
+    with pytest.raises(BadInput, match="seed"):
+        load_config(Root, path, ["seed=null"], presets)
+
+
 def test_an_override_chooses_another_preset(tmp_path: Path, presets: Path) -> None:
     path = write(tmp_path, "preset: vapo\n")
     config = load_config(Root, path, ["preset=dapo"], presets)

@@ -237,10 +237,8 @@ class CriticConfig(TrainableConfig):
         for name, field in type(self).model_fields.items() if self.kind == "probe" else ():
             path = getattr(self, name)
             if name not in _PROBE_KEYS and path != field.get_default() and (name, path) != ("init", "value_checkpoint"):
-                raise ValueError(
-                    f"{name} with kind=probe: a probe reads the actor's hidden states and has no model, leave {name} "
-                    "out"
-                )
+                why = "a probe reads the actor's hidden states, leave it out (or all, by critic=null before)"
+                raise ValueError(f"{name} with kind=probe: {why}")
         return self
 
 
