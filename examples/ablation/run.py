@@ -138,7 +138,8 @@ def present(
         for line in missing(figures):
             console.print(f"  missing  {line}")
     if outcome.failed:
-        raise RunFailed("failed: " + "; ".join(f"{name}: {why}" for name, why in outcome.failed.items()))
+        name, why = next(iter(outcome.failed.items()))
+        raise RunFailed(f"{len(outcome.failed)} failed, the first of them {name}: {why}")
 
 
 if __name__ == "__main__":
