@@ -1,5 +1,6 @@
 """Episodes with rollout.windows: a step plays some turns of each, trains them, and the next one goes on."""
 
+import asyncio
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -36,6 +37,15 @@ class Countdown:
         return [{"role": "user", "content": self.observation()}], 0.25, self.left == 0
 
 
+class Uneven(Countdown):
+    """Ends after one, two or three turns, as the first word that the policy writes says."""
+
+    async def step(self, message: dict[str, Any]) -> tuple[list[dict[str, Any]], float, bool]:
+        if self.left == TURNS:
+            self.left = 1 + int(message["content"].split()[0][1:]) % 3
+        return await super().step(message)
+
+
 class Moody(Countdown):
     """Says something else in every episode."""
 
@@ -58,13 +68,14 @@ class Fickle(Countdown):
 
 
 async def aside(task: dict[str, Any], base_url: str, http_client: Any) -> dict[str, Any]:
-    """Two conversations, a turn of one after a turn of the other; the answers of endpoints that end are passed on."""
+    """Two conversations, a turn of one after a turn of the other. It holds on to its end when it is cancelled."""
     talks: list[list[dict[str, Any]]] = [list(task["messages"]), [{"role": "user", "content": "w2"}]]
     for turn in range(TURNS):
         talk = talks[turn % 2]
-        answer = await http_client.post(f"{base_url}/chat/completions", json={"messages": talk})
-        if answer.status_code != 200:
-            return {"reward": 99.0}
+        try:
+            answer = await http_client.post(f"{base_url}/chat/completions", json={"messages": talk})
+        except asyncio.CancelledError:
+            return {"reward": 99.0, "turn_rewards": [99.0] * turn}
         talk += [answer.json()["choices"][0]["message"], {"role": "user", "content": f"w{turn}"}]
     return {"turn_rewards": [0.25] * TURNS, "reward": 0.0}
 
@@ -115,6 +126,18 @@ def test_windows_end_with_the_episode_that_is_played_whole(
     assert episode_metrics(groups[0]) == {} and episode_metrics(groups[-1])["agent/turns"] == TURNS
 
 
+def test_an_episode_that_has_ended_is_not_played_again_with_its_group(tokenizer: TextTokenizer) -> None:
+    whole = play(tokenizer, f"{__name__}:Uneven", samples=2)
+    turns = [len(sample.turns) for sample in whole]
+    assert turns[0] != turns[1]
+    Engine.calls = 0
+    *_, last = windows_of(tokenizer, "Uneven", 1)
+    assert [sample.response_ids.tolist() for sample in last] == [sample.response_ids.tolist() for sample in whole]
+    assert Engine.calls == sum(turns)
+    ended, longer = sorted(last, key=lambda sample: len(sample.turns))
+    assert ended.is_trained and not longer.is_trained
+
+
 def test_a_step_trains_the_tokens_of_its_turns(tokenizer: TextTokenizer) -> None:
     groups = list(windows_of(tokenizer, "Countdown", 2))
     trained = [0, 0]
@@ -129,11 +152,14 @@ def test_a_step_trains_the_tokens_of_its_turns(tokenizer: TextTokenizer) -> None
 def test_a_conversation_that_is_taken_up_again_comes_after_what_was_trained(tokenizer: TextTokenizer) -> None:
     before: list[list[int]] = [[], []]
     for group in windows_of(tokenizer, "aside", 2):
+        assert all(sample.goes_on is (sample.turn_rewards is None) for sample in group), (
+            "what it says then is no reward"
+        )
         ids = [sample.response_ids.tolist() for sample in group]
         assert [new[: len(old)] for new, old in zip(ids, before, strict=True)] == before
         assert all(sample.window_start == len(old) for sample, old in zip(group, before, strict=True))
         before = ids
-    assert group[0].reward == TURNS * 0.25, "what an agent returns that was told to wait is not its reward"
+    assert group[0].reward == TURNS * 0.25
     assert len(group[0].segment_starts) == TURNS - 1
     turns = recorded_turns(group[0])
     assert [turn.prompt.token_ids for turn in turns] == [tuple(ids) for ids in Engine.prompts[0::2]]

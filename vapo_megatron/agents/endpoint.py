@@ -220,9 +220,7 @@ class Endpoint:
             limit = f"This model's maximum context length is {self._limits.max_tokens} tokens"
             raise _Refused(f"{limit} (rollout.episode.max_tokens), the episode has {total}", "context_length_exceeded")
         if recording.turns == episode.pauses_at:
-            episode.is_paused = True
-            if episode.work is not None:
-                episode.work.cancel()
+            episode.is_paused = episode.work is not None and episode.work.cancel()
             raise _Refused("the episode goes on in a later step", "paused", HTTPStatus.SERVICE_UNAVAILABLE)
         asked = time.monotonic()
         turn = await self._generate(episode, context, room, segment.read)

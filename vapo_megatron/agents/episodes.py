@@ -219,7 +219,7 @@ class Agents:
         except Exception as error:  # the user's code may raise anything
             if episode.deadline.expired():  # a TimeoutError may also be the agent's own
                 cause = "timeout" if episode.deadline.when() == episode.ends_at else "call_timeout"
-            elif not episode.limit and not episode.is_paused:
+            elif not episode.limit:
                 cause = "error"
                 _logger.warning("%s: an episode of row %s broke: %s", _KEY, group.prompt.id, reason_of(error))
         finally:
@@ -237,8 +237,7 @@ class Agents:
             self.broken[cause] += 1
             return replace(empty_response(group, index), finish_reason="stop", grade_reason=BROKEN + cause)
         episode.end_tool(time.monotonic())
-        answer = {} if episode.is_paused else answer or {}
-        sample = self._sample(group, index, episode, answer, time.monotonic() - start)
+        sample = self._sample(group, index, episode, answer or {}, time.monotonic() - start)
         if group.window is not None:
             sample.window_start = group.begun[index].window_start if group.begun else 0
         return sample
