@@ -94,15 +94,25 @@ def test_each_layer_lies_over_the_one_before(tmp_path: Path, presets: Path) -> N
     assert config.data == Path("given.jsonl")
 
 
-@pytest.mark.parametrize("override", ["actor=null", "actor.optimizer=null", "actor="])
-def test_null_takes_a_section_back_to_its_defaults(tmp_path: Path, presets: Path, override: str) -> None:
+@pytest.mark.parametrize(
+    ("text", "overrides", "expected"),
+    [
+        ("actor: {tp: 2, optimizer: {lr: 0.5}}", ["actor=null"], {}),
+        ("actor: {tp: 2, optimizer: {lr: 0.5}}", ["actor.optimizer=null"], {"tp": 2}),
+        ("actor: {tp: 2, optimizer: {lr: 0.5}}", ["actor.tp=4", "actor=null"], {"tp": 4}),
+        ("actor:", [], {}),
+        ("actor: {tp: 2, optimizer: }", [], {"tp": 2}),
+    ],
+)
+def test_null_takes_back_what_a_file_says_of_a_section(
+    tmp_path: Path, presets: Path, text: str, overrides: list[str], expected: dict[str, int]
+) -> None:
     path = tmp_path / "run.yaml"
-    path.write_text("data: d\nactor: {tp: 2, optimizer: {lr: 0.5}}\n")
-    if override == "actor=":  # in a file, a header alone
-        path.write_text("data: d\nactor:\n")
-        override = "seed=1"
-    actor = load_config(Root, path, [override], presets).actor
-    assert actor == (Trainable(tp=2) if override == "actor.optimizer=null" else Trainable())
+    path.write_text(f"preset: vapo\ndata: d\n{text}\n")
+    plain = tmp_path / "plain.yaml"
+    plain.write_text("preset: vapo\ndata: d\n")
+    actor = load_config(Root, plain, [f"actor.{key}={value}" for key, value in expected.items()], presets).actor
+    assert load_config(Root, path, overrides, presets).actor == actor != Trainable()
     with pytest.raises(BadInput, match="seed"):
         load_config(Root, path, ["seed=null"], presets)
 

@@ -141,7 +141,14 @@ def test_adapters_of_peft_become_a_checkpoint_that_a_cut_model_loads(
         assert torch.equal(tensor, read_tensors(tmp_path / "merged")[name].bfloat16()), "rounded once"
 
 
-@pytest.mark.parametrize("layers", [("linear_qkv",), ("linear_proj", "linear_fc2"), ("linear_fc1",)])
+PROJECTIONS = {
+    ("linear_qkv",): ["k_proj", "q_proj", "v_proj"],
+    ("linear_proj", "linear_fc2"): ["down_proj", "o_proj"],
+    ("linear_fc1",): ["gate_proj", "up_proj"],
+}
+
+
+@pytest.mark.parametrize("layers", PROJECTIONS)
 def test_adapters_of_some_layers_are_read_as_they_were_written(tmp_path: Path, layers: tuple[Any, ...]) -> None:
     source, config = write_model(tmp_path / "base", "qwen3"), AdapterConfig(rank=4, alpha=8.0, layers=layers)
     spec = read_spec(source)
@@ -156,6 +163,12 @@ def test_adapters_of_some_layers_are_read_as_they_were_written(tmp_path: Path, l
     read, tensors = read_peft(tmp_path / "peft", spec)
     assert read == config
     same(tensors, halves)
+    (tmp_path / "critic").mkdir()
+    write_peft(tmp_path / "critic", halves, config, spec, "value", "base")
+    shared = {"peft_type": "LORA", "base_model_name_or_path": "base", "r": 4, "lora_alpha": 8.0, "lora_dropout": 0.0}
+    shared |= {"bias": "none", "inference_mode": True, "target_modules": PROJECTIONS[layers]}
+    assert peft(tmp_path / "peft")[0] == shared | {"task_type": "CAUSAL_LM", "modules_to_save": None}
+    assert peft(tmp_path / "critic")[0] == shared | {"task_type": "TOKEN_CLS", "modules_to_save": ["score"]}
 
 
 def change(folder: Path, **settings: Any) -> None:
@@ -171,10 +184,10 @@ def tensors(folder: Path, act: Callable[[dict[str, Tensor]], object]) -> None:
 
 K = "base_model.model.model.layers.1.self_attn.k_proj.lora_{}.weight"
 WRONG: list[tuple[Callable[[Path], Any], str]] = [
-    (lambda folder: change(folder, peft_type="IA3"), "peft_type is 'IA3', expected 'LORA'"),
+    (lambda folder: change(folder, peft_type="IA3"), "/adapter_config.json: peft_type is 'IA3', expected 'LORA'"),
     (lambda folder: change(folder, use_rslora=True), "use_rslora is True, expected False"),
     (lambda folder: change(folder, alpha_pattern={"q_proj": 3}), "alpha_pattern is {'q_proj': 3}"),
-    (lambda folder: change(folder, r=0), "r or lora_alpha is 0"),
+    (lambda folder: change(folder, r=0), "/adapter_config.json: r or lora_alpha is 0"),
     (lambda folder: change(folder, r=5), "has shape [4, 32], expected [5, 32]"),
     (lambda folder: tensors(folder, lambda t: t.pop(K.format("A"))), "k_proj.lora_A.weight is missing"),
     (lambda folder: tensors(folder, lambda t: t.update(other=torch.ones(1))), "tensor other cannot be held"),

@@ -30,16 +30,14 @@ class Section(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _as_it_is_meant(cls, values: Any) -> Any:
-        """A section within lies over the default of its place: critic.optimizer without lr has the critic's; null, or
-        nothing, takes it back to that. YAML's true (or yes, on) is no number, though it is 1 to Python."""
+        """A section within lies over the default of its place: critic.optimizer without lr has the critic's. YAML's
+        true (or yes, on) is no number, though it is 1 to Python."""
         if not isinstance(values, Mapping):
             return values
         merged = dict(values)
         for name, field in cls.model_fields.items():
             if isinstance(field.default, Section) and isinstance(values.get(name), Mapping):
                 merged[name] = {**field.default.model_dump(exclude_unset=True), **values[name]}
-            elif isinstance(field.default, Section) and values.get(name, "unset") is None:
-                del merged[name]
             elif isinstance(values.get(name), bool) and bool not in (types := _types_in(field.annotation)):
                 merged[name] = str(values[name]).lower() if types & {int, float} else values[name]
         return merged

@@ -27,7 +27,8 @@ def load_config(model: type[SectionT], path: Path | None, overrides: Sequence[st
 
     path is the user's YAML (None: overrides alone), overrides are `dotted.key=value` with the value read as YAML,
     presets_dir holds the `<name>.yaml` files that the key `preset` chooses from; where `model` has no field
-    of that name the key is dropped. `extends` is a path beside the file that has it; of several files in a row the
+    of that name the key is dropped. A section that is null takes back what the files say of it: the preset's values, or
+    else the defaults, hold again. `extends` is a path beside the file that has it; of several files in a row the
     user's own `preset` counts, or else the nearest. OmegaConf interpolations (`${section.key}`) are resolved. Other
     relative paths are kept as they are given.
 
@@ -35,10 +36,15 @@ def load_config(model: type[SectionT], path: Path | None, overrides: Sequence[st
     """
     parsed = [_parse_override(override) for override in overrides]
     user = _read_extended(path) if path is not None else OmegaConf.create({})
+    for key in (taken_back := [key for key, value in parsed if value is None and _is_section(model, key)]):
+        OmegaConf.update(user, key, None)
+    _take_back_sections(user, model)
     preset = dict(parsed).get("preset", user.get("preset"))
     config = OmegaConf.merge(_read_preset(preset, presets_dir), user) if preset is not None else user
     assert isinstance(config, DictConfig)
     for key, value in parsed:
+        if value is None and key in taken_back:
+            continue
         try:
             OmegaConf.update(config, key, value, force_add=True)
         except OmegaConfBaseException as error:
@@ -55,6 +61,24 @@ def load_config(model: type[SectionT], path: Path | None, overrides: Sequence[st
         return model.model_validate(values)
     except ValidationError as error:
         raise BadInput(explain(error, model, values, source, [key for key, _ in parsed])) from error
+
+
+def _is_section(model: type[Section], key: str) -> bool:
+    fields = model.model_fields
+    for name in key.split("."):
+        default = fields[name].default if name in fields else None
+        if not isinstance(default, Section):
+            return False
+        fields = type(default).model_fields
+    return True
+
+
+def _take_back_sections(config: DictConfig, model: type[Section]) -> None:
+    for name in [name for name in config if _is_section(model, str(name))]:
+        if config[name] is None:
+            del config[name]
+        elif isinstance(config[name], DictConfig):
+            _take_back_sections(config[name], type(model.model_fields[str(name)].default))
 
 
 def dump_config(config: Section, path: Path) -> None:
