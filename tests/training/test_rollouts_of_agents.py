@@ -9,7 +9,7 @@ from test_rollouts import ahead, steps
 from written_rollouts import END, RIGHT
 
 from vapo_megatron.agents.episodes import Agents
-from vapo_megatron.config.rollout import RolloutConfig
+from vapo_megatron.config.rollout import EpisodeConfig, RolloutConfig
 from vapo_megatron.data.sample import Sample
 from vapo_megatron.engines.ledger import StepRule
 from vapo_megatron.engines.request import GenerationRequest, GroupRequest
@@ -28,7 +28,7 @@ class Players:
         ids: Any = [RIGHT, group.prompt.cursor, END]
         samples = [Sample(group.prompt, group.group, n, 0, ids, [-1.0] * 3, "stop", 5, 5) for n in range(group.samples)]  # type: ignore[arg-type]
         for sample in samples:
-            sample.episode = {"turns": 2.0}
+            sample.episode, sample.versions = {"turns": 2.0}, ((5, 3),)
         return samples
 
     def broken_metrics(self, whole: int) -> dict[str, float]:
@@ -52,13 +52,23 @@ def test_a_step_of_episodes_reports_them_and_those_that_broke() -> None:
     assert players.closed == 1 and rollouts.agents is None
 
 
-def test_agents_are_made_for_the_first_who_asks_and_keep_no_turns() -> None:
+def test_a_window_of_an_episode_is_a_part_of_its_turns() -> None:
+    rollouts, players = ahead(), Players()
+    rollouts.agents = players  # type: ignore[assignment]
+    rollouts.agent_settings = RolloutConfig(agent=f"{__name__}:plays", episode=EpisodeConfig(max_turns=5))
+    rollouts.begin(StepRule(2, 1, windows=2), 2, 0)
+    steps(rollouts)
+    rollouts.end()
+    assert [group.window for group in players.asked] == [3, 3]
+
+
+def test_agents_are_made_for_the_first_who_asks() -> None:
     rollouts = ahead()
     rollouts.agent_settings = RolloutConfig(agent=f"{__name__}:plays")
     rollouts.tokenizer.messages = "about {}".format  # type: ignore[method-assign]
     rollouts.begin(StepRule(2, 1), 2, 0)
     agents = rollouts.agents
-    assert isinstance(agents, Agents) and agents.turns is None, "a run would fill the memory with them"
+    assert isinstance(agents, Agents)
     rollouts.generator(rollouts.sampling, 11)
     assert rollouts.agents is agents
     tasks.clear()
