@@ -2,7 +2,7 @@
 
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,8 +36,9 @@ def signal_ranks(folder: Path, signals: dict[int, signal.Signals]) -> None:
 
 
 @pytest.fixture
-def stopped(tmp_path: Path) -> Callable[..., list[str]]:
+def stopped(tmp_path: Path) -> Iterator[Callable[..., list[str]]]:
     """What each of two ranks says of the stop of a fine-tuning, by the signals that ranks get and its time limit."""
+    inherited = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored, and ranks would not heed it
     user = sft_config(tmp_path, make_model(tmp_path / "model")) | {"cluster": {"ranks": 2}}
 
     def stop(signals: dict[int, signal.Signals], limit: float | None) -> list[str]:
@@ -47,7 +48,8 @@ def stopped(tmp_path: Path) -> Callable[..., list[str]]:
         assert end.code == 75 and end.said in said and "saved at step_000001" in end.said
         return said
 
-    return stop
+    yield stop
+    signal.signal(signal.SIGHUP, inherited)
 
 
 @pytest.mark.parametrize(
