@@ -74,7 +74,7 @@ do the same. Values come in layers, later ones over earlier ones:
 3. the YAML file named by the key `extends`, beside the config;
 4. the config itself;
 5. overrides on the command line, `section.key=value`, with the value read as YAML; `section=null` takes
-   a section back to its defaults.
+   back what the files say of a section, so that the preset or the defaults hold again.
 
 ```
 vapo-megatron train examples/gsm8k/vapo.yaml model.path=models/Qwen3-8B actor.layout.tp=4 critic.layout.tp=4 \\
