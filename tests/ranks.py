@@ -7,7 +7,6 @@ import re
 import tempfile
 import time
 import traceback
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
@@ -79,25 +78,13 @@ def run_ranks(
     No tensors: they would not outlive the rank. With cuda every rank has a GPU, as in training; it is started afresh,
     because CUDA does not survive a fork, so fn has to be a module's.
 
-    A rank's exception fails the test. Where a rank dies without one, or gloo loses a connection with no rank at fault,
-    the ranks run once more, and a warning has the exit codes. With RANKS_IN_PROCESS in the environment
-    (tools/mutants.py) a single rank is not forked.
+    A rank's exception fails the test, and so does a rank that dies: its peers lose a connection, and the exit codes say
+    whose it was. With RANKS_IN_PROCESS in the environment (tools/mutants.py) a single rank is not forked.
     """
     if world_size == 1 and not cuda and one_rank_in_process():
         return [_in_this_process(fn, args)]
     if dist.is_initialized():  # by _in_this_process: ranks have a world of their own
         dist.destroy_process_group()
-    try:
-        return _fork_ranks(world_size, fn, args, deadline, cuda)
-    except ConnectionError as error:
-        warnings.warn(f"{world_size} ranks of {fn.__qualname__} run again: {error}", stacklevel=2)
-        return _fork_ranks(world_size, fn, args, deadline, cuda)
-
-
-def _fork_ranks(
-    world_size: int, fn: Callable[..., Any], args: tuple[Any, ...], deadline: float, cuda: bool
-) -> list[Any]:
-    """As run_ranks; raises ConnectionError where a connection broke and no rank reports why."""
     context: Any = multiprocessing.get_context("spawn" if cuda else "fork")
     results = context.Queue()
     with tempfile.TemporaryDirectory() as folder:
@@ -142,4 +129,4 @@ def _raise_first_cause(failures: dict[int, str], results: Any, ranks: list[Any])
         if not broken.search(failure):
             raise AssertionError(f"rank {rank_id} failed:\n{failure}")
     codes = [rank.exitcode for rank in ranks]
-    raise ConnectionError(f"ranks {sorted(failures)} lost a peer, exit codes {codes}:\n{next(iter(failures.values()))}")
+    raise AssertionError(f"ranks {sorted(failures)} lost a peer, exit codes {codes}:\n{next(iter(failures.values()))}")
