@@ -317,7 +317,7 @@ def test_a_walk_that_leaves_a_hop_out_is_noticed(title: str) -> None:
 
 
 # What a maintainer can keep in mind. `python tests/count_house.py` prints how far the package is from it, and more.
-MOST = {"lines": 35_908, "files": 224, "files above 400 lines": 0, "keys": 219, "vague names of 1,000": 0.5}
+MOST = {"lines": 35_904, "files": 224, "files above 400 lines": 0, "keys": 219, "vague names of 1,000": 0.5}
 
 
 @pytest.mark.parametrize("figure", MOST)

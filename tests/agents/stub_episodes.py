@@ -85,6 +85,16 @@ class Engine:
     async def close(self) -> None: ...
 
 
+class Moody:
+    """Of an environment: what it says at a turn, which is something else in every episode."""
+
+    said = 10
+
+    def observation(self) -> str:
+        Moody.said += 1
+        return f"w{Moody.said % 90}"
+
+
 def fresh_engine() -> None:
     """Make the engines as they are without a test's wishes."""
     Engine.hangs, Engine.gone_at, Engine.calls, Engine.aborted, Engine.seconds = False, 0, 0, 0, 0.0

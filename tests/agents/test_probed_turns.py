@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from stand_ins import Critic
-from stub_episodes import TEMPLATE, WRITTEN, Engine, fresh_engine, make_tokenizer
+from stub_episodes import TEMPLATE, WRITTEN, Engine, Moody, fresh_engine, make_tokenizer
 from tiny_runs import make_model, train_config, write_config
 from transformers import AutoConfig, AutoModelForTokenClassification
 
@@ -54,14 +54,8 @@ class Counted:
         return [{"role": "user", "content": self.observation()}], earned, self.left == 0
 
 
-class Moody(Counted):
-    """Says something else in every episode."""
-
-    said = 10
-
-    def observation(self) -> str:
-        Moody.said += 1
-        return f"w{Moody.said % 90}"
+class Changing(Moody, Counted):
+    """Cannot be repeated."""
 
 
 class Impatient(Counted):
@@ -223,7 +217,7 @@ def test_a_state_is_found_where_its_turn_stands_among_several_segments(tokenizer
         assert ids[: 2 * WRITTEN] == [*first[1].response_ids.tolist(), *first[0].response_ids.tolist()]
 
 
-@pytest.mark.parametrize("name", ["Moody", "Impatient"])
+@pytest.mark.parametrize("name", ["Changing", "Impatient"])
 def test_an_agent_that_takes_another_way_is_refused_by_name(tokenizer: TextTokenizer, name: str) -> None:
     with pytest.raises(RunFailed, match=r"rollout\.agent: an episode of row p\d, repeated .* took another way"):
         drawn_with(tokenizer, name)

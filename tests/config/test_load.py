@@ -99,7 +99,8 @@ def test_each_layer_lies_over_the_one_before(tmp_path: Path, presets: Path) -> N
     [
         ("actor: {tp: 2, optimizer: {lr: 0.5}}", ["actor=null"], {}),
         ("actor: {tp: 2, optimizer: {lr: 0.5}}", ["actor.optimizer=null"], {"tp": 2}),
-        ("actor: {tp: 2, optimizer: {lr: 0.5}}", ["actor.tp=4", "actor=null"], {"tp": 4}),
+        ("actor: {tp: 2, optimizer: {lr: 0.5}}", ["actor.tp=4", "actor=null"], {}),
+        ("actor: {tp: 2, optimizer: {lr: 0.5}}", ["actor=null", "actor.tp=4"], {"tp": 4}),
         ("actor:", [], {}),
         ("actor: {tp: 2, optimizer: }", [], {"tp": 2}),
     ],
@@ -115,6 +116,13 @@ def test_null_takes_back_what_a_file_says_of_a_section(
     assert load_config(Root, path, overrides, presets).actor == actor != Trainable()
     with pytest.raises(BadInput, match="seed"):
         load_config(Root, path, ["seed=null"], presets)
+
+
+def test_the_last_override_of_a_key_counts_null_too(presets: Path) -> None:
+    overrides = ["data=d", "value_pretraining={iterations: 2}", "value_pretraining=null"]
+    assert load_config(Root, None, overrides, presets).value_pretraining is None
+    overrides = ["data=d", "value_pretraining=null", "value_pretraining={iterations: 2}"]
+    assert load_config(Root, None, overrides, presets).value_pretraining == Pretraining(iterations=2)
 
 
 def test_an_override_chooses_another_preset(tmp_path: Path, presets: Path) -> None:

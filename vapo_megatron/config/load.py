@@ -36,17 +36,16 @@ def load_config(model: type[SectionT], path: Path | None, overrides: Sequence[st
     """
     parsed = [_parse_override(override) for override in overrides]
     user = _read_extended(path) if path is not None else OmegaConf.create({})
-    for key in (taken_back := [key for key, value in parsed if value is None and _is_section(model, key)]):
-        OmegaConf.update(user, key, None)
     _take_back_sections(user, model)
     preset = dict(parsed).get("preset", user.get("preset"))
-    config = OmegaConf.merge(_read_preset(preset, presets_dir), user) if preset is not None else user
+    below = _read_preset(preset, presets_dir) if preset is not None else OmegaConf.create({})
+    config = OmegaConf.merge(below, user)
     assert isinstance(config, DictConfig)
     for key, value in parsed:
-        if value is None and key in taken_back:
-            continue
+        is_taken_back = value is None and _is_section(model, key)
         try:
-            OmegaConf.update(config, key, value, force_add=True)
+            value = OmegaConf.select(below, key, default={}) if is_taken_back else value
+            OmegaConf.update(config, key, value, merge=not is_taken_back, force_add=True)
         except OmegaConfBaseException as error:
             raise BadInput(f"override {key}={value}: {_one_line(error)}") from error
     if "preset" not in model.model_fields:
@@ -64,21 +63,18 @@ def load_config(model: type[SectionT], path: Path | None, overrides: Sequence[st
 
 
 def _is_section(model: type[Section], key: str) -> bool:
-    fields = model.model_fields
-    for name in key.split("."):
-        default = fields[name].default if name in fields else None
-        if not isinstance(default, Section):
-            return False
-        fields = type(default).model_fields
-    return True
+    name, _, rest = key.partition(".")
+    default = model.model_fields[name].default if name in model.model_fields else None
+    return isinstance(default, Section) and (not rest or _is_section(type(default), rest))
 
 
 def _take_back_sections(config: DictConfig, model: type[Section]) -> None:
-    for name in [name for name in config if _is_section(model, str(name))]:
-        if config[name] is None:
-            del config[name]
-        elif isinstance(config[name], DictConfig):
-            _take_back_sections(config[name], type(model.model_fields[str(name)].default))
+    for name, field in model.model_fields.items():
+        if isinstance(field.default, Section) and name in config:
+            if config[name] is None:
+                del config[name]
+            elif isinstance(config[name], DictConfig):
+                _take_back_sections(config[name], type(field.default))
 
 
 def dump_config(config: Section, path: Path) -> None:
