@@ -74,6 +74,7 @@ SHAPES = {
     "0.7b": Shape(1024, 28, 16, 4, 5632, 151936, tied=True),
     "1.5b": Shape(1536, 28, 12, 2, 8960, 151936, tied=True),
     "7b": Shape(3584, 28, 28, 4, 18944, 152064),
+    "32b": Shape(5120, 64, 40, 8, 27648, 152064),
     # As wide as Qwen2.5-32B with 6 of its 64 layers: what a rank of a PP=8 job about holds.
     "32b-slice": Shape(5120, 6, 40, 8, 27648, 152064),
 }

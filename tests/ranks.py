@@ -16,6 +16,7 @@ import megatron.core  # noqa: F401
 import torch
 import torch.distributed as dist
 import transformers  # noqa: F401
+from staged_group import use_staged_groups
 from torch.distributed import distributed_c10d
 
 from vapo_megatron.megatron import cpu_torch, mesh, model  # noqa: F401
@@ -29,7 +30,9 @@ def _rank(
 ) -> None:
     torch.set_num_threads(1)
     if cuda:
-        torch.cuda.set_device(rank)
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+        if world_size > torch.cuda.device_count():
+            use_staged_groups()
     backend = current_platform().world_backend if cuda else "gloo"
     dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=world_size)
     try:
@@ -75,8 +78,9 @@ def run_ranks(
 ) -> list[Any]:
     """fn(*args) on each of world_size gloo ranks; what it returned, by rank.
 
-    No tensors: they would not outlive the rank. With cuda every rank has a GPU, as in training; it is started afresh,
-    because CUDA does not survive a fork, so fn has to be a module's.
+    No tensors: they would not outlive the rank. With cuda every rank has a GPU, as in training, or shares one with
+    others where there are too few (staged_group.py); it is started afresh, because CUDA does not survive a fork, so fn
+    has to be a module's.
 
     A rank's exception fails the test, and so does a rank that dies: its peers lose a connection, and the exit codes say
     whose it was. With RANKS_IN_PROCESS in the environment (tools/mutants.py) a single rank is not forked.

@@ -1,4 +1,5 @@
-"""A model cut over two GPUs, over NCCL: `pytest -m gpu tests/megatron`."""
+"""A model cut over several ranks, each on a GPU of its own over NCCL, or all on one GPU by way of the host
+(staged_group.py): `pytest -m gpu tests/megatron`."""
 
 from pathlib import Path
 from typing import Any
@@ -16,16 +17,18 @@ from vapo_megatron.megatron.precision import CAPABILITY
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="torch sees fewer than two CUDA GPUs"),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA GPU"),
 ]
-# As in test_gpu_precision.py: the largest difference of log-probs and entropies (in FP8 the mean too), and of gradient
-# norms relative.
-TOLERANCE, FP8_TOLERANCE, FP8_LARGEST, NORM, FP8_NORM = 0.1, 0.35, 1.3, 0.05, 0.4
+# Of log-probs and entropies the largest difference and the mean one, and of gradient norms relative. In FP8 as in
+# test_gpu_precision.py; two steps of AdamW make more of the rounding of gradients where experts share it out.
+TOLERANCE, FP8_TOLERANCE, EXPERTS_TOLERANCE = (0.1, 0.1, 0.05), (1.3, 0.35, 0.4), (0.6, 0.1, 0.05)
 LAYOUTS = {
     "dp2": LayoutConfig(),
     "tp2 sp": LayoutConfig(tp=2, sequence_parallel=True),
     "pp2": LayoutConfig(pp=2),
     "cp2": LayoutConfig(cp=2),
+    "tp2 pp2 sp": LayoutConfig(tp=2, pp=2, sequence_parallel=True),
+    "tp2 cp2 sp": LayoutConfig(tp=2, cp=2, sequence_parallel=True),
 }
 Found = tuple[list[list[float]], list[float]]
 
@@ -37,7 +40,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def one_gpu(model_dir: Path) -> Found:
+def one_rank(model_dir: Path) -> Found:
     found: Found = run_ranks(1, steps, model_dir, LayoutConfig(), {}, deadline=300, cuda=True)[0]
     return found
 
@@ -64,25 +67,36 @@ def steps(model_dir: Path, layout: LayoutConfig, precision: dict[str, Any]) -> F
     return [score.flatten().tolist() for score in scores], norms
 
 
-def check(ranks: list[Found], expected: Found, fp8: bool = False) -> None:
+def check(ranks: list[Found], expected: Found, tolerance: tuple[float, float, float] = TOLERANCE) -> None:
+    largest, mean, norm = tolerance
     for scores, norms in ranks:
         assert (scores, norms) == ranks[0]
-        assert norms == pytest.approx(expected[1], rel=FP8_NORM if fp8 else NORM)
+        assert norms == pytest.approx(expected[1], rel=norm)
         for score, exact in zip(scores, expected[0], strict=True):
             apart = (torch.tensor(score) - torch.tensor(exact)).abs()
-            assert apart.max() < (FP8_LARGEST if fp8 else TOLERANCE)
-            assert apart.mean() < (FP8_TOLERANCE if fp8 else TOLERANCE)
+            assert apart.max() < largest
+            assert apart.mean() < mean
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_two_gpus_train_as_one_does(model_dir: Path, one_gpu: Found, layout: LayoutConfig) -> None:
-    check(run_ranks(2, steps, model_dir, layout, {}, deadline=300, cuda=True), one_gpu)
+def test_several_ranks_train_as_one_does(model_dir: Path, one_rank: Found, layout: LayoutConfig) -> None:
+    ranks = run_ranks(max(2, layout.model_size), steps, model_dir, layout, {}, deadline=300, cuda=True)
+    check(ranks, one_rank)
 
 
-def test_two_gpus_train_in_fp8_as_one_does(model_dir: Path, one_gpu: Found) -> None:
+def test_ranks_that_share_out_experts_train_as_one_does(tmp_path: Path) -> None:
+    """Every token goes through every expert: rounding cannot choose others."""
+    sizes: dict[str, Any] = dict(hidden_size=256, head_dim=64, moe_intermediate_size=128, num_experts_per_tok=4)
+    model = write_model(tmp_path, "qwen3_moe", dtype=torch.bfloat16, **sizes)
+    one = run_ranks(1, steps, model, LayoutConfig(), {}, deadline=300, cuda=True)[0]
+    for layout in (LayoutConfig(ep=2), LayoutConfig(tp=2, ep=2, sequence_parallel=True)):
+        check(run_ranks(2, steps, model, layout, {}, deadline=300, cuda=True), one, EXPERTS_TOLERANCE)
+
+
+def test_two_ranks_train_in_fp8_as_one_does(model_dir: Path, one_rank: Found) -> None:
     platform = current_platform()
     if not platform.has_transformer_engine or platform.compute_capability < CAPABILITY["tensorwise"]:
         pytest.skip("no FP8 here: it needs Transformer Engine and compute capability 8.9")
     precision = {"fp8": "tensorwise"}
     ranks = run_ranks(2, steps, model_dir, LayoutConfig(), precision, deadline=300, cuda=True)
-    check(ranks, one_gpu, fp8=True)
+    check(ranks, one_rank, FP8_TOLERANCE)

@@ -56,6 +56,7 @@ def table(out: Path, attention: str) -> tuple[Check, ...]:
         _tests("tests_engine", "engine", 540, "engine, weight sync, its memory", _SYNC),
         _synced(out, "sync_1.5b", "1.5b"),
         _synced(out, "sync_7b", "7b"),
+        _bench(out, "decode", "decode", "decode", ("--shapes", "1.5b", "7b"), "decode_overhead="),
         _quickstart(out, "quickstart", attention),
         _quickstart(out, "fp32", attention, "model.dtype=float32", "model.attention=sdpa"),
         _trained(out, "mfu_7b", "bench7b", "7b", sequences=2),

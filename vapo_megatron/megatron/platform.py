@@ -29,7 +29,7 @@ class Platform:
     def world_backend(self) -> str:
         """Backends of the world. Messages between ranks go over the CPU, so that a waiting rank keeps no kernel
         spinning on a GPU on which an engine generates."""
-        return "cpu:gloo,cuda:nccl" if self.is_cuda else "gloo"
+        return f"cpu:gloo,cuda:{self.backend}" if self.is_cuda else "gloo"
 
     @property
     def device(self) -> torch.device:
