@@ -2,8 +2,9 @@
 
     python -m benchmarks.published [--write] [--fit]
 
-benchmarks/published.yaml has figures, sources and settings. hardware.efficiency.request_overhead is fitted to the rows
-marked there, and --fit prints their mean absolute log-error for a range of it; all other efficiencies are as assumed.
+benchmarks/published.yaml has figures, sources and settings. What a running response costs the engines of these systems
+is fitted to the rows marked there, and --fit prints their mean absolute log-error for a range of it. All efficiencies
+but those of decoding are the defaults.
 --write puts the tables between their marks in docs/plan.md and the README of the AIME example.
 """
 

@@ -78,9 +78,9 @@ _REST = """
 
 ## On GPUs
 
-MFU at 1.5B and the phases of a 1.5B step on one H200: [gpu.md](gpu.md#state). `python -m benchmarks.gpu` measures MFU
-for 1.5B, 7B and a slice of 32B in BF16 and FP8, and `pytest -m gpu` runs the tests; `python -m benchmarks.gpu --tiny`
-runs the code on a CPU.
+MFU at 1.5B, 7B and of a slice of 32B, decoding steps and the phases of a 1.5B step on one H200:
+[gpu.md](gpu.md#state). `python -m benchmarks.gpu` measures MFU in BF16 and FP8, `python -m benchmarks.decode` decoding,
+and `pytest -m gpu` runs the tests; `python -m benchmarks.gpu --tiny` runs the code on a CPU.
 """
 
 

@@ -131,10 +131,10 @@ def test_a_plan_adds_what_tools_take_beyond_the_wait_for_a_place() -> None:
         plan = make_plan(planned_config(Path("Qwen2.5-1.5B"), "rollout.max_running_requests=64", *overrides), 8)
         return rollout_seconds(plan.memory.engine, 1, samples, samples, plan.lengths, plan.config.plan)
 
-    tools = ("plan.turns=5", "plan.tool_seconds=60")
-    assert rollout(64, *tools) == pytest.approx(rollout(64) + 4 * 60), "nobody waits for the places that become free"
+    tools = ("plan.turns=5", "plan.tool_seconds=20")
+    assert rollout(64, *tools) == pytest.approx(rollout(64) + 4 * 20), "nobody waits for the places that become free"
     queue = rollout(100 * 64) - rollout(64)
-    assert queue > 5 * 60 and rollout(100 * 64, *tools) == pytest.approx(rollout(100 * 64)), "others decode meanwhile"
+    assert queue > 5 * 20 and rollout(100 * 64, *tools) == pytest.approx(rollout(100 * 64)), "others decode meanwhile"
 
 
 def test_lengths_have_the_mean_that_was_asked_for_and_follow_from_the_seed() -> None:

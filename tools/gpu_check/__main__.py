@@ -1,6 +1,6 @@
 """Check a GPU node with this repository, in its root: environment, kernels, layers, engine, quickstart, speed.
 
-    make gpu-check                                          everything; the limits add up to 95 minutes
+    make gpu-check                                          everything; the limits add up to 96 minutes
     make gpu-check STEPS="environment layers" BUDGET=560    some steps, in 560 s at most
     python -m tools.gpu_check --list                        the table of checks
 

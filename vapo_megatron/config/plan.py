@@ -11,14 +11,13 @@ Kind = Literal["a100-40g", "a100-80g", "h100-80g", "h200-141g", "b200-180g"]
 
 
 class EfficiencyConfig(Section):
-    """Shares of nominal rates that a run achieves: assumptions until benchmarks/ has measured them on your machines."""
+    """Shares of nominal rates that a run achieves: assumed, or measured on one H200 (docs/gpu.md) where it says so."""
 
     linear: float = Field(
-        0.45,
+        0.5,
         gt=0,
         le=1,
-        description="share of the dense bf16 rate that matrix products achieve; Megatron-LM's README states 0.41 to "
-        "0.48 for whole pretraining steps on H100",
+        description="share of the dense bf16 rate that matrix products achieve; measured: 0.44 (1.5B) to 0.58 (7B)",
     )
     attention: float = Field(0.35, gt=0, le=1, description="the same for core attention, forward and backward")
     experts: float = Field(
@@ -28,19 +27,18 @@ class EfficiencyConfig(Section):
         description="the same for expert MLPs; NVIDIA's performance summary of Megatron Bridge states 0.12 to 0.24 "
         "(H100) and 0.17 to 0.31 (GB200) for whole pretraining steps of mixture-of-experts models",
     )
-    fp8_gain: float = Field(1.3, ge=1, le=2, description="speed of the linear layers in FP8, relative to bf16")
+    fp8_gain: float = Field(
+        1.25, ge=1, le=2, description="speed of the linear layers in FP8, relative to bf16; measured: 1.19 to 1.33"
+    )
     memory: float = Field(0.7, gt=0, le=1, description="share of memory bandwidth that decoding and updates achieve")
     nvlink: float = Field(0.7, gt=0, le=1, description="share of NVLink bandwidth that collectives achieve")
     network: float = Field(0.7, gt=0, le=1, description="share of network bandwidth that collectives achieve")
     pcie: float = Field(0.6, gt=0, le=1, description="share of PCIe bandwidth that host-device copies achieve")
     decode_overhead: float = Field(
-        0.005, ge=0, description="seconds per decoding step beyond memory traffic and matrix products"
+        0.001, ge=0, description="seconds per decoding step beyond memory traffic and matrix products; measured"
     )
     request_overhead: float = Field(
-        8e-5,
-        ge=0,
-        description="seconds per decoding step to add for each running response (scheduling, log-prob), fitted to "
-        "published steps of dense models (docs/plan.md)",
+        5e-6, ge=0, description="seconds per decoding step to add for each running response; measured"
     )
 
 
