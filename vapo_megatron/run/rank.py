@@ -60,7 +60,9 @@ def train_rank(config: TrainConfig, run_dir: Path, start: Start) -> None:
         verifier = stack.enter_context(VerifierPool(config.reward)) if is_main_rank else None
         if not engines.share_device:
             engines.start()  # while the models load
-        with timer("load_models"), RunConsole(enabled=is_main_rank).phase("load models"):
+        console = RunConsole(enabled=is_main_rank)
+        console.note("loading the models")
+        with timer("load_models"), console.phase("load models"):
             models = load_models(config, resumed)
         if resumed is not None and is_main_rank:
             restore_run_files(run_dir, resumed, config)
@@ -110,12 +112,11 @@ def pretrain_critic_rank(config: CriticPretrainingConfig, run_dir: Path, start: 
         saved = {"critic": SavedModel(critic, source)}
         if resumed is not None:
             resumed.restore_generators(saved)
+            recorder.console.note(f"goes on from {resumed.checkpoint}")
         whole = SavedRun(config, "pretrain-critic", run_dir, saved, run_id_of(resumed))
         checkpointer = Checkpointer(config.checkpoint, whole, recorder, resumed, start.memory)
         stack.enter_context(refusals_interrupt())
         state = RunState(config.run, config.checkpoint, run_dir, checkpointer, updates, resumed)
-        if resumed is not None:
-            recorder.console.note(f"goes on from {resumed.checkpoint}")
         memory, records = MemoryPlan({"critic": critic.offloader}), Records(config, tokenizer, policy.vocab_size)
         pretraining, algorithm = config.value_pretraining, config.pretraining_algorithm
         pretrain_value(critic, memory, None, pretraining, algorithm, config.batch, state, recorder, records)
@@ -135,6 +136,7 @@ def watch(config: TrainConfig, run_dir: Path) -> Watchdog:
 
 def start_engines(engines: Engines, recorder: Recorder) -> None:
     """Collective: the engines answer when this returns."""
+    recorder.console.note("waiting for the engines, whose first start on a GPU node takes minutes")
     with recorder.phase("start_engines"):
         if engines.share_device:
             # They size their caches by what is free: not before all ranks have offloaded their optimizers.
