@@ -4,6 +4,7 @@ Megatron's own TEGroupedMLP is used with a grouped layer of the same names, argu
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -47,7 +48,11 @@ def use_grouped_layers() -> None:
     def grouped_spec(*arguments: Any) -> Any:
         spec, norm = local_spec(*arguments)
         linears = MLPSubmodules(linear_fc1=GroupedLinear, linear_fc2=GroupedLinear)
-        spec.submodules.mlp.submodules.experts = ModuleSpec(module=GroupedExperts, submodules=linears)
+        mlp = spec.submodules.mlp
+        if isinstance(mlp, partial):  # from Megatron-Core 0.17 on
+            mlp.keywords["submodules"].experts = partial(GroupedExperts, submodules=linears)
+        else:
+            mlp.submodules.experts = ModuleSpec(module=GroupedExperts, submodules=linears)
         return spec, norm
 
     model.layer_spec = grouped_spec

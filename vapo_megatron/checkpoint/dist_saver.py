@@ -210,12 +210,12 @@ class _Strategy(torch_strategies.TorchDistLoadShardedStrategy):
         super().__init__()
         self._reader = reader
 
-    def load(self, sharded_state_dict: Any, checkpoint_dir: Any) -> Any:
-        """Same as Megatron's, but with this reader."""
+    def load(self, *arguments: Any) -> Any:
+        """Same as Megatron's (with three arguments from 0.17 on), but with this reader."""
         theirs = torch_strategies._get_filesystem_reader
         torch_strategies._get_filesystem_reader = lambda *_, **__: self._reader
         try:
-            return super().load(sharded_state_dict, checkpoint_dir)
+            return super().load(*arguments)
         finally:
             torch_strategies._get_filesystem_reader = theirs
 

@@ -249,8 +249,7 @@ def layer_spec(
 ) -> tuple[Any, Any]:
     """Megatron's own layer spec, and the class of the final norm. num_experts: experts of a layer, 0 for a dense model.
     adapters: whether linear layers may have adapters, whose input is the norm's output: norms are then not fused into
-    them. Without Transformer Engine this is the local spec with norms and core attention replaced. Specs built by hand
-    break between Megatron's releases; these replacements worked from 0.16 to 0.19."""
+    them. Without Transformer Engine this is the local spec with norms and core attention replaced."""
     if transformer_engine:
         from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TENorm
 
@@ -260,7 +259,8 @@ def layer_spec(
             spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = TENorm
             spec.submodules.self_attention.submodules.linear_qkv = TEColumnParallelLinear
             if not num_experts:
-                spec.submodules.mlp.submodules.linear_fc1 = TEColumnParallelLinear
+                mlp = spec.submodules.mlp  # from Megatron-Core 0.17 on a partial function
+                getattr(mlp, "keywords", vars(mlp))["submodules"].linear_fc1 = TEColumnParallelLinear
         return spec, TENorm
     spec = get_gpt_layer_local_spec(num_experts=num_experts or None, qk_layernorm=qk_norm, normalization="RMSNorm")
     spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = RMSNorm
