@@ -49,8 +49,8 @@ def hardware() -> Hardware:
 
 
 async def answer(client: EngineClient, running: int, tokens: int, vocab: int, seed: int) -> float:
-    """Seconds of `running` responses of so many tokens, to prompts that no cache has."""
-    prompts = np.random.default_rng(seed).integers(0, vocab, (running, PROMPT)).tolist()
+    """Seconds of `running` responses of so many tokens, to prompts that no cache has: others for each number."""
+    prompts = np.random.default_rng((running, seed)).integers(0, vocab, (running, PROMPT)).tolist()
     sampling = {"max_new_tokens": tokens, "temperature": 1.0, "ignore_eos": True}
     start = time.perf_counter()
     completions = await client.generate(prompts, [sampling] * running)

@@ -1,9 +1,12 @@
 """The benchmark of decoding finds the overheads that were planted, and runs on a real engine."""
 
+import asyncio
 import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -18,6 +21,27 @@ def test_overheads_are_fitted_and_never_negative(constant: float, each: float, e
     rows = [{"running": running, "beyond ms": constant + each * running} for running in (50, 150, 250)]
     line = decode.fitted(rows)
     assert f"decode_overhead={expected[0]} " in line and f"request_overhead={expected[1]} " in line
+
+
+def test_a_step_is_measured_without_prefill_and_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock that an engine moves on; no prompt is asked for twice."""
+    now, asked = [0.0], set()
+
+    class Engine:
+        async def generate(self, prompts: list[list[int]], sampling: list[dict[str, Any]]) -> list[Any]:
+            tokens = sampling[0]["max_new_tokens"]
+            now[0] += 0.5 + 0.1 * len(prompts) + tokens * 0.001 * len(prompts)
+            assert not asked & set(map(tuple, prompts)), "a cache has its prefill"
+            asked.update(map(tuple, prompts))
+            return [SimpleNamespace(token_ids=range(tokens)) for _ in prompts]
+
+        async def close(self) -> None: ...
+
+    monkeypatch.setattr(decode, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    given = SimpleNamespace(repeats=2, tokens=16)
+    engine: Any = Engine()
+    steps = asyncio.run(decode.step_seconds(engine, [2, 8], 1000, given))
+    assert steps == pytest.approx([0.002, 0.008])
 
 
 @pytest.mark.full

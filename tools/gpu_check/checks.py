@@ -49,7 +49,7 @@ def table(out: Path, attention: str) -> tuple[Check, ...]:
             "indices_over_a_pause", "memory", 300, "log-probs after a pause are those before it", _SYNC, "-m", _PAUSE
         ),
         _program("te_layers", "layers", "layers", "Transformer Engine: FP8 recipes, packed attention", "^ok$"),
-        _tests("tests_mcore", "tests", 600, "layers against PyTorch, FP8 against BF16, offload", "tests/megatron"),
+        _tests("tests_mcore", "tests", 600, "layers against PyTorch, FP8 against BF16, layouts", "tests/megatron"),
         _bench(out, "logprob_head", "bench", "logprob_head", (), "chunked.*yes"),
         _trained(out, "mfu_1.5b", "bench", "1.5b", sequences=4),
         _program("engine_kernels", "engine_kernels", "engine", "the kernels that engines call", "^ok$"),
