@@ -2,7 +2,8 @@
 #   docker build -f docker/cpu.Dockerfile -t vapo-megatron:cpu .
 #   docker run --rm -v "$PWD/runs:/opt/vapo-megatron/runs" vapo-megatron:cpu make quickstart
 # Not built yet: no machine with a Docker engine was at hand. Its steps are those of the Makefile, which CI runs.
-FROM python:3.11-slim-bookworm
+ARG PYTHON=3.12
+FROM python:${PYTHON}-slim-bookworm
 
 ENV PIP_NO_CACHE_DIR=1 PATH=/opt/vapo-megatron/.venv/bin:$PATH
 
