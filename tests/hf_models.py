@@ -1,25 +1,25 @@
 """Small random models that transformers itself writes: the independent side of every comparison."""
 
+import importlib
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import transformers
+from family_table import FAMILIES
 from safetensors.torch import load_file
+from transformers.modeling_layers import GenericForSequenceClassification
 
 from vapo_megatron.config.model import ActorConfig, LayoutConfig, ModelConfig
 from vapo_megatron.megatron.mesh import Mesh, make_mesh
 from vapo_megatron.megatron.model import build_model, transformer_config
-from vapo_megatron.weights.spec import Head, ModelSpec
+from vapo_megatron.models.spec import Head, ModelSpec
+from vapo_megatron.models.token_classification import register
 
-CLASSES = {
-    "qwen2": "Qwen2",
-    "qwen3": "Qwen3",
-    "qwen3_moe": "Qwen3Moe",
-    "llama": "Llama",
-    "mistral": "Mistral",
-}
+register()
 VOCAB = 131
 SIZES = dict(
     hidden_size=32,
@@ -31,13 +31,6 @@ SIZES = dict(
     max_position_embeddings=64,
     tie_word_embeddings=False,
 )
-EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, norm_topk_prob=True)
-OF_FAMILY: dict[str, dict[str, Any]] = {
-    "qwen3": {"head_dim": 8},
-    "qwen3_moe": {"head_dim": 8, **EXPERTS},
-    "llama": {"head_dim": 8},
-    "mistral": {"head_dim": 8},
-}
 
 
 def write_model(
@@ -49,21 +42,56 @@ def write_model(
     seed: int = 0,
     **overrides: Any,
 ) -> Path:
-    """Save a model of a family and a task (CausalLM, SequenceClassification, TokenClassification) to path."""
-    config = getattr(transformers, CLASSES[family] + "Config")(**(SIZES | OF_FAMILY.get(family, {}) | overrides))
+    """Save a model of a family and a task (CausalLM, SequenceClassification, TokenClassification)
+    to path."""
+    config = transformers.AutoConfig.for_model(
+        family, **(SIZES | FAMILIES[family].sizes | overrides)
+    )
     torch.manual_seed(seed)
-    model = getattr(transformers, CLASSES[family] + "For" + task)(config)
+    model = _auto(task).from_config(config)
     with torch.no_grad():  # biases and norms start at 0 and 1, where mistakes do not show
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)
         model.to(dtype)
+        for name, buffer in model.named_buffers():  # float32, as in published checkpoints
+            if name.endswith("e_score_correction_bias"):
+                buffer.data = torch.randn(buffer.shape) * 0.3
     model.save_pretrained(path, max_shard_size=max_shard_size)
+    written = json.loads((path / "config.json").read_text()) | FAMILIES[family].engine_keys
+    (path / "config.json").write_text(json.dumps(written))
     return path
+
+
+def _auto(task: str) -> Any:
+    return getattr(transformers, f"AutoModelFor{task}")
+
+
+def _register_reward_models() -> None:
+    """Put together the reward models that transformers lacks, as it does for other
+    families."""
+    auto = transformers.AutoModelForSequenceClassification
+    for row in FAMILIES.values():
+        name = f"{row.classes}ForSequenceClassification"
+        causal = getattr(transformers, row.classes + "ForCausalLM")
+        if causal.config_class in transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
+            continue
+        modeling = importlib.import_module(causal.__module__)
+        base = getattr(modeling, row.classes + "PreTrainedModel")
+        settings = {"config_class": causal.config_class}
+        made = type(name, (GenericForSequenceClassification, base), settings)
+        auto.register(causal.config_class, made, exist_ok=True)
+
+
+_register_reward_models()
 
 
 def read_tensors(path: Path) -> dict[str, torch.Tensor]:
     """Every tensor of a Hugging Face directory."""
-    return {name: tensor for file in sorted(path.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+    return {
+        name: tensor
+        for file in sorted(path.glob("*.safetensors"))
+        for name, tensor in load_file(file).items()
+    }
 
 
 def write_tensors(path: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
@@ -75,18 +103,35 @@ def write_tensors(path: Path, change: Callable[[dict[str, torch.Tensor]], None])
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
 
 
-def megatron(spec: ModelSpec, layout: LayoutConfig, head: Head, dtype: str = "float32") -> tuple[list[Any], Mesh]:
-    """This rank's chunks of an unfilled Megatron model, every parameter set to NaN, and their mesh."""
-    mesh = make_mesh(layout)
+def megatron(
+    spec: ModelSpec, layout: LayoutConfig, head: Head, dtype: str = "float32"
+) -> tuple[list[Any], Mesh]:
+    """This rank's chunks of an unfilled Megatron model, every parameter set to NaN, and their
+    mesh."""
+    mesh = mesh_of(layout)
     section = ActorConfig(layout=layout)
     model = ModelConfig(path="unread", dtype=dtype, attention="sdpa")  # type: ignore[arg-type]
     seed_megatron(mesh)
-    chunks = build_model(spec, transformer_config(spec, model, section), mesh, head, attention="sdpa")
+    chunks = build_model(
+        spec, transformer_config(spec, model, section), mesh, head, attention="sdpa"
+    )
     with torch.no_grad():
         for chunk in chunks:
             for parameter in chunk.parameters():
                 parameter.fill_(float("nan"))
     return chunks, mesh
+
+
+_MESHES: dict[Any, Mesh] = {}
+
+
+def mesh_of(layout: LayoutConfig) -> Mesh:
+    """A mesh once per layout of a world: gloo's threads outlive its groups, and the models of all
+    families together would have thousands of them."""
+    key = (dist.group.WORLD, layout)
+    if key not in _MESHES:
+        _MESHES[key] = make_mesh(layout)
+    return _MESHES[key]
 
 
 def seed_megatron(mesh: Mesh) -> None:
@@ -105,8 +150,14 @@ def forward(chunk: Any, ids: torch.Tensor) -> torch.Tensor:
 
     starts = torch.tensor([0, len(ids)], dtype=torch.int32)
     packed = PackedSeqParams(
-        qkv_format="thd", cu_seqlens_q=starts, cu_seqlens_kv=starts, max_seqlen_q=len(ids), max_seqlen_kv=len(ids)
+        qkv_format="thd",
+        cu_seqlens_q=starts,
+        cu_seqlens_kv=starts,
+        max_seqlen_q=len(ids),
+        max_seqlen_kv=len(ids),
     )
     chunk.eval()
-    output: torch.Tensor = chunk(ids[None], torch.arange(len(ids))[None], None, packed_seq_params=packed)
+    output: torch.Tensor = chunk(
+        ids[None], torch.arange(len(ids))[None], None, packed_seq_params=packed
+    )
     return output[0]

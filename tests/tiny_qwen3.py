@@ -4,7 +4,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from vapo_megatron.engines.weight_sync.session import WeightSync
 
@@ -22,10 +28,13 @@ SIZES: dict[str, Any] = dict(
     bos_token_id=0,
     eos_token_id=EOS,
     pad_token_id=2,
-    # Large enough that two seeds, two layers, two heads or two experts give clearly different log-probs.
+    # Large enough that two seeds, two layers, two heads or two experts give clearly different
+    # log-probs.
     initializer_range=0.1,
 )
-EXPERTS: dict[str, Any] = dict(moe_intermediate_size=48, num_experts=6, num_experts_per_tok=2, norm_topk_prob=True)
+EXPERTS: dict[str, Any] = dict(
+    moe_intermediate_size=48, num_experts=6, num_experts_per_tok=2, norm_topk_prob=True
+)
 
 
 def make_model(seed: int, **changes: Any) -> Qwen3ForCausalLM:
@@ -41,7 +50,9 @@ def make_moe(seed: int, **changes: Any) -> Qwen3MoeForCausalLM:
 
 
 @torch.no_grad()
-def token_logprobs(model: PreTrainedModel, tokens: list[int], temperature: float = 1.0) -> list[float]:
+def token_logprobs(
+    model: PreTrainedModel, tokens: list[int], temperature: float = 1.0
+) -> list[float]:
     """Log-prob of every token but the first, given those before it."""
     logits = model(torch.tensor([tokens])).logits[0, :-1] / temperature
     return logits.log_softmax(-1).gather(1, torch.tensor(tokens[1:])[:, None])[:, 0].tolist()
@@ -64,5 +75,8 @@ def chosen_experts(model: Qwen3MoeForCausalLM, tokens: list[int]) -> torch.Tenso
 def largest_difference(
     sync: WeightSync, sequences: Sequence[Sequence[int]], expected: Sequence[Sequence[float]]
 ) -> float:
-    """Of log-probs that an engine gives the tokens of sequences from those expected, the largest of all engines."""
-    return max(found.largest for found in sync.logprob_differences(sequences, expected, 1.0).values())
+    """Of log-probs that an engine gives the tokens of sequences from those expected, the largest of
+    all engines."""
+    return max(
+        found.largest for found in sync.logprob_differences(sequences, expected, 1.0).values()
+    )

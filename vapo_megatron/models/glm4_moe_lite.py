@@ -1,0 +1,60 @@
+"""GLM-4.7-Flash: DeepSeek-V3's latent attention and experts with GLM-4.5's sizes."""
+
+from typing import Any
+
+from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
+
+from vapo_megatron.config.tiny_model import TinyModel
+from vapo_megatron.models.deepseek_v3 import LatentConfig, features, tiny_latent
+from vapo_megatron.models.family import Family, refuse_unless
+from vapo_megatron.models.spec import Layer
+
+
+class Config(LatentConfig):
+    """GLM-4.7-Flash's. Which layers are dense is a list (transformers), or a number of first ones
+    (the published file)."""
+
+    rms_norm_eps: PositiveFloat = 1e-5
+    q_lora_rank: PositiveInt | None = 768
+    qk_nope_head_dim: PositiveInt = 192
+    v_head_dim: PositiveInt = 256
+    num_experts_per_tok: PositiveInt = 4
+    n_shared_experts: NonNegativeInt | None = 1
+    routed_scaling_factor: PositiveFloat = 1.8
+    first_k_dense_replace: NonNegativeInt | None = None
+    mlp_layer_types: list[str] | None = None
+
+
+def layers(config: Config) -> tuple[Layer, ...]:
+    """Dense layers, then layers with experts."""
+    listed = config.mlp_layer_types
+    dense_layers = 1 if config.first_k_dense_replace is None else config.first_k_dense_replace
+    if listed is not None:
+        dense_layers = listed.count("dense")
+        sparse_layers = config.num_hidden_layers - dense_layers
+        refuse_unless(
+            listed == ["dense"] * dense_layers + ["sparse"] * sparse_layers,
+            "mlp_layer_types",
+            listed,
+            f"{config.num_hidden_layers} of 'dense' and then 'sparse': dense layers come first",
+        )
+    return config.dense_then_sparse(dense_layers)
+
+
+def tiny(shape: TinyModel) -> dict[str, Any]:
+    """The first layer dense, if there are several."""
+    dense_layers = min(1, shape.layers - 1)
+    kinds = ["dense"] * dense_layers + ["sparse"] * (shape.layers - dense_layers)
+    return tiny_latent(shape) | {"mlp_layer_types": kinds, "first_k_dense_replace": dense_layers}
+
+
+FAMILY = Family(
+    "glm4_moe_lite",
+    "Glm4MoeLite",
+    Config,
+    layers,
+    features,
+    tiny,
+    # On GPUs SGLang would count the shared expert among those that a token chose.
+    engine={"disable_shared_experts_fusion": True},
+)

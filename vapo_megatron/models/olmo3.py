@@ -1,0 +1,86 @@
+"""OLMo 3: norms after attention and MLP alone, norms over all heads of queries and keys,
+windows."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, Literal
+
+from pydantic import PositiveFloat, PositiveInt
+
+from vapo_megatron.models.family import DecoderConfig, Family, refuse_unless
+from vapo_megatron.models.parts import LAYER, gated_mlp, norm, self_attention
+from vapo_megatron.models.rotary import BadConfig, Rotary, read_rope, rope_parameters
+from vapo_megatron.models.spec import GatedMlp, Layer, SelfAttention
+
+LayerType = Literal["sliding_attention", "full_attention"]
+_WINDOWED = 4  # the last of so many layers has no window, where the file does not say
+
+
+class Config(DecoderConfig):
+    """layer_types names the layers with a window; these never scale their rotary embedding."""
+
+    rms_norm_eps: PositiveFloat = 1e-5
+    sliding_window: PositiveInt | None = 4096
+    layer_types: list[LayerType] | None = None
+
+
+def layers(config: Config) -> tuple[Layer, ...]:
+    """With a window and without."""
+    count = config.num_hidden_layers
+    types: list[LayerType] = config.layer_types or [
+        "full_attention" if (layer + 1) % _WINDOWED == 0 else "sliding_attention"
+        for layer in range(count)
+    ]
+    refuse_unless(len(types) == count, "layer_types", types, f"one for each of {count} layers")
+    full = config.self_attention(qk_norm="all")
+    local = replace(full, window=config.sliding_window, rotary=_local_rotary(config, full))
+    kinds = {"full_attention": _layer(config, full), "sliding_attention": _layer(config, local)}
+    return tuple(kinds[kind] for kind in types)
+
+
+def _local_rotary(config: Config, full: SelfAttention) -> Rotary | None:
+    if full.rotary is None or "sliding_attention" not in rope_parameters(config.raw):
+        return None if full.rotary is None else replace(full.rotary, scaling=None)
+    theta, scaling = read_rope(config.raw, "sliding_attention")
+    return Rotary(theta, full.head_dim, scaling)
+
+
+def _layer(config: Config, attention: SelfAttention) -> Layer:
+    hidden = config.hidden_size
+    rules = (
+        *self_attention(hidden, attention),
+        norm("self_attn_bda.norm", LAYER + "post_attention_layernorm", hidden),
+        *gated_mlp(hidden, config.intermediate_size),
+        norm("mlp_bda.norm", LAYER + "post_feedforward_layernorm", hidden),
+    )
+    mlp = GatedMlp(config.intermediate_size)
+    return Layer(attention, mlp, rules, norm_before=False, norm_after=True)
+
+
+def engine_config(config: dict[str, Any]) -> dict[str, Any]:
+    """With flat rotary settings, those of layers without a window. SGLang reads no others, and
+    scales layers with a window never."""
+    parameters = rope_parameters(config)
+    full, local = (parameters.get(kind) for kind in ("full_attention", "sliding_attention"))
+    if not isinstance(full, Mapping):
+        return config
+    theta, _ = read_rope(config)
+    local_theta, local_scaling = read_rope(config, "sliding_attention")
+    if isinstance(local, Mapping) and (local_theta != theta or local_scaling is not None):
+        raise BadConfig(
+            f"rope_parameters of sliding_attention are {dict(local)}, expected rope_theta "
+            f"{theta:g} without scaling, as SGLang has one base: choose another checkpoint"
+        )
+    scaling = {key: value for key, value in full.items() if key != "rope_theta"}
+    flat = {"rope_theta": theta, "rope_scaling": scaling}
+    if scaling.get("rope_type", "default") == "default":
+        flat["rope_scaling"] = None
+    return {key: value for key, value in config.items() if key != "rope_parameters"} | flat
+
+
+def tiny(shape: Any) -> dict[str, Any]:
+    """With a window that a short text leaves."""
+    return {"sliding_window": 16}
+
+
+FAMILY = Family("olmo3", "Olmo3", Config, layers, tiny=tiny, engine_config=engine_config)

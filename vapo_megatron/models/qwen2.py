@@ -1,0 +1,21 @@
+"""Qwen2 and Qwen2.5: biases on query, key and value."""
+
+from vapo_megatron.models.family import DecoderConfig, Family
+from vapo_megatron.models.parts import decoder_layer
+from vapo_megatron.models.spec import GatedMlp, Layer
+
+
+class Config(DecoderConfig):
+    """Its biases are always there: attention_bias, which some files have, says nothing."""
+
+    attention_bias: bool = True
+
+
+def layers(config: Config) -> tuple[Layer, ...]:
+    """All alike."""
+    attention = config.self_attention(qkv_bias=True)
+    layer = decoder_layer(config.hidden_size, attention, GatedMlp(config.intermediate_size))
+    return config.num_hidden_layers * (layer,)
+
+
+FAMILY = Family("qwen2", "Qwen2", Config, layers, tiny=lambda shape: {})

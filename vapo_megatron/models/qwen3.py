@@ -1,0 +1,23 @@
+"""Qwen3, dense: norms on queries and keys, no biases, an explicit head size."""
+
+from pydantic import PositiveInt
+
+from vapo_megatron.models.family import DecoderConfig, Family
+from vapo_megatron.models.parts import decoder_layer
+from vapo_megatron.models.spec import GatedMlp, Layer
+
+
+class Config(DecoderConfig):
+    """Qwen3's."""
+
+    head_dim: PositiveInt | None = 128
+
+
+def layers(config: Config) -> tuple[Layer, ...]:
+    """All alike."""
+    attention = config.self_attention(qk_norm="head")
+    layer = decoder_layer(config.hidden_size, attention, GatedMlp(config.intermediate_size))
+    return config.num_hidden_layers * (layer,)
+
+
+FAMILY = Family("qwen3", "Qwen3", Config, layers)
