@@ -1,9 +1,11 @@
-"""Damaged directories and full disks end in one line that names the tensor or the file, on every rank."""
+"""Damaged directories and full disks end in one line that names the tensor or the file, on every
+rank."""
 
 import json
 import resource
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,9 +14,9 @@ from ranks import run_ranks
 
 from vapo_megatron.config.model import LayoutConfig
 from vapo_megatron.errors import BadInput
+from vapo_megatron.models.registry import read_spec
 from vapo_megatron.weights.export import save_hf
-from vapo_megatron.weights.load import load_hf
-from vapo_megatron.weights.spec import read_spec
+from vapo_megatron.weights.load import check_weights, load_hf
 
 UP = "model.layers.2.mlp.up_proj.weight"
 
@@ -24,7 +26,9 @@ def _drop(path: Path) -> None:
 
 
 def _add(path: Path) -> None:
-    write_tensors(path, lambda tensors: tensors.update({"model.layers.4.mlp.up_proj.weight": torch.ones(1)}))
+    write_tensors(
+        path, lambda tensors: tensors.update({"model.layers.4.mlp.up_proj.weight": torch.ones(1)})
+    )
 
 
 def _reshape(path: Path) -> None:
@@ -88,7 +92,11 @@ CASES: list[tuple[Callable[[Path], None], str, list[str]]] = [
     (_reshape, "1GB", [UP, "[48, 31], expected [48, 32]"]),
     (_quantise, "1GB", [UP, "dtype I8, expected one of"]),
     (_nan, "1GB", [UP, "holds NaN or infinity"]),
-    (_untie, "1GB", ["lm_head.weight is not model.embed_tokens.weight", "tie_word_embeddings to false"]),
+    (
+        _untie,
+        "1GB",
+        ["lm_head.weight is not model.embed_tokens.weight", "tie_word_embeddings to false"],
+    ),
     (_truncate, "1GB", ["model.safetensors: truncated"]),
     (_no_weights, "1GB", ["neither model.safetensors nor model.safetensors.index.json"]),
     (_drop_shard, "20KB", ["model-00002-of-", "no such file"]),
@@ -96,6 +104,22 @@ CASES: list[tuple[Callable[[Path], None], str, list[str]]] = [
     (_misplace, "20KB", [UP, "model-00001-of-"]),
     (_spoil_index, "20KB", ["index.json: no readable weight_map"]),
 ]
+
+
+def test_fused_experts_are_called_so(tmp_path: Path) -> None:
+    source = write_model(tmp_path / "model", "qwen3_moe")
+
+    def fuse(held: dict[str, Any]) -> None:
+        experts = "model.layers.0.mlp.experts."
+        parts = {name: held.pop(name) for name in list(held) if name.startswith(experts)}
+        held[experts + "down_proj"] = torch.stack(
+            [tensor for name, tensor in parts.items() if "down" in name]
+        )
+
+    write_tensors(source, fuse)
+    with pytest.raises(BadInput, match=r"its experts are fused, \S+experts.down_proj is one") as at:
+        check_weights(source, read_spec(source), "lm")
+    assert "save_original_format=True" in str(at.value) and "fetch" not in str(at.value)
 
 
 def load_refusals(sources: list[Path]) -> list[str]:
@@ -112,7 +136,9 @@ def load_refusals(sources: list[Path]) -> list[str]:
 def test_damaged_weights_are_named_alike_on_every_rank(tmp_path: Path) -> None:
     sources = []
     for damage, max_shard_size, _ in CASES:
-        sources.append(write_model(tmp_path / damage.__name__, "qwen2", max_shard_size=max_shard_size))
+        sources.append(
+            write_model(tmp_path / damage.__name__, "qwen2", max_shard_size=max_shard_size)
+        )
         damage(sources[-1])
     first, second = run_ranks(2, load_refusals, sources)
     assert first == second
@@ -174,7 +200,8 @@ def save_over_something_else(source: Path, out: Path) -> str:
 
 
 def test_a_directory_that_is_no_model_is_not_replaced(tmp_path: Path) -> None:
-    source, out = write_model(tmp_path / "source", "qwen3"), tmp_path / "thesis"
+    source = write_model(tmp_path / "source", "qwen3")
+    out = tmp_path / "thesis"
     out.mkdir()
     (out / "chapter1.tex").write_text("...")
     (message,) = run_ranks(1, save_over_something_else, source, out)

@@ -1,6 +1,7 @@
 """What cannot be converted is named in one line, and nothing is left of it."""
 
 import json
+import os
 import pickle
 import resource
 import shutil
@@ -33,6 +34,10 @@ def _mix(path: Path) -> None:
     write_tensors(path, lambda tensors: tensors.update({UP: tensors[UP].double()}))
 
 
+def _nan(path: Path) -> None:
+    write_tensors(path, lambda tensors: tensors[UP][0, 0].fill_(float("nan")))
+
+
 def _truncate(path: Path) -> None:
     file = path / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
@@ -63,9 +68,10 @@ def _drop_layer(path: Path) -> None:
 
 
 def _reshape(path: Path) -> None:
-    card = json.loads((path / "model.json").read_text())
-    card["spec"]["ffn_size"] += 1
-    (path / "model.json").write_text(json.dumps(card))
+    file = path / "hf" / "config.json"
+    config = json.loads(file.read_text())
+    config["intermediate_size"] += 1
+    file.write_text(json.dumps(config))
 
 
 def _truncate_part(path: Path) -> None:
@@ -112,6 +118,7 @@ FROM_HF = [
     (_add, ["tensor other is not known"]),
     (_mix, ["float64", "give --dtype"]),
     (_truncate, ["model.safetensors", "truncated"]),
+    (_nan, [f"tensor {UP} holds NaN or infinity"]),
     (_family, ["'gpt2', expected one of"]),
     (_gone, ["no such directory"]),
 ]
@@ -119,7 +126,7 @@ FROM_MEGATRON = [
     (_drop_key, [FC1, "is missing"]),
     (_add_key, ["key other is not known"]),
     (_drop_layer, [FC1, "not there in full"]),
-    (_reshape, ["has shape", "by model.json"]),
+    (_reshape, ["has shape", "by hf/config.json"]),
     (_truncate_part, ["__1_0.distcp: truncated"]),
     (_drop_part, ["__1_0.distcp: no such file"]),
     (_overwrite_part, ["damaged"]),
@@ -148,7 +155,9 @@ def test_a_damaged_directory_is_refused(
     assert_refused(sound[0], tmp_path, damage, told, hf_to_megatron)
 
 
-@pytest.mark.parametrize(("damage", "told"), FROM_MEGATRON, ids=lambda x: getattr(x, "__name__", ""))
+@pytest.mark.parametrize(
+    ("damage", "told"), FROM_MEGATRON, ids=lambda x: getattr(x, "__name__", "")
+)
 def test_a_damaged_checkpoint_is_refused(
     sound: tuple[Path, Path], tmp_path: Path, damage: Callable[[Path], None], told: list[str]
 ) -> None:
@@ -156,7 +165,11 @@ def test_a_damaged_checkpoint_is_refused(
 
 
 def assert_refused(
-    sound: Path, tmp_path: Path, damage: Callable[[Path], None], told: list[str], convert: Callable[..., object]
+    sound: Path,
+    tmp_path: Path,
+    damage: Callable[[Path], None],
+    told: list[str],
+    convert: Callable[..., object],
 ) -> None:
     source = tmp_path / "source"
     shutil.copytree(sound, source)
@@ -204,3 +217,23 @@ def test_a_full_disk_leaves_nothing(sound: tuple[Path, Path], tmp_path: Path, to
     assert message.startswith(f"{out}: cannot be written (")
     assert "\n" not in message
     assert not list(tmp_path.iterdir())
+
+
+class _RunsCode:
+    """Pickled, it asks whoever unpickles it to make a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return os.mkdir, (str(self.folder),)
+
+
+def test_a_checkpoints_metadata_runs_no_code(sound: tuple[Path, Path], tmp_path: Path) -> None:
+    folder = tmp_path / "bare"
+    shutil.copytree(sound[1], folder)
+    made = tmp_path / "made by a pickle"
+    _change_metadata(folder, lambda m: m.state_dict_metadata.update(other=_RunsCode(made)))
+    with pytest.raises(BadInput, match=r"\.metadata: .*names posix\.mkdir"):
+        megatron_to_hf(folder, tmp_path / "hf", Silent())
+    assert not made.exists()

@@ -1,4 +1,5 @@
-"""The critic from a policy, from a reward model and from a value model of our own; and out again."""
+"""The critic from a policy, from a reward model and from a value model of our own; and out
+again."""
 
 from pathlib import Path
 from typing import Any
@@ -7,19 +8,22 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from hf_models import CLASSES, VOCAB, forward, megatron, read_tensors, write_model, write_tensors
+from family_table import FAMILIES
+from hf_models import VOCAB, forward, megatron, read_tensors, write_model, write_tensors
 from ranks import run_ranks
 
 from vapo_megatron.config.model import LayoutConfig
 from vapo_megatron.errors import BadInput
+from vapo_megatron.models.registry import read_spec
 from vapo_megatron.weights.export import save_hf
 from vapo_megatron.weights.load import load_hf
-from vapo_megatron.weights.spec import read_spec
 
 IDS = torch.randint(0, VOCAB, (20,), generator=torch.Generator().manual_seed(3))
 
 
-def head_of(layout: LayoutConfig, source: Path, options: dict[str, Any]) -> tuple[np.ndarray, np.ndarray] | None:
+def head_of(
+    layout: LayoutConfig, source: Path, options: dict[str, Any]
+) -> tuple[np.ndarray, np.ndarray] | None:
     """Weight and bias of the value head, on the ranks that have one."""
     spec = read_spec(source)
     chunks, mesh = megatron(spec, layout, "value")
@@ -40,7 +44,7 @@ def values(source: Path, value_head: str) -> np.ndarray:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_new_head_on_a_policy_is_zero_or_the_same_small_noise_on_every_rank(tmp_path: Path, tied: bool) -> None:
+def test_new_head_is_zero_or_the_same_noise_on_every_rank(tmp_path: Path, tied: bool) -> None:
     policy = write_model(tmp_path / "policy", "qwen2", tie_word_embeddings=tied)
     layout = LayoutConfig(tp=2, pp=2)
     heads = [head for head in run_ranks(4, head_of, layout, policy, {}) if head is not None]
@@ -53,14 +57,17 @@ def test_a_new_head_on_a_policy_is_zero_or_the_same_small_noise_on_every_rank(tm
     assert not heads[0][1].any()
 
 
-@pytest.mark.parametrize("family", sorted(CLASSES))
+@pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_a_reward_model_gives_its_own_scores(tmp_path: Path, family: str) -> None:
-    source = write_model(tmp_path / "reward", family, task="SequenceClassification", num_labels=1, pad_token_id=0)
+    source = write_model(
+        tmp_path / "reward", family, task="SequenceClassification", num_labels=1, pad_token_id=0
+    )
     model = transformers.AutoModelForSequenceClassification.from_pretrained(source)
     with torch.no_grad():
         expected = model.score(model.model(IDS[None]).last_hidden_state)[0, :, 0]
     (got,) = run_ranks(1, values, source, "saved")
-    torch.testing.assert_close(torch.from_numpy(got), expected, rtol=1e-5, atol=1e-5)
+    near = FAMILIES[family].logits
+    torch.testing.assert_close(torch.from_numpy(got), expected, rtol=near, atol=near)
 
 
 def test_a_reward_models_head_may_carry_a_prefix_and_a_bias(tmp_path: Path) -> None:
@@ -72,7 +79,9 @@ def test_a_reward_models_head_may_carry_a_prefix_and_a_bias(tmp_path: Path) -> N
         tensors["base.score.bias"] = torch.tensor([0.5])
 
     write_tensors(source, rename)
-    ((got_weight, got_bias),) = run_ranks(1, head_of, LayoutConfig(), source, {"value_head": "saved"})  # type: ignore[misc]
+    ((got_weight, got_bias),) = run_ranks(
+        1, head_of, LayoutConfig(), source, {"value_head": "saved"}
+    )  # type: ignore[misc]
     assert np.array_equal(got_weight, weight.numpy())
     assert got_bias.tolist() == [0.5]
 
@@ -84,36 +93,52 @@ def resave(layout: LayoutConfig, source: Path, out: Path) -> None:
     save_hf(chunks, spec, mesh, "value", source, out)
 
 
-@pytest.mark.parametrize("family", sorted(CLASSES))
+@pytest.mark.parametrize("family", sorted(FAMILIES))
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_value_model_is_saved_as_transformers_loads_it(tmp_path: Path, family: str, tied: bool) -> None:
+def test_a_value_model_is_saved_as_transformers_loads_it(
+    tmp_path: Path, family: str, tied: bool
+) -> None:
     source = write_model(
-        tmp_path / "value", family, task="TokenClassification", num_labels=1, tie_word_embeddings=tied, seed=4
+        tmp_path / "value",
+        family,
+        task="TokenClassification",
+        num_labels=1,
+        tie_word_embeddings=tied,
+        seed=4,
     )
     (source / "generation_config.json").write_text("{}")
     out = tmp_path / "out"
     run_ranks(2, resave, LayoutConfig(tp=2), source, out)
-    before, after = read_tensors(source), read_tensors(out)
+    before = read_tensors(source)
+    after = read_tensors(out)
     assert after.keys() == before.keys()
     assert all(torch.equal(after[name], before[name]) for name in before)
     assert not (out / "generation_config.json").exists()
-    model, loading = transformers.AutoModelForTokenClassification.from_pretrained(out, output_loading_info=True)
+    model, loading = transformers.AutoModelForTokenClassification.from_pretrained(
+        out, output_loading_info=True
+    )
     assert not any(loading[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     with torch.no_grad():
         expected = model.eval()(IDS[None]).logits[0, :, 0]
     (got,) = run_ranks(1, values, out, "saved")
-    torch.testing.assert_close(torch.from_numpy(got), expected, rtol=1e-5, atol=1e-5)
+    near = FAMILIES[family].logits
+    torch.testing.assert_close(torch.from_numpy(got), expected, rtol=near, atol=near)
 
 
 @pytest.mark.parametrize(
     ("task", "options", "value_head", "told"),
     [
-        ("SequenceClassification", {"num_labels": 2}, "saved", "score.weight has 2 rows and config.json"),
+        (
+            "SequenceClassification",
+            {"num_labels": 2},
+            "saved",
+            "score.weight has 2 rows and config.json",
+        ),
         ("CausalLM", {}, "saved", "0 tensors named score.weight, expected one"),
         ("SequenceClassification", {"num_labels": 1}, "new", "tensor score.weight is not known"),
     ],
 )
-def test_a_directory_without_the_head_that_is_asked_for_is_refused(
+def test_directory_without_the_requested_head_is_refused(
     tmp_path: Path, task: str, options: dict[str, Any], value_head: str, told: str
 ) -> None:
     source = write_model(tmp_path / "model", "qwen3", task=task, **options)

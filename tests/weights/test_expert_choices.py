@@ -1,4 +1,5 @@
-"""Routed experts as a server sends them: those of a router that chose are read, anything else is refused in words."""
+"""Routed experts as a server sends them: those of a router that chose are read, anything else is
+refused in words."""
 
 import numpy as np
 import pytest
@@ -8,7 +9,9 @@ from vapo_megatron.weights.routed_experts import ExpertChoices
 
 
 @pytest.mark.parametrize(("experts", "dtype"), [(256, torch.uint8), (257, torch.int16)])
-def test_they_come_in_the_smallest_type_that_holds_every_expert(experts: int, dtype: torch.dtype) -> None:
+def test_they_come_in_the_smallest_type_that_holds_every_expert(
+    experts: int, dtype: torch.dtype
+) -> None:
     generator = torch.Generator().manual_seed(1)
     sent = torch.rand(50, 3, experts, generator=generator).topk(4).indices
     sent[0, 0] = torch.tensor([experts - 1, 0, 1, 2])

@@ -8,18 +8,18 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hf_models import VOCAB, megatron, read_tensors, write_model
+from hf_models import megatron, read_tensors, write_model
 from ranks import run_ranks
+from specs import spec_of
 
 from vapo_megatron.config.model import LayoutConfig
+from vapo_megatron.models.registry import FAMILIES, read_spec
+from vapo_megatron.models.rules import Rule
 from vapo_megatron.weights import export, gather
 from vapo_megatron.weights.bucket import DeviceSlots, SharedSlots, checksum, lay_out, pack
 from vapo_megatron.weights.export import make_slots, stream_hf
-from vapo_megatron.weights.families import EMBEDDING, FAMILIES, FINAL_NORM
 from vapo_megatron.weights.load import load_hf
 from vapo_megatron.weights.mapping import entries
-from vapo_megatron.weights.rules import Rule
-from vapo_megatron.weights.spec import ModelSpec, read_spec
 
 LAYOUTS = [LayoutConfig(), LayoutConfig(tp=2), LayoutConfig(pp=2), LayoutConfig(tp=2, pp=2)]
 LIMIT = 20_000  # bytes: no parameter is larger, and the model is several times as large
@@ -55,7 +55,9 @@ def streams(model_dir: Path, layout: LayoutConfig) -> dict[str, list[tuple[str, 
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.describe(layout.model_size))
-def test_names_order_and_bytes_are_those_of_the_checkpoint(model_dir: Path, layout: LayoutConfig) -> None:
+def test_names_order_and_bytes_are_those_of_the_checkpoint(
+    model_dir: Path, layout: LayoutConfig
+) -> None:
     expected = {name: digest(tensor) for name, tensor in read_tensors(model_dir).items()}
     order = [name for entry in entries(read_spec(model_dir), "lm") for name in entry.hf]
     for answer in run_ranks(layout.model_size, streams, model_dir, layout):
@@ -65,7 +67,8 @@ def test_names_order_and_bytes_are_those_of_the_checkpoint(model_dir: Path, layo
 
 
 def live_bytes(shards: set[int]) -> int:
-    """Bytes of all storages on the CPU that a tensor holds, but for those that were there at gc.freeze().
+    """Bytes of all storages on the CPU that a tensor holds, but for those that were there at
+    gc.freeze().
 
     shards: addresses of the parameters, of which the copying thread may hold a view at any moment.
     """
@@ -77,12 +80,18 @@ def live_bytes(shards: set[int]) -> int:
     return sum(nbytes for address, nbytes in storages.items() if address not in shards)
 
 
-def most_bytes_beyond_the_shards(model_dir: Path, layout: LayoutConfig, limit: int, shared: bool) -> int:
+def most_bytes_beyond_the_shards(
+    model_dir: Path, layout: LayoutConfig, limit: int, shared: bool
+) -> int:
     spec = read_spec(model_dir)
     chunks, mesh = megatron(spec, layout, "lm")
     load_hf(chunks, spec, model_dir, mesh, "lm")
     slots = make_slots(CPU) if shared else DeviceSlots(CPU)
-    shards = {parameter.untyped_storage().data_ptr() for chunk in chunks for parameter in chunk.parameters()}
+    shards = {
+        parameter.untyped_storage().data_ptr()
+        for chunk in chunks
+        for parameter in chunk.parameters()
+    }
     most = 0
     gc.collect()
     gc.freeze()
@@ -103,62 +112,48 @@ def most_bytes_beyond_the_shards(model_dir: Path, layout: LayoutConfig, limit: i
 
 
 @pytest.mark.parametrize("shared", [True, False], ids=["shared", "gathered"])
-def test_no_rank_holds_more_than_two_buckets_beyond_its_shards(tmp_path: Path, shared: bool) -> None:
+def test_no_rank_holds_more_than_two_buckets_beyond_its_shards(
+    tmp_path: Path, shared: bool
+) -> None:
     model_dir = write_model(tmp_path, "qwen2", num_hidden_layers=16, vocab_size=64)
     spec = read_spec(model_dir)
-    largest = 4 * max(entry.rule.count(spec) for entry in entries(spec, "lm"))
+    largest = 4 * max(entry.rule.count() for entry in entries(spec, "lm"))
     limit = export.PIECES * largest
     assert 4 * spec.parameter_count() > 2 * limit, "the stream would not fill two buckets"
-    for most in run_ranks(4, most_bytes_beyond_the_shards, model_dir, LayoutConfig(tp=2, pp=2), limit, shared):
+    for most in run_ranks(
+        4, most_bytes_beyond_the_shards, model_dir, LayoutConfig(tp=2, pp=2), limit, shared
+    ):
         assert limit < most <= 2 * limit, f"{most / limit:.2f} buckets"
 
 
 def rules() -> list[tuple[str, Rule]]:
     found = {
-        (family, rule.megatron): rule
-        for family, table in FAMILIES.items()
-        for rule in (EMBEDDING, *table.layer, *table.expert, FINAL_NORM)
+        (family, entry.rule.megatron): entry.rule
+        for family in FAMILIES
+        for entry in entries(spec_of(family), "lm")
     }
     return [(f"{family}:{name}", rule) for (family, name), rule in found.items()]
-
-
-SPEC = ModelSpec(
-    family="qwen3_moe",
-    num_layers=1,
-    hidden_size=12,
-    num_heads=8,
-    num_kv_heads=4,
-    head_dim=2,
-    ffn_size=8,
-    vocab_size=VOCAB,
-    tied=False,
-    qkv_bias=True,
-    qk_norm=True,
-    rms_norm_eps=1e-6,
-    rope_theta=1e4,
-    rope_scaling=None,
-    max_position_embeddings=8,
-    dtype="float32",
-    num_experts=2,
-    experts_per_token=1,
-    expert_ffn_size=6,
-)
 
 
 @pytest.mark.parametrize("tp_size", [1, 2, 4])
 @pytest.mark.parametrize("rule", [rule for _, rule in rules()], ids=[name for name, _ in rules()])
 def test_shards_fill_their_places_whatever_their_order(rule: Rule, tp_size: int) -> None:
     """The inverse of to_shard; every element is written."""
-    wholes = [torch.randn(shape) for shape in rule.hf_shapes(SPEC)]
-    shards = [rule.to_shard(wholes, SPEC, rank, tp_size) for rank in range(tp_size)]
+    wholes = [torch.randn(shape) for shape in rule.hf_shapes()]
+    shards = [rule.to_shard(wholes, rank, tp_size) for rank in range(tp_size)]
     filled = [torch.full_like(whole, torch.nan) for whole in wholes]
     for rank in reversed(range(tp_size)):
-        rule.place(shards[rank], filled, SPEC, rank, tp_size)
+        rule.place(shards[rank], filled, rank, tp_size)
     assert all(torch.equal(a, b) for a, b in zip(filled, wholes, strict=True))
 
 
 def test_a_checksum_tells_any_changed_byte_and_exchanged_words() -> None:
-    for dtype, count in ((torch.float32, 33), (torch.bfloat16, 7), (torch.int8, 3), (torch.float8_e4m3fn, 21)):
+    for dtype, count in (
+        (torch.float32, 33),
+        (torch.bfloat16, 7),
+        (torch.int8, 3),
+        (torch.float8_e4m3fn, 21),
+    ):
         tensor = torch.randint(0, 255, (count * dtype.itemsize,), dtype=torch.uint8).view(dtype)
         expected = checksum(tensor)
         for byte in range(tensor.nbytes):
@@ -168,11 +163,16 @@ def test_a_checksum_tells_any_changed_byte_and_exchanged_words() -> None:
 
 
 def test_places_do_not_overlap_and_can_be_viewed_as_any_dtype() -> None:
-    tensors = [("a", torch.randn(3).to(torch.bfloat16)), ("b", torch.randn(2, 5)), ("c", torch.tensor(1.0).double())]
+    tensors = [
+        ("a", torch.randn(3).to(torch.bfloat16)),
+        ("b", torch.randn(2, 5)),
+        ("c", torch.tensor(1.0).double()),
+    ]
     places, size = lay_out((name, tensor.dtype, tensor.shape) for name, tensor in tensors)
     ends = [place.start for place in places[1:]] + [size]
     assert all(
-        place.start % 16 == 0 and place.start + place.nbytes <= end for place, end in zip(places, ends, strict=True)
+        place.start % 16 == 0 and place.start + place.nbytes <= end
+        for place, end in zip(places, ends, strict=True)
     )
     slots = SharedSlots()
     packed = pack(tensors, slots)

@@ -4,21 +4,26 @@ import math
 
 import pytest
 import torch
+from specs import spec_of
 
 from vapo_megatron.config.model import PrecisionConfig
 from vapo_megatron.config.rollout import RolloutConfig
 from vapo_megatron.engines.engine_limits import engine_fp8
 from vapo_megatron.errors import BadInput
 from vapo_megatron.weights.fp8 import BLOCK, FP8, BlockFp8, check_blocks, dequantize, quantize
-from vapo_megatron.weights.spec import ModelSpec
 
 SHAPES = [(256, 384), (128, 128), (200, 130), (1, 5), (128, 129)]
 
 
 def e4m3_values() -> list[float]:
-    """Every finite magnitude of e4m3fn: 4 exponent bits of bias 7, 3 mantissa bits, the highest code is NaN."""
+    """Every finite magnitude of e4m3fn: 4 exponent bits of bias 7, 3 mantissa bits, the highest
+    code is NaN."""
     subnormal = [mantissa / 8 * 2**-6 for mantissa in range(8)]
-    normal = [(1 + mantissa / 8) * 2.0 ** (exponent - 7) for exponent in range(1, 16) for mantissa in range(8)]
+    normal = [
+        (1 + mantissa / 8) * 2.0 ** (exponent - 7)
+        for exponent in range(1, 16)
+        for mantissa in range(8)
+    ]
     return (subnormal + normal)[:-1]
 
 
@@ -49,7 +54,9 @@ def test_values_and_scales_are_those_of_the_definition(shape: tuple[int, int]) -
     torch.testing.assert_close(scales, expected_scales, rtol=1e-6, atol=0)
     got = dequantize(values, scales)
     # Where a value lies in the middle of two, either is right: both are equally far.
-    torch.testing.assert_close((got - weight).abs(), (expected - weight).abs(), rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(
+        (got - weight).abs(), (expected - weight).abs(), rtol=1e-4, atol=1e-6
+    )
 
 
 def test_scales_that_are_powers_of_two_lose_no_value() -> None:
@@ -72,7 +79,8 @@ def test_a_block_of_zeros_stays_zero(power_of_two: bool) -> None:
 def test_weights_of_bfloat16_are_quantised_as_what_they_are() -> None:
     weight = torch.randn(128, 256).bfloat16()
     assert all(
-        torch.equal(a.float(), b.float()) for a, b in zip(quantize(weight), quantize(weight.float()), strict=True)
+        torch.equal(a.float(), b.float())
+        for a, b in zip(quantize(weight), quantize(weight.float()), strict=True)
     )
 
 
@@ -91,35 +99,34 @@ def test_weights_of_bfloat16_are_quantised_as_what_they_are() -> None:
     ],
 )
 def test_linear_layers_alone_are_quantised(name: str, covered: bool) -> None:
-    recipe = BlockFp8()
+    recipe = BlockFp8.of(spec_of("qwen3_moe" if "experts" in name else "qwen3"))
     assert recipe.covers(name) == covered
     [bucket] = recipe.convert([[(name, torch.randn(128, 128))]])
     assert [given for given, _ in bucket] == ([name, f"{name}_scale_inv"] if covered else [name])
 
 
 def test_an_engine_whose_ranks_would_cut_blocks_is_refused() -> None:
-    spec = ModelSpec(
-        family="qwen3",
-        num_layers=1,
+    spec = spec_of(
+        "qwen3",
+        num_hidden_layers=1,
         hidden_size=256,
-        num_heads=8,
-        num_kv_heads=2,
+        num_attention_heads=8,
+        num_key_value_heads=2,
         head_dim=64,
-        ffn_size=512,
-        vocab_size=64,
-        tied=False,
-        qkv_bias=False,
-        qk_norm=True,
-        rms_norm_eps=1e-6,
-        rope_theta=1e4,
-        rope_scaling=None,
-        max_position_embeddings=64,
-        dtype="bfloat16",
+        intermediate_size=512,
     )
     check_blocks(spec, 1)
     with pytest.raises(
-        BadInput, match=r"keys have 128 features, expected a multiple of 128 x 2, the GPUs of rollout\.tp=2"
+        BadInput,
+        match=r"keys have 128 features, expected a multiple of 128 x 2, the GPUs of rollout\.tp=2",
     ):
         check_blocks(spec, 2)
-    apart = {"tp": 2, "quantization": "fp8", "load_format": "dummy", "server_args": {"attn_dp_size": 2}}
-    assert engine_fp8(RolloutConfig.model_validate(apart), PrecisionConfig(), spec), "each GPU has whole heads"
+    apart = {
+        "tp": 2,
+        "quantization": "fp8",
+        "load_format": "dummy",
+        "server_args": {"attn_dp_size": 2},
+    }
+    assert engine_fp8(RolloutConfig.model_validate(apart), PrecisionConfig(), spec), (
+        "each GPU has whole heads"
+    )

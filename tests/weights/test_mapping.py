@@ -1,26 +1,30 @@
-"""Which parameter a rule governs: under local and fused names, wrapped or not; a model of another shape is refused."""
+"""Which parameter a rule governs: under local and fused names, wrapped or not; a model of another
+shape is refused."""
 
-import dataclasses
 from typing import Any
 
 import pytest
 import torch
-from test_rules import SPEC
+from specs import spec_of
 from torch.nn import Module, Parameter
 
 from vapo_megatron.errors import RunFailed
+from vapo_megatron.models.spec import ModelSpec
 from vapo_megatron.weights.mapping import FUSED_NAMES, entries, local_parameters
-from vapo_megatron.weights.spec import ModelSpec
+
+SPEC = spec_of("qwen2")
 
 
 class Stage(Module):
     """Parameters under Megatron's names; layers begin at `first` of the model."""
 
-    def __init__(self, spec: ModelSpec, names: dict[str, str], first: int, changed: dict[str, Any]) -> None:
+    def __init__(
+        self, spec: ModelSpec, names: dict[str, str], first: int, changed: dict[str, Any]
+    ) -> None:
         super().__init__()
         for entry in entries(spec, "lm"):
             local = names.get(entry.rule.megatron, entry.rule.megatron)
-            shape = changed.get(entry.rule.megatron, entry.rule.shard_shape(spec, 1))
+            shape = changed.get(entry.rule.megatron, entry.rule.shard_shape(1))
             if shape is not None:
                 prefix = "" if entry.layer is None else f"decoder.layers.{entry.layer}."
                 self._put(prefix + local, Parameter(torch.zeros(shape)))
@@ -55,7 +59,7 @@ def test_local_and_fused_names_are_the_same_parameters(fused: bool) -> None:
 
 
 def test_layers_are_counted_over_the_whole_model() -> None:
-    whole = dataclasses.replace(SPEC, num_layers=6)
+    whole = spec_of("qwen2", num_hidden_layers=6)
     found = local_parameters([Stage(SPEC, {}, 4, {})], whole, "lm", 1)
     assert {entry.layer for entry, _ in found} == {None, 4, 5}
 
@@ -63,7 +67,10 @@ def test_layers_are_counted_over_the_whole_model() -> None:
 @pytest.mark.parametrize(
     ("changed", "told"),
     [
-        ({"mlp.linear_fc1.weight": (41, 24)}, r"mlp\.linear_fc1\.weight: shape \[41, 24\], expected \[40, 24\]"),
+        (
+            {"mlp.linear_fc1.weight": (41, 24)},
+            r"mlp\.linear_fc1\.weight: shape \[41, 24\], expected \[40, 24\]",
+        ),
     ],
 )
 def test_a_model_of_another_shape_is_refused(changed: dict[str, Any], told: str) -> None:
@@ -72,6 +79,6 @@ def test_a_model_of_another_shape_is_refused(changed: dict[str, Any], told: str)
 
 
 def test_a_parameter_without_rule_is_refused() -> None:
-    without_bias = dataclasses.replace(SPEC, family="llama")
+    without_bias = spec_of("llama")
     with pytest.raises(RunFailed, match=r"linear_qkv\.bias: no rule of family llama"):
         local_parameters([Stage(SPEC, {}, 0, {})], without_bias, "lm", 1)

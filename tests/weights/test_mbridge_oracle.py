@@ -8,11 +8,13 @@ from hf_models import megatron, read_tensors, write_model
 from ranks import run_ranks
 
 from vapo_megatron.config.model import LayoutConfig
+from vapo_megatron.models.registry import read_spec
 from vapo_megatron.weights.load import load_hf
 from vapo_megatron.weights.mapping import FUSED_NAMES, local_parameters
-from vapo_megatron.weights.spec import read_spec
 
-pytest.importorskip("mbridge", reason="mbridge is not installed: pip install --no-deps mbridge==0.15.1")
+pytest.importorskip(
+    "mbridge", reason="mbridge is not installed: pip install --no-deps mbridge==0.15.1"
+)
 
 from mbridge import AutoBridge
 from mbridge.core.parallel_states import ParallelStates
@@ -26,9 +28,12 @@ def differences(layout: LayoutConfig, source: Path) -> list[str]:
     spec = read_spec(source)
     chunks, mesh = megatron(spec, layout, "lm", spec.dtype)
     load_hf(chunks, spec, source, mesh, "lm")
-    place = ParallelStates(tp_size=layout.tp, tp_rank=mesh.tp_rank, pp_size=layout.pp, vpp_size=layout.vpp or 1)
+    place = ParallelStates(
+        tp_size=layout.tp, tp_rank=mesh.tp_rank, pp_size=layout.pp, vpp_size=layout.vpp or 1
+    )
     bridge = AutoBridge.from_pretrained(str(source), parallel_states=place)
-    bridge.vocab_size, bridge.padded_vocab_size = spec.vocab_size, spec.padded_vocab_size(layout.tp)
+    bridge.vocab_size = spec.vocab_size
+    bridge.padded_vocab_size = spec.padded_vocab_size(layout.tp)
     tensors = read_tensors(source)
     wrong = []
     for entry, parameter in local_parameters(chunks, spec, "lm", mesh.tp_size):
@@ -36,7 +41,9 @@ def differences(layout: LayoutConfig, source: Path) -> list[str]:
         if entry.layer is not None:
             if not (spec.num_experts and name == "pre_mlp_layernorm.weight"):
                 name = FUSED.get(name, name)
-            name = f"decoder.layers.{entry.layer}.{name}{'' if entry.expert is None else entry.expert}"
+            name = (
+                f"decoder.layers.{entry.layer}.{name}{'' if entry.expert is None else entry.expert}"
+            )
         hf_names = bridge._weight_name_mapping_mcore_to_hf(name)
         whole = bridge._weight_to_mcore_format(name, [tensors[hf_name] for hf_name in hf_names])
         size, rank = (1, 0) if entry.expert is not None else (layout.tp, mesh.tp_rank)
@@ -46,14 +53,23 @@ def differences(layout: LayoutConfig, source: Path) -> list[str]:
     return wrong
 
 
-LAYOUTS = [(1, LayoutConfig()), (2, LayoutConfig(tp=2)), (4, LayoutConfig(tp=2, pp=2)), (2, LayoutConfig(ep=2))]
+LAYOUTS = [
+    (1, LayoutConfig()),
+    (2, LayoutConfig(tp=2)),
+    (4, LayoutConfig(tp=2, pp=2)),
+    (2, LayoutConfig(ep=2)),
+]
 
 
-# Untied and with a vocabulary that every layout divides: mbridge changes a table of its own class for tied models, and
-# pads by a multiple of its own.
-@pytest.mark.parametrize(("world_size", "layout"), LAYOUTS, ids=[layout.describe(n) for n, layout in LAYOUTS])
+# Untied and with a vocabulary that every layout divides: mbridge changes a table of its own class
+# for tied models, and pads by a multiple of its own.
+@pytest.mark.parametrize(
+    ("world_size", "layout"), LAYOUTS, ids=[layout.describe(n) for n, layout in LAYOUTS]
+)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_mbridge_makes_the_same_shards(tmp_path: Path, family: str, world_size: int, layout: LayoutConfig) -> None:
+def test_mbridge_makes_the_same_shards(
+    tmp_path: Path, family: str, world_size: int, layout: LayoutConfig
+) -> None:
     if layout.ep > 1 and family != "qwen3_moe":
         pytest.skip(f"{family} has no experts")
     source = write_model(tmp_path / "model", family, dtype=torch.bfloat16, vocab_size=132)

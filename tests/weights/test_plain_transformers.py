@@ -1,4 +1,5 @@
-"""Engines find what SGLang imports of torchvision, which the environment that `make` sets up does not have.
+"""Engines find what SGLang imports of torchvision, which the environment that `make` sets up does
+not have.
 
 That transformers alone loads what a run exports is in tests/training/test_train_command.py.
 """
@@ -14,7 +15,8 @@ ROOT = Path(__file__).parents[2]
 WITHOUT_TORCHVISION = """
 import importlib.machinery
 find = importlib.machinery.PathFinder.find_spec
-hide = lambda cls, name, *rest: None if name.partition(".")[0] == "torchvision" else find(name, *rest)
+def hide(cls, name, *rest):
+    return None if name.partition(".")[0] == "torchvision" else find(name, *rest)
 importlib.machinery.PathFinder.find_spec = classmethod(hide)
 """
 
@@ -27,9 +29,11 @@ def _run(script: str, *arguments: str) -> str:
 
 
 @pytest.mark.full
-def test_an_engine_finds_the_names_that_sglang_imports_of_torchvision() -> None:
+def test_engine_finds_the_names_sglang_imports_from_torchvision() -> None:
     assert "torchvision==" not in (ROOT / "requirements" / "cpu.lock").read_text(encoding="utf-8")
-    script = "import vapo_megatron.engines.inside.processes, sys; from transformers import AutoConfig\n"
+    script = (
+        "import vapo_megatron.engines.inside.processes, sys; from transformers import AutoConfig\n"
+    )
     script += "from transformers.utils import is_torchvision_available\n"
     script += "print(is_torchvision_available(), sys.modules['torchvision'].__spec__.origin)"
     assert _run(script).splitlines()[-1] == "False None"

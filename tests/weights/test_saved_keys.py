@@ -1,17 +1,20 @@
-"""Keys and places in a torch_dist checkpoint are those of Megatron's own sharded state dicts, at every layout."""
+"""Keys and places in a torch_dist checkpoint are those of Megatron's own sharded state dicts, at
+every layout."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hf_models import CLASSES, megatron, write_model
+from family_table import FAMILIES, WITH_EXPERTS
+from hf_models import megatron, write_model
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
 from ranks import run_ranks
 
 from vapo_megatron.config.model import LayoutConfig
+from vapo_megatron.models.registry import read_spec
+from vapo_megatron.models.spec import Head
 from vapo_megatron.weights.mapping import entries
-from vapo_megatron.weights.spec import Head, read_spec
 from vapo_megatron.weights.torch_dist import model_state
 from vapo_megatron.weights.torch_dist_files import place_of
 
@@ -19,7 +22,8 @@ Part = tuple[str, tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 
 
 def parts(layout: LayoutConfig, sources: list[Path], head: Head) -> list[list[Part]]:
-    """(key, shape of the whole, offsets, sizes) of each tensor that this rank would save, of each source."""
+    """(key, shape of the whole, offsets, sizes) of each tensor that this rank would save, of each
+    source."""
     found = []
     for source in sources:
         chunks, _ = megatron(read_spec(source), layout, head)
@@ -28,7 +32,15 @@ def parts(layout: LayoutConfig, sources: list[Path], head: Head) -> list[list[Pa
         tensors = list(nested_values(state))
         assert all(isinstance(tensor, ShardedTensor) for tensor in tensors)
         found.append(
-            [(t.key, t.global_shape, t.global_offset, (*(1,) * t.prepend_axis_num, *t.local_shape)) for t in tensors]
+            [
+                (
+                    t.key,
+                    t.global_shape,
+                    t.global_offset,
+                    (*(1,) * t.prepend_axis_num, *t.local_shape),
+                )
+                for t in tensors
+            ]
         )
     return found
 
@@ -39,9 +51,14 @@ def parts(layout: LayoutConfig, sources: list[Path], head: Head) -> list[list[Pa
     [(1, LayoutConfig()), (4, LayoutConfig(tp=2, pp=2, vpp=2)), (2, LayoutConfig(ep=2))],
     ids=["tp1", "tp2_pp2_vpp2", "ep2"],
 )
-def test_places_are_megatrons_own(tmp_path: Path, world_size: int, layout: LayoutConfig, head: Head) -> None:
-    families = ["qwen3_moe"] if layout.ep > 1 else sorted(CLASSES)
-    sources = [write_model(tmp_path / family, family, tie_word_embeddings=family == "qwen3") for family in families]
+def test_places_are_megatrons_own(
+    tmp_path: Path, world_size: int, layout: LayoutConfig, head: Head
+) -> None:
+    families = WITH_EXPERTS if layout.ep > 1 else sorted(FAMILIES)
+    sources = [
+        write_model(tmp_path / family, family, tie_word_embeddings=family == "qwen3")
+        for family in families
+    ]
     ranks = run_ranks(world_size, parts, layout, sources, head)
     for i, source in enumerate(sources):
         spec = read_spec(source)
@@ -53,7 +70,11 @@ def test_places_are_megatrons_own(tmp_path: Path, world_size: int, layout: Layou
         known = [place_of(entry, spec) for entry in entries(spec, head)]
         assert full.keys() == {place.key for place in known}
         for place in known:
-            rows = spec.padded_vocab_size(layout.tp) if place.full[0] == spec.vocab_size else place.full[0]
+            rows = (
+                spec.padded_vocab_size(layout.tp)
+                if place.full[0] == spec.vocab_size
+                else place.full[0]
+            )
             assert full[place.key] == (rows, *place.full[1:]), (source.name, place.key)
             # Whatever lies in a layer, and in an expert, begins at the indices of both.
             assert (*place.stacked, *(0 for _ in place.shape)) in covered[place.key]

@@ -1,4 +1,5 @@
-"""Buckets of named tensors in one flat run of bytes, the memory for them, and how they are announced to an engine."""
+"""Buckets of named tensors in one flat run of bytes, the memory for them, and how they are
+announced to an engine."""
 
 import math
 import os
@@ -7,6 +8,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,7 +28,8 @@ def batches(items: Iterable[T], nbytes: Callable[[T], int], limit: int) -> Itera
     for item in items:
         if batch and size + nbytes(item) > limit:
             yield batch
-            batch, size = [], 0
+            batch = []
+            size = 0
         batch.append(item)
         size += nbytes(item)
     if batch:
@@ -66,19 +69,26 @@ def view(buffer: Tensor, place: Place) -> Tensor:
 
 
 class Bucket(list[tuple[str, Tensor]]):
-    """(name, tensor) pairs whose tensors are contiguous views of one uint8 buffer, in some memory, at `places`."""
+    """(name, tensor) pairs whose tensors are contiguous views of one uint8 buffer, in some memory,
+    at `places`."""
 
     def __init__(self, memory: "Memory", places: Sequence[Place], size: int) -> None:
-        self.memory, self.places = memory, places
+        self.memory = memory
+        self.places = places
         self.buffer = memory.buffer[:size]
+        # What parts two tensors is zero, so that a tensor's sum is the sum of all words up to the
+        # next one.
+        for place in places:
+            if place.nbytes % _ALIGNMENT:
+                end = place.start + place.nbytes
+                self.buffer[end : -(-end // _ALIGNMENT) * _ALIGNMENT].zero_()
         super().__init__((place.name, view(self.buffer, place)) for place in places)
         self._checksums: list[int] | None = None
 
     def checksums(self) -> list[int]:
         """checksum() of each tensor, computed on the first call; on a GPU in one go."""
         if self._checksums is None:
-            sums = [_sum_of_words(tensor.reshape(-1).view(torch.uint8)) for _, tensor in self]
-            self._checksums = torch.stack(sums).tolist() if sums else []
+            self._checksums = sums_of_places(self.buffer, self.places)
         return self._checksums
 
 
@@ -92,26 +102,64 @@ def pack(bucket: NamedTensors, slots: "DeviceSlots | SharedSlots", index: int = 
 
 
 def checksum(tensor: Tensor) -> int:
-    """The sum of a contiguous tensor's bytes as 64-bit words, modulo 2^64: damage to any single word changes it."""
-    return int(_sum_of_words(tensor.reshape(-1).view(torch.uint8)))
+    """The sum of a contiguous tensor's bytes as 64-bit words, modulo 2^64: damage to any single
+    word changes it."""
+    return int(sum_of_words(tensor.reshape(-1).view(torch.uint8)))
 
 
-def _sum_of_words(raw: Tensor) -> Tensor:
+def sum_of_words(raw: Tensor) -> Tensor:
+    """The sum of contiguous bytes as 64-bit words, modulo 2^64, on their device; zeros fill the
+    last word up."""
     words = raw.numel() // 8 * 8
-    return raw[:words].view(torch.int64).sum() + raw[words:].sum(dtype=torch.int64)
+    rest = raw.new_zeros(8)
+    rest[: raw.numel() - words] = raw[words:]
+    return raw[:words].view(torch.int64).sum() + rest.view(torch.int64)[0]
+
+
+# Words that are added up at once on a GPU, for which as much memory is needed again.
+_WORDS_AT_ONCE = 8 << 20
+
+
+def sums_of_places(buffer: Tensor, places: Sequence[Place]) -> list[int]:
+    """checksum() of the tensors at consecutive places of a bucket's bytes, in few passes over
+    them."""
+    starts = [place.start // 8 for place in places if place.nbytes]
+    if not starts:
+        return [0] * len(places)
+    words = buffer[: buffer.numel() // 8 * 8].view(torch.int64)
+    if words.is_cpu:
+        sums = np.add.reduceat(words.numpy(), starts).tolist()
+    else:
+        sums = _differences_of_prefixes(words, starts)
+    found = iter(sums)
+    return [next(found) if place.nbytes else 0 for place in places]
+
+
+def _differences_of_prefixes(words: Tensor, starts: Sequence[int]) -> list[int]:
+    """The sums of runs of words, each up to the start of the next, modulo 2^64."""
+    ends = torch.tensor([*starts[1:], len(words)], device=words.device)
+    before = torch.zeros((), dtype=torch.int64, device=words.device)
+    prefixes = torch.zeros(len(starts), dtype=torch.int64, device=words.device)
+    for first in range(0, len(words), _WORDS_AT_ONCE):
+        summed = words[first : first + _WORDS_AT_ONCE].cumsum(0) + before
+        here = (ends > first) & (ends <= first + len(summed))
+        prefixes[here] = summed[ends[here] - first - 1]
+        before = summed[-1]
+    return torch.diff(prefixes, prepend=prefixes.new_zeros(1)).tolist()
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes for one bucket. path: the file that other processes of this machine map to read them."""
+    """Bytes for one bucket. path: the file that other processes of this machine map to read
+    them."""
 
     buffer: Tensor
     path: str | None = None
 
 
 class DeviceSlots:
-    """Two buffers on a device, filled in turn, which grow to the largest bucket. A bucket is overwritten by the next
-    but one."""
+    """Two buffers on a device, filled in turn, which grow to the largest bucket. A bucket is
+    overwritten by the next but one."""
 
     def __init__(self, device: torch.device) -> None:
         self._buffers = [torch.empty(0, dtype=torch.uint8, device=device) for _ in range(2)]
@@ -130,8 +178,9 @@ class DeviceSlots:
 
 
 class SharedSlots:
-    """Two buffers of host memory that any process of the same user can map. They are anonymous (memfd): they vanish
-    with the processes that hold them, however those end, and the size of /dev/shm does not limit them."""
+    """Two buffers of host memory that any process of the same user can map. They are anonymous
+    (memfd): they vanish with the processes that hold them, however those end, and the size of
+    /dev/shm does not limit them."""
 
     def __init__(self) -> None:
         self._fds = [os.memfd_create(f"vapo-weights-{i}") for i in range(2)]
@@ -155,7 +204,8 @@ class SharedSlots:
 
 
 def announce(bucket: Bucket | None, purpose: Purpose, *, first: bool, last: bool) -> dict[str, Any]:
-    """A bucket described in plain values; None is an empty bucket. first and last mark the ends of a weight sync.
+    """A bucket described in plain values; None is an empty bucket. first and last mark the ends of
+    a weight sync.
 
     It says where in the bucket each tensor begins, but not where the bucket's bytes are.
     """
@@ -169,18 +219,26 @@ def announce(bucket: Bucket | None, purpose: Purpose, *, first: bool, last: bool
     }
 
 
-def unpack(description: Mapping[str, Any], buffer: Tensor | None = None) -> list[tuple[str, Tensor]]:
-    """The tensors of a description, as views of buffer or of the file at its "path"."""
-    places = [Place(name, dtype, tuple(shape), start) for name, dtype, shape, start in description["places"]]
-    if not places:
-        return []
+def places_of(description: Mapping[str, Any]) -> tuple[Place, ...]:
+    """The places of the tensors of a description."""
+    return tuple(
+        Place(name, dtype, tuple(shape), start)
+        for name, dtype, shape, start in description["places"]
+    )
+
+
+def buffer_of(description: Mapping[str, Any], buffer: Tensor | None = None) -> Tensor:
+    """The bytes of a description: in a buffer, or in the file at its "path"."""
+    if not description["places"]:
+        return torch.empty(0, dtype=torch.uint8)
     if buffer is None:
         status = os.stat(description["path"])
         buffer = _map(description["path"], status.st_dev, status.st_ino, status.st_size)
-    return [(place.name, view(buffer, place)) for place in places]
+    return buffer[: description["size"]]
 
 
-@lru_cache(maxsize=4)  # mapping anew costs a page fault every 4 KiB
+@lru_cache(maxsize=4)  # mapping again costs a page fault every 4 KiB
 def _map(path: str, device: int, inode: int, size: int) -> Tensor:
-    """The bytes of a file. Its path is that of another file once its sender has closed the first."""
+    """The bytes of a file. Its path is another file's once its sender has closed the
+    first."""
     return torch.from_file(path, shared=True, size=size, dtype=torch.uint8)

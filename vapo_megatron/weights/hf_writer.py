@@ -4,7 +4,7 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,13 +14,18 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from vapo_megatron.config.atomic import cannot_write, follow_umask, sync
 from vapo_megatron.errors import BadInput
+from vapo_megatron.files import cannot_write, follow_umask, sync
+from vapo_megatron.models.model_files import check_absent
+from vapo_megatron.models.spec import Head, ModelSpec
 from vapo_megatron.weights.hf_files import INDEX_FILE, SINGLE_FILE
-from vapo_megatron.weights.model_files import check_absent
-from vapo_megatron.weights.spec import Head, ModelSpec
+from vapo_megatron.weights.language_model import ExportForm
 
 MAX_SHARD_BYTES = 2 << 30
+# Keys of config.json that count layers for multi-token prediction, which are left out.
+# Keys that hold for the source alone.
+_LEFT_OUT = ("auto_map", "_name_or_path", "quantization_config")
+_AHEAD = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
 
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
@@ -28,6 +33,7 @@ TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model", "tekken.json"),
     *("chat_template.jinja", "chat_template.json", "additional_chat_templates"),
+    *("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json"),
 )
 
 
@@ -40,10 +46,13 @@ def check_replaceable(directory: Path, mark: str = CONFIG) -> None:
 
 @contextmanager
 def new_directory(target: Path, replace: bool = True) -> Iterator[Path]:
-    """A temporary directory beside `target`: it replaces target when the body succeeds, and is removed otherwise.
-    Without `replace`, target must not exist and only one process at a time can create it. Raises BadInput where the
-    file system refuses (full disk, no permission), in the body too."""
-    temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}" if replace else f"{target.name}.partial")
+    """A temporary directory beside `target`: it replaces target when the body succeeds, and is
+    removed otherwise. Without `replace`, target must not exist and only one process at a time can
+    create it. Raises BadInput where the file system refuses (full disk, no permission), in the body
+    too."""
+    temporary = target.with_name(
+        f".{target.name}.{secrets.token_hex(4)}" if replace else f"{target.name}.partial"
+    )
     old = target.with_name(f"{temporary.name}.old")
     if not replace:
         check_absent(target)
@@ -51,7 +60,8 @@ def new_directory(target: Path, replace: bool = True) -> Iterator[Path]:
         temporary.mkdir(parents=True)
     except FileExistsError:
         raise BadInput(
-            f"{temporary}: another process is writing it, or was killed at it: wait for it, or remove it"
+            f"{temporary}: another process is writing it, or was killed at it: wait for it, or "
+            "remove it"
         ) from None
     except OSError as error:
         raise cannot_write(target, error) from None
@@ -59,7 +69,8 @@ def new_directory(target: Path, replace: bool = True) -> Iterator[Path]:
         yield temporary
         for parent, _, _ in os.walk(temporary):
             sync(Path(parent))
-        if target.exists():  # it cannot be exchanged in one step: the old one moves aside for an instant
+        # It cannot be exchanged in one step: the old one moves aside for an instant
+        if target.exists():
             os.replace(target, old)
         os.replace(temporary, target)
         sync(target.parent)
@@ -81,7 +92,8 @@ class _Shards:
     """The weight files of a directory, each written when it is full. Memory: one of them."""
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
-        self._folder, self._max_bytes = folder, max_bytes
+        self._folder = folder
+        self._max_bytes = max_bytes
         self._pending: dict[str, Tensor] = {}
         self._pending_bytes = self._total = 0
         self._names: list[list[str]] = []
@@ -97,7 +109,8 @@ class _Shards:
     def finish(self) -> None:
         """Write the rest, number the files, and write their index."""
         self._write()
-        count, places = self.count, dict[str, str]()
+        count = self.count
+        places = dict[str, str]()
         for i, tensors in enumerate(self._names):
             name = SINGLE_FILE if count == 1 else f"model-{i + 1:05d}-of-{count:05d}.safetensors"
             os.replace(self._folder / f"{i:05d}", self._folder / name)
@@ -108,14 +121,15 @@ class _Shards:
 
     @property
     def count(self) -> int:
-        """Files written so far."""
+        """Files written until now."""
         return len(self._names)
 
     def _write(self) -> None:
         save_tensors(self._pending, self._folder / f"{len(self._names):05d}")
         self._names.append(list(self._pending))
         self._total += self._pending_bytes
-        self._pending, self._pending_bytes = {}, 0
+        self._pending = {}
+        self._pending_bytes = 0
 
 
 @contextmanager
@@ -127,9 +141,10 @@ def hf_writer(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     replace: bool = True,
 ) -> Iterator[_Shards]:
-    """Yields an object to add() tensors to; when the body ends they become a model directory, replacing an existing
-    one. config: content of config.json. carried: names to copy from source_dir where they exist. replace: see
-    new_directory. Raises BadInput where the file system refuses, or out_dir holds something that is not a model."""
+    """Yields an object to add() tensors to; when the body ends they become a model directory,
+    replacing an existing one. config: content of config.json. carried: names to copy from
+    source_dir where they exist. replace: see new_directory. Raises BadInput where the file system
+    refuses, or out_dir holds something that is not a model."""
     if replace:
         check_replaceable(out_dir)
     with new_directory(out_dir, replace) as folder:
@@ -146,11 +161,12 @@ def carried_files(head: Head) -> tuple[str, ...]:
 
 
 def copy_carried(source_dir: Path, folder: Path, names: Sequence[str]) -> None:
-    """Copy those of names, files or directories, that exist from source_dir into folder, which is created. Raises
-    OSError."""
+    """Copy the names, files or directories, that exist from source_dir into folder, which is
+    created. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
     for name in names:
-        source, target = source_dir / name, folder / name
+        source = source_dir / name
+        target = folder / name
         if source.is_dir():
             shutil.copytree(source, target, dirs_exist_ok=True)
         elif source.is_file():
@@ -159,19 +175,48 @@ def copy_carried(source_dir: Path, folder: Path, names: Sequence[str]) -> None:
     sync(folder)
 
 
-def exported_config(source: dict[str, Any], spec: ModelSpec, head: Head, dtype: torch.dtype) -> dict[str, Any]:
-    """config.json of an exported model: the source's, with the current class, labels and dtype."""
-    config = {key: value for key, value in source.items() if key not in ("auto_map", "_name_or_path")}
-    table = spec.table
-    config["architectures"] = [table.causal_lm if head == "lm" else table.token_classification]
-    config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(dtype).removeprefix("torch.")
+def add_vision(writer: _Shards, form: ExportForm) -> None:
+    """Add the tensors of a vision part, as they are in the source, where the form has one."""
+    if form.vision is not None:
+        for name in sorted(form.vision.names):
+            writer.add(name, form.vision[name][:])
+
+
+def exported_config(
+    form: ExportForm, spec: ModelSpec, head: Head, dtype: torch.dtype
+) -> dict[str, Any]:
+    """config.json of an exported model: the source's, with the family's name, current class, labels
+    and dtype; of a model with a vision part that part's as it was."""
+    config = _current(form.config, dtype)
+    if "dtype" not in config and "torch_dtype" not in config:
+        config["dtype"] = str(dtype).removeprefix("torch.")
+    if form.vision is not None:
+        return config | {"text_config": _current(config["text_config"], dtype)}
+    config["model_type"] = spec.family
+    config["architectures"] = [spec.causal_lm if head == "lm" else spec.token_classification]
     for key in ("id2label", "label2id", "num_labels", "problem_type"):
         config.pop(key, None)
     if head == "value":
-        labels = ["value"] if spec.value_outputs == 1 else [f"bin_{i}" for i in range(spec.value_outputs)]
+        labels = (
+            ["value"]
+            if spec.value_outputs == 1
+            else [f"bin_{i}" for i in range(spec.value_outputs)]
+        )
         config["id2label"] = {str(i): label for i, label in enumerate(labels)}
         config["label2id"] = {label: i for i, label in enumerate(labels)}
         config["classifier_dropout"] = 0.0
+    return config
+
+
+def _current(source: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    """A copy without what holds for the source alone, its dtype, if it has one, changed."""
+    config = {key: value for key, value in source.items() if key not in _LEFT_OUT}
+    for key in _AHEAD:
+        if key in config:
+            config[key] = 0
+    for key in ("dtype", "torch_dtype"):
+        if key in config:
+            config[key] = str(dtype).removeprefix("torch.")
     return config
 
 

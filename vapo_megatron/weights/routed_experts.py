@@ -1,5 +1,5 @@
-"""The experts that an engine reports for each token, decoded and checked in its server instead of on rank 0 for all
-engines."""
+"""The experts that an engine reports for each token, decoded and checked in its server instead of
+on rank 0 for all engines."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -9,13 +9,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vapo_megatron.weights.spec import ModelSpec
+from vapo_megatron.models.spec import ModelSpec
 
 
 @dataclass(frozen=True)
 class ExpertChoices:
-    """The shape of a model's routing: layers, experts of a layer, and experts chosen per token. start: the first token
-    of a request whose experts are wanted."""
+    """The shape of a model's routing: layers, experts of a layer, and experts chosen per token.
+    start: the first token of a request whose experts are wanted."""
 
     layers: int
     experts: int
@@ -33,21 +33,25 @@ class ExpertChoices:
         return np.uint8 if self.experts <= 256 else np.int16
 
     def decode(self, flat: NDArray[Any] | None, rows: int) -> NDArray[Any]:
-        """In a server: SGLang's experts of `rows` tokens, integers, layer by layer, as uint8 or int16 [rows * layers *
-        per_token]. Raises ValueError with the reason where they are invalid."""
+        """In a server: SGLang's experts of `rows` tokens, integers, layer by layer, as uint8 or
+        int16 [rows * layers * per_token]. Raises ValueError with the reason where they are
+        invalid."""
         flat = self._all(flat, rows)
         if int(flat.min()) < 0 or int(flat.max()) >= self.experts:
             raise ValueError(
-                f"routed experts {int(flat.min())}..{int(flat.max())} came, the model has 0..{self.experts - 1}"
+                f"routed experts {int(flat.min())}..{int(flat.max())} came, the model has "
+                f"0..{self.experts - 1}"
             )
         return flat.astype(self.dtype)
 
     def read(self, sent: NDArray[Any] | None, rows: int) -> Tensor:
-        """In the trainer: decode()'s result for `rows` tokens, as uint8 or int16 [rows, layers * per_token]. Raises
-        ValueError with the reason where it is invalid."""
+        """In the trainer: decode()'s result for `rows` tokens, as uint8 or int16 [rows, layers *
+        per_token]. Raises ValueError with the reason where it is invalid."""
         sent = self._all(sent, rows)
         if sent.dtype != self.dtype:
-            raise ValueError(f"routed experts came as {sent.dtype}, expected {np.dtype(self.dtype)}")
+            raise ValueError(
+                f"routed experts came as {sent.dtype}, expected {np.dtype(self.dtype)}"
+            )
         return torch.from_numpy(sent.copy()).view(rows, -1)
 
     def _all(self, flat: NDArray[Any] | None, rows: int) -> NDArray[Any]:
@@ -56,7 +60,7 @@ class ExpertChoices:
         width = self.layers * self.per_token
         if len(flat) != rows * width:
             raise ValueError(
-                f"{len(flat)} routed experts came for {rows} tokens, expected {width} for each ({self.layers} layers x "
-                f"{self.per_token})"
+                f"{len(flat)} routed experts came for {rows} tokens, expected {width} for each "
+                f"({self.layers} layers x {self.per_token})"
             )
         return flat

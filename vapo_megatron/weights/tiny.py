@@ -1,36 +1,55 @@
-"""Small random models in the form of ordinary Hugging Face directories, for the quickstart and for tests."""
+"""Small random models in the form of ordinary Hugging Face directories, for the quickstart and for
+tests."""
 
 from pathlib import Path
 
 import torch
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
-    LlamaConfig,
     PreTrainedConfig,
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
-    Qwen2Config,
     Qwen2Tokenizer,
-    Qwen3Config,
-    Qwen3MoeConfig,
 )
 from transformers.utils import logging
 
-from vapo_megatron.config.atomic import follow_umask
 from vapo_megatron.config.tiny_model import TinyModel
 from vapo_megatron.errors import BadInput
-from vapo_megatron.weights.hf_writer import check_replaceable, new_directory
+from vapo_megatron.files import follow_umask
+from vapo_megatron.models.model_files import read_config
+from vapo_megatron.models.registry import FAMILIES
+from vapo_megatron.weights.hf_writer import (
+    CONFIG,
+    check_replaceable,
+    new_directory,
+    write_json,
+)
 
 # The tokens that Qwen2.5 adds to its byte-pair tokens, in the order of their ids 151643 to 151664.
 QWEN_SPECIAL_TOKENS = (
     *("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|object_ref_start|>", "<|object_ref_end|>"),
-    *("<|box_start|>", "<|box_end|>", "<|quad_start|>", "<|quad_end|>", "<|vision_start|>", "<|vision_end|>"),
+    *(
+        "<|box_start|>",
+        "<|box_end|>",
+        "<|quad_start|>",
+        "<|quad_end|>",
+        "<|vision_start|>",
+        "<|vision_end|>",
+    ),
     *("<|vision_pad|>", "<|image_pad|>", "<|video_pad|>"),
 )
 QWEN_PLAIN_TOKENS = (
-    *("<tool_call>", "</tool_call>", "<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>", "<|fim_pad|>"),
+    *(
+        "<tool_call>",
+        "</tool_call>",
+        "<|fim_prefix|>",
+        "<|fim_middle|>",
+        "<|fim_suffix|>",
+        "<|fim_pad|>",
+    ),
     *("<|repo_name|>", "<|file_sep|>"),
 )
 CHATML_TEMPLATE = (
@@ -43,17 +62,7 @@ CHATML_TEMPLATE = (
 
 def hf_config(shape: TinyModel, tokenizer: PreTrainedTokenizerBase) -> PreTrainedConfig:
     """The transformers config of this shape with the tokenizer's special tokens."""
-    kind = {"qwen2": Qwen2Config, "qwen3": Qwen3Config, "qwen3_moe": Qwen3MoeConfig, "llama": LlamaConfig}
-    sizes: dict[str, int] = {} if shape.family == "qwen2" else {"head_dim": shape.head_dim}
-    if shape.family == "qwen3_moe":
-        sizes |= {
-            "num_experts": shape.experts,
-            "num_experts_per_tok": shape.experts_per_token,
-            "moe_intermediate_size": shape.intermediate_size,
-            # As the published models have it; transformers' default is false.
-            "norm_topk_prob": True,
-        }
-    return kind[shape.family](
+    usual = dict(
         vocab_size=shape.vocab_size,
         hidden_size=shape.hidden_size,
         intermediate_size=shape.intermediate_size,
@@ -67,17 +76,21 @@ def hf_config(shape: TinyModel, tokenizer: PreTrainedTokenizerBase) -> PreTraine
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
-        **sizes,
     )
+    return AutoConfig.for_model(shape.family, **usual | FAMILIES[shape.family].tiny(shape))
 
 
 def save_tiny_model(shape: TinyModel, tokenizer: PreTrainedTokenizerBase, directory: Path) -> int:
-    """Write config, float32 weights drawn from shape.seed, and tokenizer to directory, all or nothing, replacing a
-    model that is there; returns the parameter count. Raises BadInput where the tokenizer is larger than the vocabulary
-    or the directory cannot be written."""
+    """Write config, float32 weights drawn from shape.seed, and tokenizer to directory, all or
+    nothing, replacing an existing model; returns the parameter count. Raises BadInput where the
+    family is unknown, the tokenizer is larger than the vocabulary or the directory cannot be
+    written."""
+    if shape.family not in FAMILIES:
+        raise BadInput(f"family {shape.family!r}: expected one of {', '.join(sorted(FAMILIES))}")
     if len(tokenizer) > shape.vocab_size:
         raise BadInput(
-            f"vocab_size {shape.vocab_size}: the tokenizer has {len(tokenizer)} tokens; give at least that many"
+            f"vocab_size {shape.vocab_size}: the tokenizer has {len(tokenizer)} tokens; give at "
+            "least that many"
         )
     check_replaceable(directory)
     with torch.random.fork_rng(devices=[]):
@@ -86,14 +99,19 @@ def save_tiny_model(shape: TinyModel, tokenizer: PreTrainedTokenizerBase, direct
     logging.disable_progress_bar()
     with new_directory(directory) as folder:
         model.save_pretrained(folder)
+        saved = read_config(folder)
+        write_json(folder / CONFIG, FAMILIES[shape.family].tiny(shape) | saved)
         for weights in folder.glob("*.safetensors"):
             follow_umask(weights)
         tokenizer.save_pretrained(folder)
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def word_tokenizer(words: list[str], max_length: int, chat_template: str) -> PreTrainedTokenizerBase:
-    """A tokenizer whose tokens are whole words between spaces: <pad>, <bos>, <eos>, <unk>, then words in order."""
+def word_tokenizer(
+    words: list[str], max_length: int, chat_template: str
+) -> PreTrainedTokenizerBase:
+    """A tokenizer whose tokens are whole words between spaces: <pad>, <bos>, <eos>, <unk>, then
+    words in order."""
     special = ("<pad>", "<bos>", "<eos>", "<unk>")
     vocabulary = {word: index for index, word in enumerate((*special, *words))}
     backend = Tokenizer(models.WordLevel(vocab=vocabulary, unk_token="<unk>"))
@@ -112,15 +130,21 @@ def word_tokenizer(words: list[str], max_length: int, chat_template: str) -> Pre
 
 
 def tokenizer_from(directory: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of directory; bare Qwen vocab.json and merges.txt get special tokens and ChatML template."""
+    """The tokenizer of directory; bare Qwen vocab.json and merges.txt get special tokens and ChatML
+    template."""
     if (directory / "tokenizer_config.json").is_file() or (directory / "tokenizer.json").is_file():
         try:
-            return AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+            return AutoTokenizer.from_pretrained(
+                directory, local_files_only=True, trust_remote_code=False
+            )
         except (OSError, ValueError) as error:
             reason = str(error).partition("\n")[0]
             raise BadInput(f"{directory}: its tokenizer cannot be loaded ({reason})") from None
     if not ((directory / "vocab.json").is_file() and (directory / "merges.txt").is_file()):
-        raise BadInput(f"{directory}: no tokenizer.json, nor vocab.json with merges.txt; give a tokenizer directory")
+        raise BadInput(
+            f"{directory}: no tokenizer.json, nor vocab.json with merges.txt; give a tokenizer "
+            "directory"
+        )
     tokenizer = Qwen2Tokenizer(
         vocab=str(directory / "vocab.json"),
         merges=str(directory / "merges.txt"),
