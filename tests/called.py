@@ -35,7 +35,8 @@ def called(app: Typer, *arguments: object) -> tuple[int, str]:
 
 
 def called_apart(app: Typer, *arguments: object) -> tuple[int, str]:
-    """The same in a process of its own, for what starts a process group: after that no test may fork."""
+    """The same in another process, for code that starts a process group: after that no test may
+    fork."""
     context = multiprocessing.get_context("fork")
     answers = context.Queue()
     process = context.Process(target=_answer, args=(app, arguments, answers), daemon=True)

@@ -1,4 +1,5 @@
-"""The commands of the command line, called in this process with a config that works until a case spoils it."""
+"""The commands of the command line, called in this process with a config that works until a case
+spoils it."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -14,10 +15,13 @@ class Command:
     """One of the three commands with a config that works, until a case spoils it."""
 
     def __init__(self, folder: Path, model: Path) -> None:
-        self.folder, self.model = folder, model
+        self.folder = folder
+        self.model = model
         self.run_dir = folder / "runs" / "tiny"
 
-    def exit_code(self, command: str, *overrides: str, config: Mapping[str, Any] | Path | None = None) -> int:
+    def exit_code(
+        self, command: str, *overrides: str, config: Mapping[str, Any] | Path | None = None
+    ) -> int:
         if not isinstance(config, Path):
             content = config or CONFIGS[command](self.folder, self.model)
             config = write_config(self.folder / f"{command}.yaml", content)
@@ -40,9 +44,13 @@ class Ranks:
         self._run: Callable[[], None] | None = None
         self._report: Callable[[], str] = str
 
-    def may_start(self, run: Callable[[], None] = lambda: None, report: Callable[[], str] = str) -> None:
-        """run: called in place of the ranks. report: called in place of drawing; gives the path that is printed."""
-        self._run, self._report = run, report
+    def may_start(
+        self, run: Callable[[], None] = lambda: None, report: Callable[[], str] = str
+    ) -> None:
+        """run: called in place of the ranks. report: called in place of drawing; gives the path
+        that is printed."""
+        self._run = run
+        self._report = report
 
     def start(self, count: int, *_: object) -> None:
         assert self._run is not None, "ranks were started"
@@ -55,7 +63,8 @@ class Ranks:
 
 
 def assert_refused(command: Command, code: int, error: str, *named: str) -> None:
-    """Exit code 2 and one line that holds every text of `named`; no run directory, whole or in part."""
+    """Exit code 2 and one line that holds every text of `named`; no run directory, whole or in
+    part."""
     assert code == 2, error
     lines = error.splitlines()
     assert len(lines) == 1, error

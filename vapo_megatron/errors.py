@@ -1,6 +1,6 @@
 """The ways in which a command can fail; each carries its exit code.
 
-Every message is one line: the file or field, the value found, what was expected, what to do.
+Every message is one line: the file or field, the value found, the expected value, what to do.
 """
 
 import errno
@@ -21,7 +21,8 @@ class VapoError(Exception):
 
 
 class BadInput(VapoError):
-    """Something that the user gave (a key, a file, a row, a checkpoint) cannot be used. Exit code 2."""
+    """Something that the user gave (a key, a file, a row, a checkpoint) cannot be used. Exit code
+    2."""
 
     exit_code = 2
 
@@ -33,8 +34,8 @@ class RunFailed(VapoError):
 
 
 class TryAgain(VapoError):
-    """The run was interrupted by something passing (a lost node, a dead engine, a full disk). Exit code 75
-    (EX_TEMPFAIL).
+    """The run was interrupted by something passing (a lost node, a dead engine, a full disk). Exit
+    code 75 (EX_TEMPFAIL).
 
     What host memory holds of its state is kept for the next start.
     """
@@ -49,13 +50,14 @@ class Interrupted(VapoError):
 
 
 def reason_of(error: BaseException) -> str:
-    """Another library's error as part of such a line: its kind and what it says."""
+    """Another library's error as part of such a line: its type and message."""
     return " ".join(f"{type(error).__name__}: {error}".split())[:300]
 
 
 @contextmanager
 def told_in_one_line(prefix: str) -> Iterator[None]:
-    """End the program where a VapoError comes up in here: its line on standard error, and its exit code."""
+    """End the program where a VapoError comes up in here: its line on standard error, and its exit
+    code."""
     try:
         yield
     except VapoError as error:
@@ -64,5 +66,8 @@ def told_in_one_line(prefix: str) -> Iterator[None]:
     except OSError as error:
         if error.errno != errno.ENAMETOOLONG:
             raise
-        print(f"{prefix}: {str(error.filename)[:80]}...: name too long: give a shorter one", file=sys.stderr)
+        print(
+            f"{prefix}: {str(error.filename)[:80]}...: name too long: give a shorter one",
+            file=sys.stderr,
+        )
         sys.exit(BadInput.exit_code)

@@ -1,4 +1,4 @@
-"""Which rollouts an algorithm allows, and what is refused in one line."""
+"""Which rollouts an algorithm allows, and which are refused in one line."""
 
 from typing import Any
 
@@ -18,7 +18,9 @@ def config(rollout: dict[str, Any], algorithm: dict[str, Any]) -> TrainConfig:
         "sampling": {"max_new_tokens": 24},
         "rollout": rollout,
         "algorithm": algorithm,
-        "value_pretraining": {"enabled": algorithm.get("advantage", {}).get("estimator", "gae") == "gae"},
+        "value_pretraining": {
+            "enabled": algorithm.get("advantage", {}).get("estimator", "gae") == "gae"
+        },
     }
     return TrainConfig.model_validate(tree)
 
@@ -30,24 +32,59 @@ def ahead(staleness: int, **more: Any) -> dict[str, Any]:
 PARTIAL = {"partial_responses": {"oversampling": 1.5}}
 REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (ahead(-1), TIS, "greater than or equal to 0"),
-    (ahead(1), {}, r"max_staleness=1 with algorithm.importance_sampling.kind=none and .* nothing corrects for it"),
-    (PARTIAL, {}, r"partial_responses.oversampling=1.5 with algorithm.importance_sampling.kind=none"),
+    (
+        ahead(1),
+        {},
+        r"max_staleness=1 with algorithm.importance_sampling.kind=none and .* "
+        "nothing corrects for it",
+    ),
+    (
+        PARTIAL,
+        {},
+        r"partial_responses.oversampling=1.5 with algorithm.importance_sampling.kind=none",
+    ),
     (
         ahead(2),
         TIS | {"advantage": {"estimator": "remax"}},
         "estimator=remax: its greedy responses come from newer weights",
     ),
-    (PARTIAL, TIS | {"advantage": {"estimator": "grpo"}}, r"estimator=grpo: it compares responses of a group"),
-    (PARTIAL | ahead(1), TIS, r"partial_responses.oversampling=1.5 with asynchronous.max_staleness=1"),
-    (PARTIAL | {"deterministic": True}, TIS, r"partial_responses.oversampling=1.5 with deterministic=true"),
-    (ahead(1) | {"router_replay": True}, TIS, r"router_replay=true with asynchronous.max_staleness=1"),
-    (ahead(0, weight_sync="retract"), TIS, r"weight_sync=retract with asynchronous.max_staleness=0: no response runs"),
-    (ahead(1, weight_sync="in_place") | {"deterministic": True}, TIS, r"weight_sync=in_place with deterministic=true"),
+    (
+        PARTIAL,
+        TIS | {"advantage": {"estimator": "grpo"}},
+        r"estimator=grpo: it compares responses of a group",
+    ),
+    (
+        PARTIAL | ahead(1),
+        TIS,
+        r"partial_responses.oversampling=1.5 with asynchronous.max_staleness=1",
+    ),
+    (
+        PARTIAL | {"deterministic": True},
+        TIS,
+        r"partial_responses.oversampling=1.5 with deterministic=true",
+    ),
+    (
+        ahead(1) | {"router_replay": True},
+        TIS,
+        r"router_replay=true with asynchronous.max_staleness=1",
+    ),
+    (
+        ahead(0, weight_sync="retract"),
+        TIS,
+        r"weight_sync=retract with asynchronous.max_staleness=0: no response runs",
+    ),
+    (
+        ahead(1, weight_sync="in_place") | {"deterministic": True},
+        TIS,
+        r"weight_sync=in_place with deterministic=true",
+    ),
 ]
 
 
 @pytest.mark.parametrize(("rollout", "algorithm", "message"), REFUSED)
-def test_what_cannot_be_is_refused_by_name(rollout: dict[str, Any], algorithm: dict[str, Any], message: str) -> None:
+def test_what_cannot_be_is_refused_by_name(
+    rollout: dict[str, Any], algorithm: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ValidationError, match=message):
         config(rollout, algorithm)
 
@@ -70,7 +107,7 @@ def test_what_corrects_for_age_is_allowed() -> None:
         (ahead(1, weight_sync="wait"), True, "wait"),
     ],
 )
-def test_a_weight_sync_waits_where_results_are_to_depend_on_no_timing(
+def test_weight_sync_waits_for_deterministic_results(
     settings: dict[str, Any], on_gpus: bool, mode: str
 ) -> None:
     assert RolloutConfig.model_validate(settings).sync_mode("bfloat16", on_gpus) == mode

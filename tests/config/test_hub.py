@@ -30,10 +30,16 @@ def _shard(folder: Path, number: int, rows: list[dict[str, str]]) -> None:
     parquet.write_table(pyarrow.Table.from_pylist(rows), folder / f"{number:04}.parquet")
 
 
-def test_a_data_set_of_the_hub_is_read_by_a_part_of_its_path_over_all_its_files(hub_cache: Path) -> None:
+def test_hub_dataset_is_read_over_all_files_below_a_path(
+    hub_cache: Path,
+) -> None:
     snapshot = _repository(hub_cache, "datasets--some--sums", "main")
     _shard(snapshot / "main" / "train", 1, [{"question": "c", "answer": "3"}])
-    _shard(snapshot / "main" / "train", 0, [{"question": "a", "answer": "1"}, {"question": "b", "answer": "2"}])
+    _shard(
+        snapshot / "main" / "train",
+        0,
+        [{"question": "a", "answer": "1"}, {"question": "b", "answer": "2"}],
+    )
     _shard(snapshot / "main" / "test", 0, [{"question": "t", "answer": "9"}])
     fields = FieldNames(problem="question")
     problems = read_problems(Path("hub:some/sums"), fields)
@@ -44,15 +50,26 @@ def test_a_data_set_of_the_hub_is_read_by_a_part_of_its_path_over_all_its_files(
     ]
     pinned = read_problems(Path("hub:some/sums@main:main/test"), fields)
     assert [problem.problem for problem in pinned] == ["t"]
-    with pytest.raises(BadInput, match=r"hub:some/sums:1: no field 'problem' among answer, question"):
+    with pytest.raises(
+        BadInput, match=r"hub:some/sums:1: no field 'problem' among answer, question"
+    ):
         read_problems(Path("hub:some/sums"), FieldNames())
     _shard(snapshot / "other" / "train", 0, [{"question": "x", "answer": "0"}])
-    assert [problem.problem for problem in read_problems(Path("hub:some/sums"), fields)] == ["a", "b", "c"], "main"
+    assert [problem.problem for problem in read_problems(Path("hub:some/sums"), fields)] == [
+        "a",
+        "b",
+        "c",
+    ], "main"
     assert len(read_problems(Path("hub:some/sums:other/train"), fields)) == 1
-    with pytest.raises(BadInput, match=r"data\.train: hub:some/sums:train: its files lie in main/train, other/train"):
+    with pytest.raises(
+        BadInput,
+        match=r"data\.train: hub:some/sums:train: its files lie in main/train, other/train",
+    ):
         read_problems(Path("hub:some/sums:train"), fields, key="data.train")
     _shard(snapshot / "default" / "train", 0, [{"question": "y", "answer": "0"}])
-    with pytest.raises(BadInput, match=r"its files lie in default/train, main/train, other/train; name one"):
+    with pytest.raises(
+        BadInput, match=r"its files lie in default/train, main/train, other/train; name one"
+    ):
         read_problems(Path("hub:some/sums"), fields)
 
 
@@ -60,9 +77,15 @@ def test_a_model_of_the_hub_becomes_its_folder_here(hub_cache: Path) -> None:
     snapshot = _repository(hub_cache, "models--some--model", "main")
     config = load_config(SftConfig, None, ["model.path=hub:some/model", "data.path=x"], PRESETS)
     assert config.model.path == str(snapshot)
-    values = {"algorithm": {"kl": {"reference_path": "hub:some/model@main"}}, "critic": {"model_path": "elsewhere"}}
+    values = {
+        "algorithm": {"kl": {"reference_path": "hub:some/model@main"}},
+        "critic": {"model_path": "elsewhere"},
+    }
     with_models_from_hub(values)
-    assert values == {"algorithm": {"kl": {"reference_path": str(snapshot)}}, "critic": {"model_path": "elsewhere"}}
+    assert values == {
+        "algorithm": {"kl": {"reference_path": str(snapshot)}},
+        "critic": {"model_path": "elsewhere"},
+    }
 
 
 @pytest.mark.parametrize("name", ["hub:nobody/nothing", "hub:nobody", "hub:a/b/c"])

@@ -1,4 +1,5 @@
-"""The config: layers in their order, one line for each mistake, a file that reads back as it was."""
+"""The config: layers in their order, one line for each mistake, a file that reads back as it
+was."""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -6,8 +7,11 @@ from typing import Annotated, Literal
 import pytest
 from pydantic import Field, model_validator
 
+from vapo_megatron.cli import PRESETS
 from vapo_megatron.config.base import Section
 from vapo_megatron.config.load import dump_config, load_config
+from vapo_megatron.config.secret_values import refuse_secrets
+from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.errors import BadInput
 
 
@@ -66,7 +70,9 @@ class Rootless(Section):
 def presets(tmp_path: Path) -> Path:
     folder = tmp_path / "presets"
     folder.mkdir()
-    (folder / "vapo.yaml").write_text("seed: 2\nactor: {optimizer: {lr: 2e-6, weight_decay: 0.2}}\ndata: p.jsonl\n")
+    (folder / "vapo.yaml").write_text(
+        "seed: 2\nactor: {optimizer: {lr: 2e-6, weight_decay: 0.2}}\ndata: p.jsonl\n"
+    )
     (folder / "dapo.yaml").write_text("seed: 3\ndata: other.jsonl\n")
     return folder
 
@@ -85,9 +91,48 @@ def refused(presets: Path, path: Path | None = None, *overrides: str) -> str:
     return message
 
 
+@pytest.mark.parametrize(
+    "override",
+    [
+        "monitoring.mlflow=https://me:word@host:5000",
+        "monitoring.mlflow=postgresql://me:word@host/db",
+        "rollout.external_urls=[http://:word@node:30000]",
+        "monitoring.mlflow=https://word@host:5000",
+        "monitoring.mlflow=https://host:5000/?access_token=word",
+        "data.train=https://host/file.jsonl?X-Amz-Signature=word",
+        "rollout.server_args.hf_token=word",
+        "server.extra.api_key=word",
+        "data.prompt.system_prompt='Authorization: Bearer word12345678'",
+        "model.path=hf_wordABCDEFGHIJKLMNOPQRSTUV",
+        "rollout.server_args.headers={Authorization: word}",
+    ],
+)
+def test_a_secret_is_refused_unseen(override: str) -> None:
+    key = override.partition("=")[0]
+    with pytest.raises(BadInput, match=rf"{key}.*\*\*\*.*password or key") as error:
+        load_config(TrainConfig, None, [override], PRESETS)
+    assert "word@" not in str(error.value) and "word" not in str(error.value).replace(
+        "password", ""
+    )
+
+
+def test_what_only_looks_like_a_secret_is_taken() -> None:
+    refuse_secrets(
+        {
+            "rollout": {"api_key_variable": "ENGINE_KEY", "external_urls": ["http://h:30000"]},
+            "sampling": {"max_new_tokens": "64", "stop": ["<|im_end|>"]},
+            "data": {"prompt": {"user_template": "Keep it a secret: {problem}? a@b.c"}},
+            "train": "hub:org/hf_data@0123456789abcdef",
+        },
+        "config",
+    )
+
+
 def test_each_layer_lies_over_the_one_before(tmp_path: Path, presets: Path) -> None:
     path = write(tmp_path, "preset: vapo\nactor: {optimizer: {lr: 3e-6}}\ndata: user.jsonl\n")
-    config = load_config(Root, path, ["actor.optimizer.betas=[0.8, 0.9]", "data=given.jsonl"], presets)
+    config = load_config(
+        Root, path, ["actor.optimizer.betas=[0.8, 0.9]", "data=given.jsonl"], presets
+    )
     assert config.seed == 2
     assert config.actor.optimizer == Optimizer(lr=3e-6, weight_decay=0.2, betas=(0.8, 0.9))
     assert config.critic.optimizer == Optimizer()
@@ -112,7 +157,9 @@ def test_null_takes_back_what_a_file_says_of_a_section(
     path.write_text(f"preset: vapo\ndata: d\n{text}\n")
     plain = tmp_path / "plain.yaml"
     plain.write_text("preset: vapo\ndata: d\n")
-    actor = load_config(Root, plain, [f"actor.{key}={value}" for key, value in expected.items()], presets).actor
+    actor = load_config(
+        Root, plain, [f"actor.{key}={value}" for key, value in expected.items()], presets
+    ).actor
     assert load_config(Root, path, overrides, presets).actor == actor != Trainable()
     with pytest.raises(BadInput, match="seed"):
         load_config(Root, path, ["seed=null"], presets)
@@ -122,7 +169,9 @@ def test_the_last_override_of_a_key_counts_null_too(presets: Path) -> None:
     overrides = ["data=d", "value_pretraining={iterations: 2}", "value_pretraining=null"]
     assert load_config(Root, None, overrides, presets).value_pretraining is None
     overrides = ["data=d", "value_pretraining=null", "value_pretraining={iterations: 2}"]
-    assert load_config(Root, None, overrides, presets).value_pretraining == Pretraining(iterations=2)
+    assert load_config(Root, None, overrides, presets).value_pretraining == Pretraining(
+        iterations=2
+    )
 
 
 def test_an_override_chooses_another_preset(tmp_path: Path, presets: Path) -> None:
@@ -158,24 +207,38 @@ def test_override_keeps_what_follows_the_first_equals_sign(presets: Path) -> Non
             ["actor.optimizer.learning_rate=1"],
             "unknown key actor.optimizer.learning_rate; did you mean actor.optimizer.lr?",
         ),
-        (["actr.optimizer.lr=1"], "unknown key actr.optimizer.lr; did you mean actor.optimizer.lr?"),
-        (["critic.weight_decay=1"], "unknown key critic.weight_decay; did you mean critic.optimizer.weight_decay?"),
+        (
+            ["actr.optimizer.lr=1"],
+            "unknown key actr.optimizer.lr; did you mean actor.optimizer.lr?",
+        ),
+        (
+            ["critic.weight_decay=1"],
+            "unknown key critic.weight_decay; did you mean critic.optimizer.weight_decay?",
+        ),
         (["value_pretraining.iteration=4"], "did you mean value_pretraining.iterations?"),
         (["actor.tensor_model_parallel_size=2"], "did you mean actor.tp?"),
         (["sed=4"], "unknown key sed; did you mean seed?"),
         (["plan.turn=4"], "it belongs to `vapo-megatron plan`"),
-        (["init.kind=checkpoint", "init.path=x", "init.pth=y"], "unknown key init.pth; did you mean init.path?"),
+        (
+            ["init.kind=checkpoint", "init.path=x", "init.pth=y"],
+            "unknown key init.pth; did you mean init.path?",
+        ),
         (["actor.optimizer.qqq=1"], "known keys of actor.optimizer: lr, weight_decay, betas"),
         (["stages=[{name: a, nam: b}]"], "unknown key stages.0.nam; did you mean stages.name?"),
     ],
 )
-def test_unknown_key_comes_with_the_nearest_known_one(presets: Path, overrides: list[str], expected: str) -> None:
+def test_unknown_key_comes_with_the_nearest_known_one(
+    presets: Path, overrides: list[str], expected: str
+) -> None:
     assert expected in refused(presets, None, "data=x", *overrides)
 
 
 def test_unknown_key_in_a_file_names_the_file(tmp_path: Path, presets: Path) -> None:
     path = write(tmp_path, "data: x\ncritic:\n  optimizer:\n    wieght_decay: 0.1\n")
-    expected = f"{path}: unknown key critic.optimizer.wieght_decay; did you mean critic.optimizer.weight_decay?"
+    expected = (
+        f"{path}: unknown key critic.optimizer.wieght_decay; did you mean "
+        f"critic.optimizer.weight_decay?"
+    )
     assert refused(presets, path) == expected
 
 
@@ -193,7 +256,9 @@ def test_unknown_key_in_a_file_names_the_file(tmp_path: Path, presets: Path) -> 
         ("data=12", "data is 12; expected a path"),
     ],
 )
-def test_wrong_values_name_the_key_the_value_and_what_was_expected(presets: Path, override: str, expected: str) -> None:
+def test_wrong_values_name_the_key_the_value_and_the_expectation(
+    presets: Path, override: str, expected: str
+) -> None:
     assert expected in refused(presets, None, "data=x", override)
 
 
@@ -203,7 +268,10 @@ def test_several_mistakes_are_counted(presets: Path) -> None:
 
 
 def test_missing_value_is_named(tmp_path: Path, presets: Path) -> None:
-    assert refused(presets, write(tmp_path, "seed: 1\n")) == f"{tmp_path}/run.yaml: missing key data: give it a value"
+    assert (
+        refused(presets, write(tmp_path, "seed: 1\n"))
+        == f"{tmp_path}/run.yaml: missing key data: give it a value"
+    )
 
 
 @pytest.mark.parametrize(
@@ -218,7 +286,9 @@ def test_missing_value_is_named(tmp_path: Path, presets: Path) -> None:
         ("preset: x\n", "expected one of: dapo, vapo"),
     ],
 )
-def test_broken_files_are_named_in_one_line(tmp_path: Path, presets: Path, text: str, expected: str) -> None:
+def test_broken_files_are_named_in_one_line(
+    tmp_path: Path, presets: Path, text: str, expected: str
+) -> None:
     assert expected in refused(presets, write(tmp_path, text))
 
 
@@ -235,7 +305,9 @@ def test_malformed_overrides(presets: Path, override: str) -> None:
 
 
 def test_override_below_a_list_that_is_not_there(presets: Path) -> None:
-    assert refused(presets, None, "data=x", "stages=[]", "stages[2].name=a").startswith("override stages[2].name=a: ")
+    assert refused(presets, None, "data=x", "stages=[]", "stages[2].name=a").startswith(
+        "override stages[2].name=a: "
+    )
 
 
 def test_a_dumped_config_reads_back_equal(tmp_path: Path, presets: Path) -> None:
@@ -248,7 +320,9 @@ def test_a_dumped_config_reads_back_equal(tmp_path: Path, presets: Path) -> None
         "stages=[{name: yes it is}, {name: '012'}]",
     ]
     config = load_config(Root, None, overrides, presets)
-    config = config.model_copy(update={"template": "literal ${braces} \\${kept}\nand 'lines': here"})
+    config = config.model_copy(
+        update={"template": "literal ${braces} \\${kept}\nand 'lines': here"}
+    )
     dump_config(config, tmp_path / "new" / "config.yaml")
     assert load_config(Root, tmp_path / "new" / "config.yaml", [], presets) == config
     assert [file.name for file in (tmp_path / "new").iterdir()] == ["config.yaml"]
@@ -270,7 +344,9 @@ def test_a_file_lies_over_the_one_it_extends(tmp_path: Path, presets: Path) -> N
     whole.write_text("preset: vapo\ndata: top.jsonl\ntemplate: middle\n")
     assert load_config(Root, path, [], presets) == load_config(Root, whole, [], presets)
     path.write_text("extends: deep/middle.yaml\npreset: dapo\ndata: top.jsonl\n")
-    assert load_config(Root, path, [], presets) == load_config(Root, whole, ["preset=dapo"], presets)
+    assert load_config(Root, path, [], presets) == load_config(
+        Root, whole, ["preset=dapo"], presets
+    )
 
 
 @pytest.mark.parametrize(
@@ -281,7 +357,9 @@ def test_a_file_lies_over_the_one_it_extends(tmp_path: Path, presets: Path) -> N
         ("extends: [a, b]\n", r"top\.yaml: extends=\['a', 'b'\]; expected the path"),
     ],
 )
-def test_what_cannot_be_extended_is_named(tmp_path: Path, presets: Path, text: str, message: str) -> None:
+def test_what_cannot_be_extended_is_named(
+    tmp_path: Path, presets: Path, text: str, message: str
+) -> None:
     (tmp_path / "top.yaml").write_text(text)
     with pytest.raises(BadInput, match=message):
         load_config(Root, tmp_path / "top.yaml", [], presets)

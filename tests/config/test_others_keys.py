@@ -9,7 +9,7 @@ from vapo_megatron.config.explain import OTHER_TRAINERS, named_here
 from vapo_megatron.config.train import TrainConfig
 
 
-def test_every_name_given_for_another_trainers_key_is_one_of_ours() -> None:
+def test_every_name_for_a_foreign_key_is_one_of_ours() -> None:
     known = known_keys(TrainConfig)
     texts = [text for keys in OTHER_TRAINERS.values() for text in keys.values()]
     named = [name for text in texts for name in re.split(", or |, | and ", text.partition(" (")[0])]
@@ -35,6 +35,7 @@ def test_no_key_of_ours_is_taken_for_another_trainers() -> None:
         ("policy.generation.max_new_tokens", "here it is sampling.max_new_tokens"),
     ],
 )
-def test_a_number_that_counts_something_else_there_is_not_taken_over_as_it_is(theirs: str, told: str) -> None:
-    """verl's 32 prompts a mini-batch, given as 32 responses, are sixteen times as many updates of a rollout."""
+def test_foreign_key_with_another_unit_is_not_copied_unchanged(theirs: str, told: str) -> None:
+    """verl's 32 prompts a mini-batch, given as 32 responses, are sixteen times as many updates of a
+    rollout."""
     assert told in str(named_here(theirs))

@@ -20,7 +20,9 @@ def load(tmp_path: Path, *overrides: str) -> TrainConfig:
         "data": {"train": "train.jsonl"},
         "sampling": {"max_new_tokens": 8192},
     }
-    return load_config(TrainConfig, write_config(tmp_path / "train.yaml", required), overrides, PRESETS)
+    return load_config(
+        TrainConfig, write_config(tmp_path / "train.yaml", required), overrides, PRESETS
+    )
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in PRESETS.glob("*.yaml")))
@@ -31,10 +33,19 @@ def test_presets_keep_them_at_their_own_length(tmp_path: Path, name: str) -> Non
 @pytest.mark.parametrize(
     ("overrides", "told"),
     [
-        (["sampling.max_new_tokens=32"], "alpha=0.05: lambda is clamped to 0 for responses of 20 tokens or fewer"),
-        (["preset=vapo_direct", "critic.kind=probe"], "critic.optimizer.lr=2e-06 with critic.kind=probe"),
-        (["critic.optimizer.lr=1e-7"], "critic.optimizer.lr=1e-07 is below actor.optimizer.lr=1e-06"),
-        (["reward.incorrect=0"], "positive_nll.coef=0.1 weighs 2 times what it does at -1 and 1"),
+        (
+            ["sampling.max_new_tokens=32"],
+            "alpha=0.05: lambda is clamped to 0 for responses of 20 tokens or fewer",
+        ),
+        (
+            ["preset=vapo_direct", "critic.kind=probe"],
+            "critic.optimizer.lr=2e-06 with critic.kind=probe",
+        ),
+        (
+            ["critic.optimizer.lr=1e-7"],
+            "critic.optimizer.lr=1e-07 is below actor.optimizer.lr=1e-06",
+        ),
+        (["reward.incorrect=0"], "positive_nll.coef=0.1 weighs 2 times as much as at -1 and 1"),
     ],
 )
 def test_what_leaves_them_is_named(tmp_path: Path, overrides: list[str], told: str) -> None:

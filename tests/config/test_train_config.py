@@ -24,8 +24,13 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "gsm8k" / "vapo.yaml"
 
 def test_the_defaults_are_vapo() -> None:
     config = TrainConfig.model_validate(MINIMAL)
-    advantage, loss = config.algorithm.advantage, config.algorithm.policy_loss
-    assert (advantage.estimator, advantage.lambda_critic, advantage.lambda_policy) == ("gae", 1.0, "length_adaptive")
+    advantage = config.algorithm.advantage
+    loss = config.algorithm.policy_loss
+    assert (advantage.estimator, advantage.lambda_critic, advantage.lambda_policy) == (
+        "gae",
+        1.0,
+        "length_adaptive",
+    )
     assert (advantage.length_adaptive_alpha, loss.clip_low, loss.clip_high) == (0.05, 0.2, 0.28)
     assert (loss.aggregation, loss.positive_nll.coef) == ("token_mean", 0.1)
     assert (config.batch.prompts_per_step, config.batch.samples_per_prompt) == (512, 16)
@@ -34,23 +39,42 @@ def test_the_defaults_are_vapo() -> None:
     assert (config.reward.correct, config.reward.incorrect) == (1.0, -1.0)
 
 
-def test_a_section_given_in_part_keeps_the_rest_of_the_default_of_its_place() -> None:
-    """A preset without critic.optimizer, an override of its warm-up: the critic learned half as fast as documented."""
-    overrides = ["model.path=m", "data.train=t", "sampling.max_new_tokens=16", "critic.optimizer.warmup_steps=3"]
-    config = load_config(TrainConfig, None, ["preset=vapo_without_positive_nll", *overrides], PRESETS)
+def test_partial_section_keeps_the_other_defaults_of_its_place() -> None:
+    """A preset without critic.optimizer, an override of its warm-up: the critic learned half as
+    fast as documented."""
+    overrides = [
+        "model.path=m",
+        "data.train=t",
+        "sampling.max_new_tokens=16",
+        "critic.optimizer.warmup_steps=3",
+    ]
+    config = load_config(
+        TrainConfig, None, ["preset=vapo_without_positive_nll", *overrides], PRESETS
+    )
     assert (config.critic.optimizer.lr, config.critic.optimizer.warmup_steps) == (2e-6, 3)
     assert config.actor.optimizer.lr == 1e-6
-    sft = SftConfig.model_validate({"model": {"path": "m"}, "data": {"path": "d"}, "run": {"root": "r"}})
+    sft = SftConfig.model_validate(
+        {"model": {"path": "m"}, "data": {"path": "d"}, "run": {"root": "r"}}
+    )
     assert sft.run.directory == "r/sft"
 
 
 @pytest.mark.parametrize(
     "change,message",
     [
-        ({"sampling": {"max_new_tokens": 16, "temperature": 0}}, "sampling.temperature=0: it is greedy"),
-        ({"sampling": {"max_new_tokens": 16, "top_p": 0.9}}, "sampling.top_p=0.9: the trainer's log-probs"),
+        (
+            {"sampling": {"max_new_tokens": 16, "temperature": 0}},
+            "sampling.temperature=0: it is greedy",
+        ),
+        (
+            {"sampling": {"max_new_tokens": 16, "top_p": 0.9}},
+            "sampling.top_p=0.9: the trainer computes log-probs",
+        ),
         ({"reward": {"grade_truncated": True}}, "grade_truncated=true with verifier=math"),
-        ({"cluster": {"collective_timeout_s": 3600}}, "rollout.collect_timeout_s=7200 s is not below"),
+        (
+            {"cluster": {"collective_timeout_s": 3600}},
+            "rollout.collect_timeout_s=7200 s is not below",
+        ),
     ],
 )
 def test_sections_that_disagree_are_refused_by_name(change: dict[str, Any], message: str) -> None:
@@ -62,12 +86,18 @@ def test_sections_that_disagree_are_refused_by_name(change: dict[str, Any], mess
     "layout,max_tokens,longest",
     [
         (LayoutConfig(), 100, 100),
-        (LayoutConfig(tp=8, sequence_parallel=True), 100, 96),  # the micro-batch as a whole is padded to 8
+        (
+            LayoutConfig(tp=8, sequence_parallel=True),
+            100,
+            96,
+        ),  # the micro-batch as a whole is padded to 8
         (LayoutConfig(cp=4), 100, 400),
         (LayoutConfig(cp=4), 101, 400),  # sequences are padded to 8
     ],
 )
-def test_the_longest_sample_of_a_layout_just_fits(layout: LayoutConfig, max_tokens: int, longest: int) -> None:
+def test_the_longest_sample_of_a_layout_just_fits(
+    layout: LayoutConfig, max_tokens: int, longest: int
+) -> None:
 
     assert layout.longest_sample(max_tokens) == longest
 
@@ -89,14 +119,22 @@ def test_the_longest_sample_of_a_layout_just_fits(layout: LayoutConfig, max_toke
 
 @pytest.mark.parametrize("key", ["hardware.kind=h200-141g", "plan.gpus=8"])
 def test_what_only_plan_reads_is_refused_with_where_it_belongs(key: str) -> None:
-    with pytest.raises(BadInput, match=rf"unknown key {key.partition('=')[0]}; it belongs to `vapo-megatron plan`"):
+    with pytest.raises(
+        BadInput, match=rf"unknown key {key.partition('=')[0]}; it belongs to `vapo-megatron plan`"
+    ):
         load_config(TrainConfig, EXAMPLE, [key], PRESETS)
     planned = load_config(PlanConfig, EXAMPLE, [key], PRESETS)
-    assert isinstance(planned, TrainConfig) and (planned.hardware.kind == "h200-141g" or planned.plan.gpus == 8)
+    assert isinstance(planned, TrainConfig) and (
+        planned.hardware.kind == "h200-141g" or planned.plan.gpus == 8
+    )
 
 
 @pytest.mark.parametrize(("tp", "expected"), [(1, False), (2, True)])
-def test_sequence_parallelism_follows_tensor_parallelism_where_it_is_auto(tp: int, expected: bool) -> None:
+def test_auto_sequence_parallelism_follows_tensor_parallelism(tp: int, expected: bool) -> None:
     layout = LayoutConfig.model_validate({"tp": tp, "sequence_parallel": "auto"})
-    assert layout.sequence_parallel is expected and layout.alignment == LayoutConfig(tp=tp).alignment
-    assert layout.model_dump()["sequence_parallel"] is expected, "what a run directory and a resume see"
+    assert (
+        layout.sequence_parallel is expected and layout.alignment == LayoutConfig(tp=tp).alignment
+    )
+    assert layout.model_dump()["sequence_parallel"] is expected, (
+        "what a run directory and a resume see"
+    )

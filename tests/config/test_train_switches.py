@@ -23,7 +23,9 @@ def load(tmp_path: Path, *overrides: str) -> TrainConfig:
         "data": {"train": "train.jsonl"},
         "sampling": {"max_new_tokens": 8192},
     }
-    return load_config(TrainConfig, write_config(tmp_path / "train.yaml", required), overrides, PRESETS)
+    return load_config(
+        TrainConfig, write_config(tmp_path / "train.yaml", required), overrides, PRESETS
+    )
 
 
 @pytest.mark.parametrize(
@@ -31,7 +33,10 @@ def load(tmp_path: Path, *overrides: str) -> TrainConfig:
     [
         (["preset=grpo", "batch.samples_per_prompt=1"], "batch.samples_per_prompt=1"),
         (["preset=dapo", "batch.samples_per_prompt=1"], "batch.samples_per_prompt=1"),
-        (["algorithm.dynamic_sampling.max_rounds=10", "batch.samples_per_prompt=1"], "dynamic_sampling.max_rounds=10"),
+        (
+            ["algorithm.dynamic_sampling.max_rounds=10", "batch.samples_per_prompt=1"],
+            "dynamic_sampling.max_rounds=10",
+        ),
         (["algorithm.advantage.lambda_policy=1.5"], "lambda_policy"),
         (["algorithm.advantage.credit=turn"], "credit=turn with rollout.agent=null"),
         (
@@ -39,36 +44,67 @@ def load(tmp_path: Path, *overrides: str) -> TrainConfig:
             "credit=turn with rollout.episode.max_turns=1",
         ),
         ([AGENT, "preset=remax"], "rollout.agent=a:b with algorithm.advantage.estimator=remax"),
-        ([AGENT, "data.prompt.chat_template=false"], "rollout.agent=a:b with data.prompt.chat_template=false"),
-        ([AGENT, "rollout.partial_responses.oversampling=1.5"], "agent=a:b with partial_responses.oversampling=1.5"),
         (
-            ["rollout.windows=2", "algorithm.shaping.truncated=window", "algorithm.mask_function=a:b"],
+            [AGENT, "data.prompt.chat_template=false"],
+            "rollout.agent=a:b with data.prompt.chat_template=false",
+        ),
+        (
+            [AGENT, "rollout.partial_responses.oversampling=1.5"],
+            "agent=a:b with partial_responses.oversampling=1.5",
+        ),
+        (
+            [
+                "rollout.windows=2",
+                "algorithm.shaping.truncated=window",
+                "algorithm.mask_function=a:b",
+            ],
             "rollout.windows=2 with algorithm.mask_function=a:b",
         ),
         (["algorithm.kl.coef=0.1"], "placement=none with coef=0.1"),
-        (["preset=grpo", "value_pretraining.enabled=true"], "value_pretraining.enabled=true with algorithm.advantage"),
-        (["preset=grpo", "critic.freeze_attention=true"], "critic.freeze_attention=true with algorithm.advantage"),
+        (
+            ["preset=grpo", "value_pretraining.enabled=true"],
+            "value_pretraining.enabled=true with algorithm.advantage",
+        ),
+        (
+            ["preset=grpo", "critic.freeze_attention=true"],
+            "critic.freeze_attention=true with algorithm.advantage",
+        ),
         (["preset=grpo", "critic.kind=adapter"], "critic.kind=adapter with algorithm.advantage"),
-        (["preset=grpo", "critic.privileged_field=a"], "critic.privileged_field=a with algorithm.advantage"),
+        (
+            ["preset=grpo", "critic.privileged_field=a"],
+            "critic.privileged_field=a with algorithm.advantage",
+        ),
         (
             ["preset=vapo_direct", "critic.kind=probe", "critic.privileged_field=a"],
             "critic: privileged_field with kind=probe: a probe reads the actor's hidden states",
         ),
         (["preset=grpo", "critic.kind=probe"], "critic.kind=probe with algorithm.advantage"),
         (["critic.kind=probe"], "value_pretraining.enabled=true with critic.kind=probe"),
-        (["preset=vapo_direct", "critic.kind=probe", "critic.layout.tp=2"], "critic: layout with kind=probe"),
         (
-            ["preset=vapo_direct", "critic.kind=probe", "critic.init=reward_model", "critic.init_path=p"],
+            ["preset=vapo_direct", "critic.kind=probe", "critic.layout.tp=2"],
+            "critic: layout with kind=probe",
+        ),
+        (
+            [
+                "preset=vapo_direct",
+                "critic.kind=probe",
+                "critic.init=reward_model",
+                "critic.init_path=p",
+            ],
             "critic: init with kind=probe",
         ),
         (["actor.kind=probe"], "actor.kind"),
         (["preset=vapo_direct", "critic.probe.width=64"], "critic: probe with kind=model"),
         (["preset=vapo_direct", "critic.kind=probe", "critic.probe.layer=0"], "critic.probe.layer"),
-        (["critic.kind=adapter", "critic.freeze_attention=true"], "critic.freeze_attention=true with critic.kind"),
+        (
+            ["critic.kind=adapter", "critic.freeze_attention=true"],
+            "critic.freeze_attention=true with critic.kind",
+        ),
         (
             [
                 "actor.kind=adapter",
-                "algorithm.kl={placement: loss, coef: 0.1, estimator: k3, replace_reference_every: 2}",
+                "algorithm.kl={placement: loss, coef: 0.1, estimator: k3, replace_reference_every: "
+                "2}",
             ],
             "replace_reference_every=2 with actor.kind=adapter",
         ),
@@ -78,31 +114,60 @@ def load(tmp_path: Path, *overrides: str) -> TrainConfig:
             "critic.init=reward_model with algorithm.advantage",
         ),
         (
-            ["critic.init=reward_model", "critic.init_path=m", "algorithm.value_loss.kind=hl_gauss"],
+            [
+                "critic.init=reward_model",
+                "critic.init_path=m",
+                "algorithm.value_loss.kind=hl_gauss",
+            ],
             "critic.init=reward_model with algorithm.value_loss.kind=hl_gauss",
         ),
-        (["algorithm.value_loss.kind=hl_gauss", "reward.correct=2.0"], "does not contain the returns -1..2 of reward"),
         (
-            ["algorithm.value_loss.kind=hl_gauss", "data.train={a.jsonl: {reward: {correct: 3, incorrect: 0}}, b: 1}"],
+            ["algorithm.value_loss.kind=hl_gauss", "reward.correct=2.0"],
+            "does not contain the returns -1..2 of reward",
+        ),
+        (
+            [
+                "algorithm.value_loss.kind=hl_gauss",
+                "data.train={a.jsonl: {reward: {correct: 3, incorrect: 0}}, b: 1}",
+            ],
             "does not contain the returns -1..3 of reward",
         ),
         (
-            ["algorithm.value_loss.kind=hl_gauss", f"data.train={{a.jsonl: {{reward: {FUNCTION}}}, b.jsonl: 1}}"],
+            [
+                "algorithm.value_loss.kind=hl_gauss",
+                f"data.train={{a.jsonl: {{reward: {FUNCTION}}}, b.jsonl: 1}}",
+            ],
             "its scores are unbounded",
         ),
-        ([f"data.train={{a.jsonl: {{reward: {FUNCTION}}}}}"], "positive_nll.coef=0.1: needs the verifier's grade"),
-        (["data.train={a.jsonl: {reward: {verifer: code}}}"], "a.jsonl: reward: unknown key verifer; did you mean ver"),
-        (["reward.judge={url: 'http://a/v1', model: m}"], "nothing uses it, set reward.verifier=judge, or data.fields"),
+        (
+            [f"data.train={{a.jsonl: {{reward: {FUNCTION}}}}}"],
+            "positive_nll.coef=0.1: needs the verifier's grade",
+        ),
+        (
+            ["data.train={a.jsonl: {reward: {verifer: code}}}"],
+            "a.jsonl: reward: unknown key verifer; did you mean ver",
+        ),
+        (
+            ["reward.judge={url: 'http://a/v1', model: m}"],
+            "nothing uses it, set reward.verifier=judge, or data.fields",
+        ),
         (
             ["algorithm.value_loss.squash=tanh", "preset=dapo"],
             "value_loss.squash=tanh with advantage.estimator=grpo: it needs a critic",
         ),
         (
-            ["algorithm.value_loss.squash=tanh", "algorithm.shaping.soft_overlong={max_length: 9, cache_length: 3}"],
+            [
+                "algorithm.value_loss.squash=tanh",
+                "algorithm.shaping.soft_overlong={max_length: 9, cache_length: 3}",
+            ],
             "does not contain the returns -2..1",
         ),
         (
-            ["algorithm.value_loss.squash=tanh", "reward.verifier=function", "reward.function=a.b:c"],
+            [
+                "algorithm.value_loss.squash=tanh",
+                "reward.verifier=function",
+                "reward.function=a.b:c",
+            ],
             "its scores are unbounded, give algorithm.value_loss.low and high",
         ),
         (
@@ -120,13 +185,26 @@ def load(tmp_path: Path, *overrides: str) -> TrainConfig:
             ["algorithm.update.rollout_logprobs_within=0.01", "rollout.router_replay=true"],
             "with rollout.router_replay=tr",
         ),
-        (["algorithm.update.rollout_logprobs_within=0.01", "sampling.top_p=0.9"], "sampling.top_p=0.9"),
         (
-            ["preset=vapo_direct", "critic.kind=probe", "algorithm.update.rollout_logprobs_within=0.01"],
+            ["algorithm.update.rollout_logprobs_within=0.01", "sampling.top_p=0.9"],
+            "sampling.top_p=0.9",
+        ),
+        (
+            [
+                "preset=vapo_direct",
+                "critic.kind=probe",
+                "algorithm.update.rollout_logprobs_within=0.01",
+            ],
             "rollout_logprobs_within=0.01 with critic.kind=probe",
         ),
-        (["algorithm.update={minibatch_size: 8, minibatches: 2}"], "minibatch_size=8 with minibatches=2"),
-        (["preset=rloo", "algorithm.update.minibatch_size=64"], "minibatch_size=64 with minibatches=1"),
+        (
+            ["algorithm.update={minibatch_size: 8, minibatches: 2}"],
+            "minibatch_size=8 with minibatches=2",
+        ),
+        (
+            ["preset=rloo", "algorithm.update.minibatch_size=64"],
+            "minibatch_size=64 with minibatches=1",
+        ),
         (
             ["preset=rloo", "algorithm.update={minibatch_size: 64, minibatches: null}"],
             "preset=rloo needs one update per rollout, but algorithm.update gives 128",
@@ -149,7 +227,9 @@ def load(tmp_path: Path, *overrides: str) -> TrainConfig:
         (["reward.correct_above=null"], "correct_above=null with verifier=math"),
     ],
 )
-def test_contradictions_between_sections_are_refused_by_name(tmp_path: Path, overrides: list[str], told: str) -> None:
+def test_contradictions_between_sections_are_refused_by_name(
+    tmp_path: Path, overrides: list[str], told: str
+) -> None:
     with pytest.raises(BadInput) as refused:
         load(tmp_path, *overrides)
     assert told in str(refused.value) and "\n" not in str(refused.value)
@@ -159,7 +239,11 @@ def test_contradictions_between_sections_are_refused_by_name(tmp_path: Path, ove
     "overrides",
     [
         [*SCORES, "algorithm.policy_loss.positive_nll.coef=0"],
-        ["algorithm.value_loss.kind=hl_gauss", "reward.correct=2.0", "algorithm.value_loss.high=2.0"],
+        [
+            "algorithm.value_loss.kind=hl_gauss",
+            "reward.correct=2.0",
+            "algorithm.value_loss.high=2.0",
+        ],
         ["preset=grpo", "algorithm.kl.replace_reference_every=25"],
         ["algorithm.value_loss={squash: tanh}"],
         ["preset=rloo", "algorithm.update={minibatch_size: 8192, minibatches: null}"],
@@ -178,12 +262,16 @@ def test_every_preset_is_a_whole_config(tmp_path: Path, name: str) -> None:
     assert config.value_pretraining.enabled <= config.algorithm.uses_critic
 
 
-def test_a_users_file_cannot_take_back_what_a_preset_is_named_after(tmp_path: Path) -> None:
+def test_user_file_cannot_undo_what_a_preset_is_named_after(tmp_path: Path) -> None:
     """examples/gsm8k/vapo.yaml has a batch section: the preset was a no-op over it."""
     gsm8k = Path(__file__).parents[2] / "examples" / "gsm8k" / "vapo.yaml"
-    with pytest.raises(BadInput, match=r"batch.samples_per_prompt=8 with preset=vapo_without_group_sampling"):
+    with pytest.raises(
+        BadInput, match=r"batch.samples_per_prompt=8 with preset=vapo_without_group_sampling"
+    ):
         load_config(TrainConfig, gsm8k, ["preset=vapo_without_group_sampling"], PRESETS)
-    with pytest.raises(BadInput, match=r"minibatch_size=256 with minibatches=1: both split a rollout"):
+    with pytest.raises(
+        BadInput, match=r"minibatch_size=256 with minibatches=1: both split a rollout"
+    ):
         load_config(TrainConfig, gsm8k, ["preset=rloo", "value_pretraining.enabled=false"], PRESETS)
 
 
@@ -198,16 +286,21 @@ def test_a_users_file_cannot_take_back_what_a_preset_is_named_after(tmp_path: Pa
         ({"replay_epochs": 4}, 1, 50),
     ],
 )
-def test_value_pretraining_counts_gradient_steps_on_fresh_rollouts_unless_told_otherwise(
+def test_value_pretraining_counts_gradient_steps_by_default(
     tmp_path: Path, settings: dict[str, int], rollouts: int, updates: int
 ) -> None:
-    config = load(tmp_path, "preset=vapo", *(f"value_pretraining.{key}={value}" for key, value in settings.items()))
+    config = load(
+        tmp_path,
+        "preset=vapo",
+        *(f"value_pretraining.{key}={value}" for key, value in settings.items()),
+    )
     assert config.value_pretraining.rollouts(config.samples) == rollouts
     assert config.value_pretraining.updates(config.samples) == updates
 
 
-def test_warmup_of_dapo_is_in_rollouts_and_gspo_takes_four_steps_of_each(tmp_path: Path) -> None:
-    dapo, gspo = load(tmp_path, "preset=dapo"), load(tmp_path, "preset=gspo")
+def test_dapo_warms_up_by_rollouts_and_gspo_takes_four_steps(tmp_path: Path) -> None:
+    dapo = load(tmp_path, "preset=dapo")
+    gspo = load(tmp_path, "preset=gspo")
     assert dapo.updates_per_rollout("actor") == 16
     assert dapo.actor.optimizer.warmup_steps == 20 * dapo.updates_per_rollout("actor") == 20 * 16
     assert gspo.updates_per_rollout("actor") == 4

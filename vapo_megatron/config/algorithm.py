@@ -1,32 +1,38 @@
-"""The algorithm: every choice that VAPO makes, or that its paper leaves open, as a switch (docs/algorithms.md).
+"""The algorithm: every choice that VAPO makes, or that its paper leaves open, as a switch
+(docs/algorithms.md).
 
 The defaults are VAPO's.
 """
 
-from typing import Literal, Self
+from typing import TYPE_CHECKING, Literal, Self
 
 from pydantic import Field, model_validator
 
+from vapo_megatron.algorithms.registry import ESTIMATORS, POLICY_LOSSES, EstimatorTraits
 from vapo_megatron.config.base import Section
-from vapo_megatron.config.policy import IMPORT_PATH, Fraction, ImportanceSamplingConfig, KlConfig, PolicyLossConfig
+from vapo_megatron.config.policy import (
+    IMPORT_PATH,
+    Fraction,
+    ImportanceSamplingConfig,
+    KlConfig,
+    PolicyLossConfig,
+)
 from vapo_megatron.config.value import ValueLossConfig
 
-Estimator = Literal[
-    "gae",
-    "grpo",
-    "dr_grpo",
-    "rloo",
-    "group_baseline",
-    "batch_baseline",
-    "reinforce_pp",
-    "remax",
-    "raft",
-    "function",
-]
+if TYPE_CHECKING:
+    Estimator = str
+else:
+    Estimator = Literal[
+        (*ESTIMATORS.names(critic=True), *ESTIMATORS.names(critic=False), "function")
+    ]
 Lambda = Fraction | Literal["length_adaptive"]
 
-# Estimators that compare a response with the others of its prompt, as a condition (base.refuse).
-OF_GROUPS = "algorithm.advantage.estimator=grpo|dr_grpo|rloo|group_baseline|raft"
+# Conditions of base.refuse: estimators that compare a response with the others of its prompt, and
+# those that draw a greedy response to each prompt.
+OF_GROUPS = f"algorithm.advantage.estimator={ESTIMATORS.either(groups=True)}"
+OF_GREEDY = f"algorithm.advantage.estimator={ESTIMATORS.either(greedy=True)}"
+# Estimators that choose the responses that carry loss.
+SELECTS = f"algorithm.advantage.estimator={ESTIMATORS.either(selects=True)}"
 
 
 class AdvantageConfig(Section):
@@ -37,19 +43,24 @@ class AdvantageConfig(Section):
         (
             "function",
             "estimator!=function|gae",
-            "both give the advantages: set estimator=function (or gae for a function that reads values), or remove "
-            "function",
+            "both give the advantages: set estimator=function (or gae for a function that reads "
+            "values), or remove function",
         ),
         (
             "gamma!=1",
-            "estimator!=gae|reinforce_pp|function",
+            f"estimator!={ESTIMATORS.either(discounts=True)}|function",
             "this estimator does not discount: set gamma=1, or use gae or reinforce_pp",
         ),
-        ("off_policy!=none", "estimator!=gae", "it corrects the values of gae only: set off_policy=none or use gae"),
+        (
+            "off_policy!=none",
+            "estimator!=gae",
+            "it corrects the values of gae only: set off_policy=none or use gae",
+        ),
         (
             "calibration!=none",
             "estimator!=gae, function, off_policy!=none, gamma!=1",
-            "calibration needs plain, undiscounted GAE over a critic's values: set calibration=none or reset the other",
+            "calibration needs plain, undiscounted GAE over a critic's values: set "
+            "calibration=none or reset the other",
         ),
         (
             "credit=turn",
@@ -59,51 +70,83 @@ class AdvantageConfig(Section):
         (
             "tracker",
             "estimator!=batch_baseline & calibration=none",
-            "nothing would read a prompt's history: set estimator=batch_baseline, or calibration=values or trust",
+            "nothing would read a prompt's history: set estimator=batch_baseline, or "
+            "calibration=values or trust",
         ),
-        ("whiten!=none", "estimator=raft", "its 1 and 0 select responses: set whiten=none"),
+        (
+            "whiten!=none",
+            f"estimator={ESTIMATORS.either(selects=True)}",
+            "its 1 and 0 select responses: set whiten=none",
+        ),
     )
 
     estimator: Estimator = Field("gae", description="advantage estimator; only gae uses a critic")
     function: str | None = Field(
         None,
         pattern=IMPORT_PATH,
-        description="package.module:name of f(ScoredResponses) -> advantages [T]. With estimator=function there is no "
-        "critic; with estimator=gae the critic is trained, its values can be read, and the function may return "
-        "(advantages, value targets)",
+        description=(
+            "package.module:name of f(ScoredResponses) -> advantages [T]. With estimator=function "
+            "there is no critic; with estimator=gae the critic is trained, its values can be read, "
+            "and the function may return (advantages, value targets)"
+        ),
     )
     gamma: Fraction = Field(1.0, description="discount factor per token")
-    lambda_critic: Lambda = Field(1.0, description="GAE lambda of the value targets; 1: Monte-Carlo returns")
+    lambda_critic: Lambda = Field(
+        1.0, description="GAE lambda of the value targets; 1: Monte-Carlo returns"
+    )
     lambda_policy: Lambda = Field("length_adaptive", description="GAE lambda of the advantages")
-    length_adaptive_alpha: float = Field(0.05, gt=0, description="alpha in lambda = 1 - 1 / (alpha * response tokens)")
-    length_adaptive_floor: Fraction = Field(0.0, description="lower bound of the length-adaptive lambda")
+    length_adaptive_alpha: float = Field(
+        0.05, gt=0, description="alpha in lambda = 1 - 1 / (alpha * response tokens)"
+    )
+    length_adaptive_floor: Fraction = Field(
+        0.0, description="lower bound of the length-adaptive lambda"
+    )
     calibration: Literal["none", "values", "trust"] = Field(
         "none",
-        description="values: GAE over values calibrated by the returns of past steps; trust: the less the critic "
-        "explained returns in past steps, the more weight goes to return minus value instead of GAE",
+        description=(
+            "values: GAE over values calibrated by the returns of past steps; trust: the less the "
+            "critic explained returns in past steps, the more weight goes to return minus value "
+            "instead of GAE"
+        ),
     )
     tracker: bool = Field(
         False,
-        description="with one response per prompt, use the past rewards of the same prompt in place of a group (SPO): "
-        "as the baseline of batch_baseline, or as an input of the calibration",
+        description=(
+            "with one response per prompt, use the past rewards of the same prompt in place of a "
+            "group (SPO): as the baseline of batch_baseline, or as an input of the calibration"
+        ),
     )
     credit: Literal["token", "turn"] = Field(
         "token",
-        description="steps of GAE: tokens, or the turns of an agent's episode, each with the value of its first state "
-        "and lambda applied per turn",
+        description=(
+            "steps of GAE: tokens, or the turns of an agent's episode, each with the value of its "
+            "first state and lambda applied per turn"
+        ),
     )
     off_policy: Literal["none", "vtrace"] = Field(
         "none",
-        description="vtrace: weight each token's temporal difference by min(1, pi / mu), with mu the policy that drew "
-        "it; for responses drawn under earlier weights; gae only",
+        description=(
+            "vtrace: weight each token's temporal difference by min(1, pi / mu), with mu the "
+            "policy that drew it; for responses drawn under earlier weights; gae only"
+        ),
     )
     whiten: Literal["none", "full", "scale"] = Field(
-        "none", description="normalise over the batch's tokens: mean 0 and variance 1 (full), or variance only (scale)"
+        "none",
+        description=(
+            "normalise over the batch's tokens: mean 0 and variance 1 (full), or variance only "
+            "(scale)"
+        ),
     )
+
+    @property
+    def traits(self) -> EstimatorTraits:
+        """The estimator's, none of them for a function."""
+        return ESTIMATORS.traits.get(self.estimator, EstimatorTraits())
 
 
 class SoftOverlongConfig(Section):
-    """Penalty that grows from 0 to -1 over the last cache_length of max_length response tokens (DAPO)."""
+    """Penalty that grows from 0 to -1 over the last cache_length of max_length response tokens
+    (DAPO)."""
 
     max_length: int = Field(ge=1, description="response tokens at which the penalty reaches -1")
     cache_length: int = Field(ge=1, description="response tokens over which the penalty grows")
@@ -111,7 +154,9 @@ class SoftOverlongConfig(Section):
     @model_validator(mode="after")
     def _cache_fits(self) -> Self:
         if self.cache_length > self.max_length:
-            raise ValueError(f"cache_length={self.cache_length} is above max_length={self.max_length}: lower it")
+            raise ValueError(
+                f"cache_length={self.cache_length} is above max_length={self.max_length}: lower it"
+            )
         return self
 
 
@@ -120,16 +165,23 @@ class ShapingConfig(Section):
 
     truncated: Literal["terminal", "bootstrap", "window", "mask"] = Field(
         "terminal",
-        description="a truncated response counts as incorrect with value 0 after it (terminal), is bootstrapped from "
-        "the critic's value of its last state (bootstrap; window: for advantages only, the critic learns from finished "
-        "responses), or carries no loss (mask)",
+        description=(
+            "a truncated response counts as incorrect with value 0 after it (terminal), is "
+            "bootstrapped from the critic's value of its last state (bootstrap; window: for "
+            "advantages only, the critic learns from finished responses), or carries no loss (mask)"
+        ),
     )
-    soft_overlong: SoftOverlongConfig | None = Field(None, description="penalty on long responses; none: off")
+    soft_overlong: SoftOverlongConfig | None = Field(
+        None, description="penalty on long responses; none: off"
+    )
 
     @property
     def bootstraps(self) -> bool:
         """Whether truncated responses are bootstrapped from a value."""
         return self.truncated in ("bootstrap", "window")
+
+
+_SCORED_ONE_OF = 16
 
 
 class UpdateConfig(Section):
@@ -139,47 +191,80 @@ class UpdateConfig(Section):
         (
             "minibatch_size",
             "minibatches",
-            "both split a rollout: give one of them, and set the other to null where a preset gives it",
+            "both split a rollout: give one of them, and set the other to null where a preset "
+            "gives it",
         ),
     )
 
     minibatch_size: int | None = Field(
-        None, ge=1, description="size of one optimizer step, in units of minibatch_unit; none: 512, or by minibatches"
+        None,
+        ge=1,
+        description=(
+            "size of one optimizer step, in units of minibatch_unit; none: 512, or by minibatches"
+        ),
     )
     minibatches: int | None = Field(
-        None, ge=1, description="instead of minibatch_size: number of optimizer steps in one pass over a rollout"
+        None,
+        ge=1,
+        description=(
+            "instead of minibatch_size: number of optimizer steps in one pass over a rollout"
+        ),
     )
-    minibatch_unit: Literal["samples", "groups"] = Field("samples", description="responses, or prompts with all theirs")
+    minibatch_unit: Literal["samples", "groups"] = Field(
+        "samples", description="responses, or prompts with all theirs"
+    )
     epochs: int = Field(1, ge=1, description="passes over a rollout")
     rollout_logprobs_within: float | None = Field(
         None,
         gt=0,
-        description="skip the scoring pass and use the engines' log-probs as the old ones if, on every sixteenth "
-        "response, they differ from the trainer's by at most this on average; none: compute all of them",
+        description=(
+            "skip the scoring pass and use the engines' log-probs as the old ones if, on every "
+            "sixteenth response, they differ from the trainer's by at most this on average; none: "
+            "compute all of them"
+        ),
     )
-    critic_updates_per_policy_update: int = Field(1, ge=1, description="critic passes per policy pass")
+    critic_updates_per_policy_update: int = Field(
+        1, ge=1, description="critic passes per policy pass"
+    )
+
+    def scored_of(self, samples: int, ranks: int) -> int:
+        """One of so many responses is scored where engines may stand in for the trainer
+        (rollout_logprobs_within), at least one a rank; 1 where all are."""
+        if self.rollout_logprobs_within is None:
+            return 1
+        return max(1, min(_SCORED_ONE_OF, samples // ranks))
 
     def size(self, samples: int, groups: int) -> int:
-        """Size of a mini-batch, in minibatch_unit, for a rollout of this many samples and groups."""
+        """Size of a mini-batch, in minibatch_unit, for a rollout of this many samples and
+        groups."""
         if self.minibatches is None:
             return self.minibatch_size or 512
         return -(-(samples if self.minibatch_unit == "samples" else groups) // self.minibatches)
 
     def updates(self, samples: int, groups: int) -> int:
         """Optimizer steps of the policy on a rollout of this many samples and groups."""
-        units = samples if self.minibatch_unit == "samples" else groups
+        if self.minibatch_unit == "samples":
+            units = samples
+        else:
+            units = groups
         return self.epochs * -(-units // self.size(samples, groups))
 
 
 class DynamicSamplingConfig(Section):
-    """Train only on groups with both correct and incorrect responses (DAPO), or with different rewards of an agent."""
+    """Train only on groups with both correct and incorrect responses (DAPO), or with different
+    rewards of an agent."""
 
-    oversampling: float = Field(3.0, ge=1, description="prompts in flight, as a multiple of those still needed")
+    oversampling: float = Field(
+        3.0, ge=1, description="prompts in flight, as a multiple of those still needed"
+    )
     max_rounds: int | None = Field(
         None,
         ge=1,
-        description="draw prompts until enough groups are informative, at most this many times oversampling x "
-        "prompts_per_step (DAPO: 10), then fill the batch with other groups; none: no dynamic sampling",
+        description=(
+            "draw prompts until enough groups are informative, at most this many times "
+            "oversampling x prompts_per_step (DAPO: 10), then fill the batch with other groups; "
+            "none: no dynamic sampling"
+        ),
     )
 
     @property
@@ -201,30 +286,37 @@ class AlgorithmConfig(Section):
         (
             "shaping.soft_overlong",
             "shaping.truncated=bootstrap|window",
-            "a truncated response then has no reward and would escape the penalty for its length: choose one",
+            "a truncated response then has no reward and would escape the penalty for its length: "
+            "choose one",
         ),
         (
             "shaping.truncated=bootstrap|window, kl.placement=reward",
             "advantage.calibration!=none",
-            "calibration learns from the returns of whole responses: set calibration=none or reset the other",
+            "calibration learns from the returns of whole responses: set calibration=none or "
+            "reset the other",
         ),
         (
             "advantage.lambda_critic!=1, advantage.off_policy!=none",
             "shaping.truncated=window",
-            "its value targets are Monte-Carlo returns of finished responses only: choose bootstrap, or unset it",
+            "its value targets are Monte-Carlo returns of finished responses only: choose "
+            "bootstrap, or unset it",
         ),
         (
             "importance_sampling.kind!=none",
-            "policy_loss.kind=sao|dppo",
+            f"policy_loss.kind={POLICY_LOSSES.either(rollout_ratio=True)}",
             "its ratio is already taken to the rollout policy: set importance_sampling.kind=none",
         ),
         (
             "update.rollout_logprobs_within",
-            "importance_sampling.kind!=none, advantage.off_policy!=none, advantage.function, filter_function, "
-            "metrics_function",
+            "importance_sampling.kind!=none, advantage.off_policy!=none, advantage.function, "
+            "filter_function, metrics_function",
             "that reads the trainer's log-prob of every token: unset one of them",
         ),
-        ("mask_function", "advantage.credit=turn", "a mask may cut a turn in two: set advantage.credit=token"),
+        (
+            "mask_function",
+            "advantage.credit=turn",
+            "a mask may cut a turn in two: set advantage.credit=token",
+        ),
     )
 
     advantage: AdvantageConfig = AdvantageConfig()
@@ -238,25 +330,32 @@ class AlgorithmConfig(Section):
     filter_function: str | None = Field(
         None,
         pattern=IMPORT_PATH,
-        description="package.module:name of f(ScoredResponses) -> bool [S], true for responses that carry loss",
+        description=(
+            "package.module:name of f(ScoredResponses) -> bool [S], true for responses that carry "
+            "loss"
+        ),
     )
     mask_function: str | None = Field(
         None,
         pattern=IMPORT_PATH,
-        description="package.module:name of f(Sample, decode) -> bool [response], true for tokens that carry loss; the "
-        "others count as observations",
+        description=(
+            "package.module:name of f(Sample, decode) -> bool [response], true for tokens that "
+            "carry loss; the others count as observations"
+        ),
     )
     metrics_function: str | None = Field(
         None,
         pattern=IMPORT_PATH,
-        description="package.module:name of f(ScoredResponses) -> {name: number}; the numbers are logged with the step "
-        "as custom/NAME",
+        description=(
+            "package.module:name of f(ScoredResponses) -> {name: number}; the numbers are logged "
+            "with the step as custom/NAME"
+        ),
     )
 
     @property
     def uses_critic(self) -> bool:
         """Whether a critic is built."""
-        return self.advantage.estimator == "gae"
+        return self.advantage.traits.critic
 
     @property
     def uses_reference(self) -> bool:
@@ -269,8 +368,10 @@ class AlgorithmConfig(Section):
         return self.uses_reference and self.kl.replace_reference_every is not None
 
     def update_gives_logprobs(self, samples: int, groups: int) -> bool:
-        """Whether the policy's update reads each response of a rollout once and all of them before its only optimizer
-        step: its forward pass then computes the old log-probs, exactly, and nothing before it needs them."""
+        """Whether the policy's update reads each response of a rollout once and all of them before
+        its only optimizer
+        step: its forward pass then computes the old log-probs, exactly, and nothing before it needs
+            them."""
         update = self.update
         needed_before = (
             self.kl.placement in ("reward", "advantage"),

@@ -1,4 +1,4 @@
-"""Explain a config error in one line."""
+"""One-line explanations of config errors."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,16 +10,23 @@ from pydantic_core import ErrorDetails
 
 from vapo_megatron.config.base import known_keys, nearest
 
-# By trainer, what its keys are called here.
-OTHER_TRAINERS: dict[str, dict[str, str]] = yaml.safe_load(Path(__file__).with_name("other_trainers.yaml").read_text())
+# For each trainer, its keys and their names here.
+OTHER_TRAINERS: dict[str, dict[str, str]] = yaml.safe_load(
+    Path(__file__).with_name("other_trainers.yaml").read_text()
+)
 _OURS = {key: ours for keys in OTHER_TRAINERS.values() for key, ours in keys.items()}
 
 
 def named_here(key: str) -> str | None:
-    """The hint for a key of another trainer: its name here, or why there is none; None for any other key."""
-    name, last_two = key.rpartition(".")[2], ".".join(key.split(".")[-2:])
-    if "lora" in key.split(".") or name.startswith("lora_"):
-        return "here adapters are model.adapter, trained with actor.kind=adapter or critic.kind=adapter: docs/lora.md"
+    """Returns a hint for a key of another trainer, such as its name here; None for other keys."""
+    parts = key.split(".")
+    name = parts[-1]
+    last_two = ".".join(parts[-2:])
+    if "lora" in parts or name.startswith("lora_"):
+        return (
+            "here adapters are model.adapter, trained with actor.kind=adapter or "
+            "critic.kind=adapter: docs/lora.md"
+        )
     if name == "val_only":
         return "evaluation alone is a command: vapo-megatron evaluate CONFIG --checkpoint final"
     if (ours := _OURS.get(last_two) or _OURS.get(name)) is not None:
@@ -30,28 +37,43 @@ def named_here(key: str) -> str | None:
 
 
 LONGEST_VALUE = 60
-# Keys too many or too few that one who wrote a config for this command may have misspelt.
+# More unknown or missing keys than this suggest the config of another command, not typos.
 _MISSPELT = 3
 
 
 def explain(
-    error: ValidationError, model: type[BaseModel], values: Any, source: str, overridden: Sequence[str] = ()
+    error: ValidationError,
+    model: type[BaseModel],
+    values: Any,
+    source: str,
+    overridden: Sequence[str] = (),
 ) -> str:
-    """One line with the first error of validating `values` as `model`, and the number of further errors.
+    """Returns one line with the first error, and the number of further errors.
 
-    source names the file the values come from; keys in overridden (dotted) came from the command line instead.
+    error: of validating `values` as `model`.
+    source: file that the values come from.
+    overridden: dotted keys that come from the command line instead.
     """
-    # A union reports one error for each of its members: together they are one mistake of the user.
+    # A union reports one error for each of its members; together they are one mistake.
     mistakes: dict[str, list[ErrorDetails]] = {}
     for details in error.errors():
         mistakes.setdefault(_dotted(details, values), []).append(details)
     key, first = next(iter(mistakes.items()))
-    by_hand = any(_covers(key, override) if key else f"{override}=" in first[0]["msg"] for override in overridden)
-    origin = "override" if by_hand else source
-    strange = sum(errors[0]["type"] in ("extra_forbidden", "missing") for errors in mistakes.values())
-    doubt = ": is it the config of another command?" if strange > _MISSPELT and not by_hand else ""
-    more = f" (and {len(mistakes) - 1} more{doubt})" if len(mistakes) > 1 else ""
-    return f"{origin}: {' '.join(_sentence(key, first, model).split())}{more}"
+    if key:
+        is_override = any(_covers(key, override) for override in overridden)
+    else:
+        is_override = any(f"{override}=" in first[0]["msg"] for override in overridden)
+    origin = "override" if is_override else source
+    message = f"{origin}: {' '.join(_sentence(key, first, model).split())}"
+    if len(mistakes) == 1:
+        return message
+    strange = sum(
+        errors[0]["type"] in ("extra_forbidden", "missing") for errors in mistakes.values()
+    )
+    more = f"and {len(mistakes) - 1} more"
+    if strange > _MISSPELT and not is_override:
+        more += ": is it the config of another command?"
+    return f"{message} ({more})"
 
 
 def _sentence(key: str, errors: Sequence[ErrorDetails], model: type[BaseModel]) -> str:
@@ -62,26 +84,42 @@ def _sentence(key: str, errors: Sequence[ErrorDetails], model: type[BaseModel]) 
         return f"missing key {key}: give it a value"
     if first["type"] in ("value_error", "assertion_error"):
         sentence = first["msg"].partition(", ")[2]
-        return f"{key}: {sentence}" if key else sentence
+        if key:
+            return f"{key}: {sentence}"
+        return sentence
     expected = dict.fromkeys(_expectation(details) for details in errors)
     value = repr(first["input"])
-    value = value if len(value) <= LONGEST_VALUE else value[:LONGEST_VALUE] + "..."
+    if len(value) > LONGEST_VALUE:
+        value = value[:LONGEST_VALUE] + "..."
     return f"{key} is {value}; expected {' or '.join(expected)}"
 
 
 def _expectation(details: ErrorDetails) -> str:
-    if details["type"] in ("path_type", "string_type"):
-        return f"a {'path' if details['type'] == 'path_type' else 'text'} (quote it: key='\"...\"' on a command line)"
+    kinds = {"path_type": "path", "string_type": "text"}
+    if details["type"] in kinds:
+        return f"a {kinds[details['type']]} (quote it: key='\"...\"' on a command line)"
     if details["type"] == "int_parsing_size":
         return "a smaller integer"
     if details["type"] == "model_type":
         return "a section of keys"
-    return details["msg"].removeprefix("Value error, ").removeprefix("Input should be ").partition(", unable to ")[0]
+    return (
+        details["msg"]
+        .removeprefix("Value error, ")
+        .removeprefix("Input should be ")
+        .partition(", unable to ")[0]
+    )
 
 
 def _hint(key: str, known: Sequence[str]) -> str:
-    if (head := key.partition(".")[0]) in ("hardware", "plan", "critic_probes") and head not in known:
-        return "it belongs to `vapo-megatron plan`, `doctor` or `critic`: give it there, or in a YAML that extends this"
+    if (head := key.partition(".")[0]) in (
+        "hardware",
+        "plan",
+        "critic_probes",
+    ) and head not in known:
+        return (
+            "it belongs to `vapo-megatron plan`, `doctor` or `critic`: give it there, or in a "
+            "YAML that extends this"
+        )
     if (elsewhere := named_here(key)) is not None:
         return elsewhere
     guess = nearest(key, known)
@@ -91,12 +129,20 @@ def _hint(key: str, known: Sequence[str]) -> str:
     while section and section not in known:
         section = section.rpartition(".")[0]
     prefix = f"{section}." if section else ""
-    names = [name.removeprefix(prefix) for name in known if name.startswith(prefix) and "." not in name[len(prefix) :]]
-    return f"known keys {'of ' + section if section else 'at the top'}: {', '.join(names)}"
+    names = [
+        name.removeprefix(prefix)
+        for name in known
+        if name.startswith(prefix) and "." not in name[len(prefix) :]
+    ]
+    if section:
+        place = f"of {section}"
+    else:
+        place = "at the top"
+    return f"known keys {place}: {', '.join(names)}"
 
 
 def _dotted(details: ErrorDetails, values: Any) -> str:
-    """The user's key for pydantic's location, which also names the members of unions it tried on the way."""
+    """Returns the user's key for pydantic's location, which also names the union members tried."""
     parts: list[str] = []
     last = len(details["loc"]) - 1
     for depth, part in enumerate(details["loc"]):
@@ -107,7 +153,7 @@ def _dotted(details: ErrorDetails, values: Any) -> str:
             continue
         parts.append(str(part))
     if details["type"] == "extra_forbidden":
-        # A mistyped section is reported as a whole: follow it down to the key, where there is just one.
+        # A mistyped section is reported as a whole: follow it to its key if it has only one.
         while isinstance(values, Mapping) and len(values) == 1:
             name, values = next(iter(values.items()))
             parts.append(str(name))

@@ -1,7 +1,8 @@
 """Load a validated config from files and overrides, and write it back to a file.
 
-Layers, each over the one before: the preset (named by the key `preset`), the YAML file named by the key `extends` of
-the user's file, if any, the user's YAML file, and overrides of the form `section.key=value`.
+Layers, each over the one before: the preset (named by the key `preset`), the YAML file named by
+the key `extends` of the user's file, if any, the user's YAML file, and overrides of the form
+`section.key=value`.
 """
 
 from collections.abc import Sequence
@@ -13,49 +14,65 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
-from vapo_megatron.config.atomic import atomic_write
 from vapo_megatron.config.base import Section, nearest
 from vapo_megatron.config.explain import LONGEST_VALUE, explain
 from vapo_megatron.config.hub import with_models_from_hub
+from vapo_megatron.config.secret_values import refuse_secrets
 from vapo_megatron.errors import BadInput
+from vapo_megatron.files import atomic_write
 
 SectionT = TypeVar("SectionT", bound=Section)
 
 
-def load_config(model: type[SectionT], path: Path | None, overrides: Sequence[str], presets_dir: Path) -> SectionT:
+def load_config(
+    model: type[SectionT], path: Path | None, overrides: Sequence[str], presets_dir: Path
+) -> SectionT:
     """The validated config of type `model`.
 
-    path is the user's YAML (None: overrides alone), overrides are `dotted.key=value` with the value read as YAML,
-    presets_dir holds the `<name>.yaml` files that the key `preset` chooses from; where `model` has no field
-    of that name the key is dropped. A section that is null takes back what the files say of it: the preset's values, or
-    else the defaults, hold again. `extends` is a path beside the file that has it; of several files in a row the
-    user's own `preset` counts, or else the nearest. OmegaConf interpolations (`${section.key}`) are resolved. Other
-    relative paths are kept as they are given.
+    path is the user's YAML (None: overrides alone), overrides are `dotted.key=value` with the value
+    read as YAML, presets_dir holds the `<name>.yaml` files that the key `preset` chooses from;
+    where `model` has no field of that name the key is dropped. A section that is null takes back
+    what the files say of it: the preset's values, or else the defaults, hold again. `extends` is a
+    path beside the file that has it; of several files in a row the user's own `preset` counts, or
+    else the nearest. OmegaConf interpolations (`${section.key}`) are resolved. Other relative paths
+    are kept as they are given.
 
-    Raises BadInput, in one line, for whatever is wrong with any of these; of several wrong values it names the first.
+    Raises BadInput, in one line, for whatever is wrong with any of these; of several wrong values
+    it names the first.
     """
     parsed = [_parse_override(override) for override in overrides]
-    user = _read_extended(path) if path is not None else OmegaConf.create({})
+    user = OmegaConf.create({})
+    if path is not None:
+        user = _read_extended(path)
     _take_back_sections(user, model)
     preset = dict(parsed).get("preset", user.get("preset"))
-    below = _read_preset(preset, presets_dir) if preset is not None else OmegaConf.create({})
+    below = OmegaConf.create({})
+    if preset is not None:
+        below = _read_preset(preset, presets_dir)
     config = OmegaConf.merge(below, user)
     assert isinstance(config, DictConfig)
     for key, value in parsed:
         is_taken_back = value is None and _is_section(model, key)
         try:
-            value = OmegaConf.select(below, key, default={}) if is_taken_back else value
+            if is_taken_back:
+                value = OmegaConf.select(below, key, default={})
             OmegaConf.update(config, key, value, merge=not is_taken_back, force_add=True)
         except OmegaConfBaseException as error:
             raise BadInput(f"override {key}={value}: {_one_line(error)}") from error
     if "preset" not in model.model_fields:
         config.pop("preset", None)
-    source = str(path) if path is not None else f"preset {preset}" if preset is not None else "config"
+    if path is not None:
+        source = str(path)
+    elif preset is not None:
+        source = f"preset {preset}"
+    else:
+        source = "config"
     try:
         values = OmegaConf.to_container(config, resolve=True)
     except OmegaConfBaseException as error:
         raise BadInput(f"{source}: {_one_line(error)}") from error
     with_models_from_hub(values)
+    refuse_secrets(values, source)
     try:
         return model.model_validate(values)
     except ValidationError as error:
@@ -64,7 +81,10 @@ def load_config(model: type[SectionT], path: Path | None, overrides: Sequence[st
 
 def _is_section(model: type[Section], key: str) -> bool:
     name, _, rest = key.partition(".")
-    default = model.model_fields[name].default if name in model.model_fields else None
+    if name in model.model_fields:
+        default = model.model_fields[name].default
+    else:
+        default = None
     return isinstance(default, Section) and (not rest or _is_section(type(default), rest))
 
 
@@ -82,23 +102,34 @@ def dump_config(config: Section, path: Path) -> None:
 
     Raises BadInput where the file cannot be written.
     """
-    plain = _escape(config.model_dump(mode="json"))
+    text = shown_config(config)
     with atomic_write(path) as file:
-        file.write(OmegaConf.to_yaml(OmegaConf.create(plain)))
+        file.write(text)
+
+
+def shown_config(config: Section) -> str:
+    """Every value of `config` as YAML."""
+    plain = _escape(config.model_dump(mode="json"))
+    return str(OmegaConf.to_yaml(OmegaConf.create(plain)))
 
 
 def _read_extended(path: Path, before: tuple[Path, ...] = ()) -> DictConfig:
     """The file over the one that it extends, over the one that this extends, and so on."""
-    config, here = _read(path), path.resolve()
-    if here in before:
-        raise BadInput(f"{path}: extends itself, by way of {before[-1].name}: take one `extends` out")
+    config = _read(path)
+    resolved = path.resolve()
+    if resolved in before:
+        raise BadInput(
+            f"{path}: extends itself, by way of {before[-1].name}: take one `extends` out"
+        )
     if (base := config.pop("extends", None)) is None:
         return config
     if not isinstance(base, str):
         raise BadInput(f"{path}: extends={base!r}; expected the path of one YAML config next to it")
     if not (path.parent / base).is_file():
-        raise BadInput(f"{path}: extends={base}: no such file next to it; give the path of a YAML config")
-    merged = OmegaConf.merge(_read_extended(path.parent / base, (*before, here)), config)
+        raise BadInput(
+            f"{path}: extends={base}: no such file next to it; give the path of a YAML config"
+        )
+    merged = OmegaConf.merge(_read_extended(path.parent / base, (*before, resolved)), config)
     assert isinstance(merged, DictConfig)
     return merged
 
@@ -110,11 +141,16 @@ def _read(path: Path) -> DictConfig:
         raise BadInput(f"{path}: no such file; give the path of a YAML config") from error
     except UnicodeDecodeError as error:
         number = error.object[: error.start].count(b"\n") + 1
-        raise BadInput(f"{path}:{number}: not UTF-8 ({error.reason}); save the file as UTF-8") from error
+        raise BadInput(
+            f"{path}:{number}: not UTF-8 ({error.reason}); save the file as UTF-8"
+        ) from error
     except OSError as error:
         raise BadInput(f"{path}: cannot be read as a YAML config: {_one_line(error)}") from error
     except yaml.MarkedYAMLError as error:
-        line = f" at line {error.problem_mark.line + 1}" if error.problem_mark else ""
+        if error.problem_mark:
+            line = f" at line {error.problem_mark.line + 1}"
+        else:
+            line = ""
         raise BadInput(f"{path}: not valid YAML{line}: {error.problem}") from error
     except (yaml.YAMLError, OmegaConfBaseException, ValueError) as error:
         raise BadInput(f"{path}: not valid YAML: {_one_line(error)}") from error
@@ -127,7 +163,9 @@ def _read_preset(name: object, presets_dir: Path) -> DictConfig:
     names = sorted(file.stem for file in presets_dir.glob("*.yaml"))
     if name not in names:
         guess = nearest(str(name).lower(), names)
-        hint = f"did you mean {guess}?" if guess else f"expected one of: {', '.join(names) or 'none there'}"
+        hint = f"expected one of: {', '.join(names) or 'none there'}"
+        if guess:
+            hint = f"did you mean {guess}?"
         raise BadInput(f"unknown preset {name}; {hint}")
     return _read(presets_dir / f"{name}.yaml")
 
@@ -138,18 +176,24 @@ def _parse_override(override: str) -> tuple[str, Any]:
     if not separator or not key or not all(part for part in key.split(".")):
         raise BadInput(f"override {override!r} is not of the form section.key=value")
     if any(part.startswith("-") for part in key.split(".")):
-        raise BadInput(f"override {key}: entries of a list are counted from 0, such as data.eval.0.limit")
+        raise BadInput(
+            f"override {key}: entries of a list are counted from 0, such as data.eval.0.limit"
+        )
     try:
         parsed = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]), resolve=False)
         assert isinstance(parsed, dict)
         return key, parsed["value"] if text else ""
     except (yaml.YAMLError, OmegaConfBaseException, ValueError) as error:
-        text = text if len(text) <= LONGEST_VALUE else text[:LONGEST_VALUE] + "..."
-        raise BadInput(f"override {key}: {text!r} is not a YAML value; quote it if it is a text") from error
+        if len(text) > LONGEST_VALUE:
+            text = text[:LONGEST_VALUE] + "..."
+        raise BadInput(
+            f"override {key}: {text!r} is not a YAML value; quote it if it is a text"
+        ) from error
 
 
 def _escape(value: Any) -> Any:
-    """Keep `${` in texts from being read as an interpolation (a backslash before it; those before it are doubled)."""
+    """Keep `${` in texts from being read as an interpolation (a backslash before it; those before
+    it are doubled)."""
     if isinstance(value, dict):
         return {key: _escape(entry) for key, entry in value.items()}
     if isinstance(value, list):

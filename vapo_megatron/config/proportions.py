@@ -1,4 +1,5 @@
-"""Finds where a config departs from the proportions of its algorithm's paper (docs/algorithms.md gives the reasons)."""
+"""Finds where a config departs from the proportions of its algorithm's paper (docs/algorithms.md
+gives the reasons)."""
 
 from vapo_megatron.config.train import TrainConfig
 
@@ -13,35 +14,42 @@ def proportions_left(config: TrainConfig, response_tokens: float | None = None) 
     """
     length = response_tokens or config.sampling.max_new_tokens / 2
     algorithm = config.algorithm
-    settings, proportions = algorithm.advantage, []
+    settings = algorithm.advantage
+    proportions = []
     adaptive = "length_adaptive" in (settings.lambda_policy, settings.lambda_critic)
-    alpha, is_alpha_vapos = settings.length_adaptive_alpha, not algorithm.policy_loss.of_rollout
+    alpha = settings.length_adaptive_alpha
+    is_alpha_vapos = not algorithm.policy_loss.traits.rollout_ratio
     if algorithm.uses_critic and adaptive and is_alpha_vapos and length <= 1 / alpha:
         proportions.append(
             f"algorithm.advantage.length_adaptive_alpha={alpha:g}: lambda is clamped to "
-            f"{settings.length_adaptive_floor:g} for responses of {1 / alpha:g} tokens or fewer, and most are planned "
-            f"to be about {length:g} (at most {config.sampling.max_new_tokens}): a later token tells nothing of an "
-            "earlier one"
+            f"{settings.length_adaptive_floor:g} for responses of {1 / alpha:g} tokens or fewer, "
+            f"and most are planned to be about {length:g} (at most "
+            f"{config.sampling.max_new_tokens}): a later token tells nothing of an earlier one"
         )
-    actor, critic = config.actor.optimizer.lr, config.critic.optimizer.lr
+    actor = config.actor.optimizer.lr
+    critic = config.critic.optimizer.lr
     if algorithm.uses_critic and critic < actor:
         proportions.append(
-            f"critic.optimizer.lr={critic:g} is below actor.optimizer.lr={actor:g}: VAPO's critic learns twice as fast "
-            f"as its actor ({2 * actor:g}); a slower one lags behind the policy that it judges"
+            f"critic.optimizer.lr={critic:g} is below actor.optimizer.lr={actor:g}: VAPO's critic "
+            f"learns twice as fast as its actor ({2 * actor:g}); a slower one lags behind the "
+            "policy that it judges"
         )
     if config.critic.kind == "probe" and critic < _PROBE_LR / 10:
         proportions.append(
-            f"critic.optimizer.lr={critic:g} with critic.kind=probe: it is the learning rate of a model, a new head "
-            f"wants about {_PROBE_LR:g}"
+            f"critic.optimizer.lr={critic:g} with critic.kind=probe: it is the learning rate of a "
+            f"model, a new head wants about {_PROBE_LR:g}"
         )
-    nll, reward = algorithm.policy_loss.positive_nll, config.reward
+    nll = algorithm.policy_loss.positive_nll
+    reward = config.reward
     spread = reward.correct - reward.incorrect
     if algorithm.uses_critic and nll.coef > 0 and reward.verifier == "math" and spread != 2:
-        proportions.append(
-            f"reward.incorrect={reward.incorrect:g} and reward.correct={reward.correct:g}: advantages scale with "
-            f"their distance, policy_loss.positive_nll.coef={nll.coef:g} weighs {2 / spread:.2g} times what it does at "
-            "-1 and 1: set those, or scale it"
-            if spread
-            else "reward.incorrect equals reward.correct: there is nothing to learn"
-        )
+        if spread:
+            proportions.append(
+                f"reward.incorrect={reward.incorrect:g} and reward.correct={reward.correct:g}: "
+                f"advantages scale with their distance, policy_loss.positive_nll.coef={nll.coef:g} "
+                f"weighs {2 / spread:.2g} times as much as at -1 and 1: use those rewards, or "
+                "scale it"
+            )
+        else:
+            proportions.append("reward.incorrect equals reward.correct: nothing can be learnt")
     return proportions

@@ -1,4 +1,5 @@
-"""Sections about the run itself: name and directory, ranks, batches, checkpoints, evaluation, monitoring."""
+"""Sections about the run itself: name and directory, ranks, batches, checkpoints, evaluation,
+monitoring."""
 
 from typing import Literal
 
@@ -8,8 +9,8 @@ from vapo_megatron.config.base import Section
 from vapo_megatron.config.data import PromptTemplate
 from vapo_megatron.config.rollout import SamplingConfig
 
-# Seeds of evaluations differ from those of training and are the same at every step, so that evaluations differ only by
-# the weights.
+# Evaluations use other seeds than training, the same at every step: they differ only by the
+# weights.
 EVALUATION_SEED = 1_000_003
 
 
@@ -27,7 +28,9 @@ class RunPlace(Section):
     seed: int = Field(1, ge=0, lt=2**62, description="seed of every random choice of the run")
     overwrite: bool = Field(False, description="replace an existing run directory of this name")
     resume: Literal["never", "auto"] = Field(
-        "never", description="auto: continue the run of this name where it stopped, or start it if there is none"
+        "never",
+        description="auto: continue the run of this name where it stopped, or start it if there "
+        "is none",
     )
 
     @property
@@ -37,55 +40,73 @@ class RunPlace(Section):
 
 
 class ResumableRun(RunPlace):
-    """Name and directory of a run whose state is saved."""
+    """Name and directory of a resumable run."""
 
     allow_config_change: tuple[str, ...] = Field(
-        (), description="on resume: keys or sections that may differ from those that the run was saved with"
+        (),
+        description="on resume: keys or sections that may differ from the saved config",
     )
 
 
 class ProfileConfig(Section):
-    """Steps that are traced with torch.profiler, under profile/ in the run directory; `report` links the traces."""
+    """Steps that are traced with torch.profiler, under profile/ in the run directory; `report`
+    links the traces."""
 
     steps: tuple[PositiveInt, ...] = Field((), description="iterations that are traced")
-    ranks: tuple[NonNegativeInt, ...] = Field((0,), min_length=1, description="ranks that are traced")
+    ranks: tuple[NonNegativeInt, ...] = Field(
+        (0,), min_length=1, description="ranks that are traced"
+    )
 
 
 class RunConfig(ResumableRun):
     """Name, directory and length of a training run."""
 
-    steps: int = Field(100, ge=1, description="training steps, each with one rollout and its updates")
+    steps: int = Field(
+        100, ge=1, description="training steps, each with one rollout and its updates"
+    )
     profile: ProfileConfig = ProfileConfig()
 
     @model_validator(mode="after")
     def _traced_steps_come(self) -> "RunConfig":
         late = [step for step in self.profile.steps if step > self.steps]
         if late:
-            raise ValueError(f"profile.steps={late[0]} is above steps={self.steps}: name steps within the run")
+            raise ValueError(
+                f"profile.steps={late[0]} is above steps={self.steps}: name steps within the run"
+            )
         return self
 
 
 class ClusterConfig(Section):
-    """Ranks and how long they wait for each other."""
+    """Number of ranks, timeouts and restarts."""
 
     ranks: int | None = Field(
-        None, ge=1, description="ranks to start; none: one per accelerator; on CPU, as many as one replica needs"
+        None,
+        ge=1,
+        description="ranks to start; none: one per accelerator; on CPU, as many as one replica "
+        "needs",
+    )
+    cpu_threads: int | None = Field(
+        None,
+        ge=1,
+        description="threads of a rank on a machine without GPUs; none: OMP_NUM_THREADS, or 1; "
+        "another number rounds sums differently",
     )
     collective_timeout_s: float = Field(
         10800.0,
         gt=0,
-        description="seconds that ranks wait for a rollout or for work of rank 0 alone; NCCL's collectives wait 900 s",
+        description="seconds that ranks wait for a rollout or for rank 0; NCCL collectives time "
+        "out after 900 s",
     )
     restarts: int = Field(
         2,
         ge=0,
-        description="without torchrun or srun: how often ranks are restarted from the same state after one is killed, "
-        "before the run ends with exit code 75; 0: never, and no copies of the state are kept in host memory",
+        description="without torchrun or srun: restarts of the ranks from one state after a rank "
+        "is killed, before the run ends with exit code 75; 0: none, and no in-memory checkpoints",
     )
 
 
 class BatchConfig(Section):
-    """How many responses a step collects."""
+    """Responses per step."""
 
     prompts_per_step: int = Field(512, ge=1, description="prompts per step")
     samples_per_prompt: int = Field(16, ge=1, description="responses per prompt (the group size G)")
@@ -94,23 +115,42 @@ class BatchConfig(Section):
 class ExportConfig(Section):
     """Models that the run exports as Hugging Face directories, under hf/."""
 
-    every: int | None = Field(None, ge=1, description="steps between exports; the last step always has one")
+    every: int | None = Field(
+        None, ge=1, description="steps between exports; the last step is always exported"
+    )
     critic: bool = Field(True, description="export the critic as a value checkpoint as well")
 
 
 class EvaluationConfig(Section):
-    """When and how the data.eval sets are evaluated; the k of avg@k is the set's samples."""
+    """Schedule and sampling of evaluations; the k of avg@k is the set's `samples`."""
 
-    every: int | None = Field(None, ge=1, description="steps between evaluations; the last step always has one")
-    before_training: bool = Field(True, description="evaluate before the first step too, as a baseline")
+    every: int | None = Field(
+        None, ge=1, description="steps between evaluations; the last step is always evaluated"
+    )
+    before_training: bool = Field(
+        True, description="evaluate before the first step too, as a baseline"
+    )
     temperature: float = Field(1.0, ge=0, description="sampling temperature; 0 is greedy")
-    top_p: float = Field(0.7, gt=0, le=1, description="nucleus sampling: cumulative probability to keep; 1: all")
-    max_new_tokens: int | None = Field(None, ge=1, description="limit of response tokens; none: as in training")
+    top_p: float = Field(
+        0.7, gt=0, le=1, description="nucleus sampling: cumulative probability to keep; 1: all"
+    )
+    top_k: int | None = Field(
+        None, ge=1, description="only the most likely tokens are drawn; none: all"
+    )
+    max_new_tokens: int | None = Field(
+        None, ge=1, description="limit of response tokens; none: as in training"
+    )
 
     def sampling_beside(self, training: SamplingConfig) -> SamplingConfig:
-        """Sampling of evaluations, given that of training."""
+        """Sampling settings of evaluations, given the training settings."""
         most = self.max_new_tokens or training.max_new_tokens
-        return SamplingConfig(temperature=self.temperature, top_p=self.top_p, max_new_tokens=most)
+        return SamplingConfig(
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            stop=training.stop,
+            max_new_tokens=most,
+        )
 
 
 class SftDataConfig(Section):
@@ -121,15 +161,19 @@ class SftDataConfig(Section):
     path: str = Field(description="jsonl with the fields problem and response")
     batch_size: int = Field(64, ge=1, description="demonstrations per optimizer step")
     steps: int | None = Field(None, ge=1, description="optimizer steps; none: epochs over the file")
-    epochs: int = Field(1, ge=1, description="passes over the file")
+    epochs: int = Field(1, ge=1, description="epochs over the file")
     max_tokens: int = Field(4096, ge=2, description="limit of prompt and response tokens together")
     prompt: PromptTemplate = PromptTemplate()
 
 
 class HangsConfig(Section):
-    """When a phase counts as hanging: ranks then write their stacks to logs/ and restart, or end (exit 75)."""
+    """Hang detection: ranks write their stacks to logs/ and restart, or end (exit 75)."""
 
-    floor_s: float = Field(1800.0, gt=0, description="shortest limit, in seconds, of a phase or of a rank's silence")
+    floor_s: float = Field(
+        1800.0,
+        gt=0,
+        description="minimum timeout, in seconds, of a phase and of a rank without heartbeat",
+    )
 
     @property
     def heartbeat_s(self) -> float:
@@ -158,31 +202,36 @@ AlarmName = Literal[
     "failed_grades",
     "broken_episodes",
     "tools_unused",
+    "copied_answers",
+    "length_collapse",
+    "nothing_learnt",
 ]
 
 
 class AlarmsConfig(Section):
-    """What alarms do besides being reported (docs/alarms.md)."""
+    """Effects of alarms besides the report (docs/alarms.md)."""
 
-    stop: tuple[AlarmName, ...] = Field((), description="alarms that end the run after their step (exit 1)")
+    stop: tuple[AlarmName, ...] = Field(
+        (), description="alarms that stop the run after the step (exit 1)"
+    )
     off: tuple[AlarmName, ...] = Field((), description="alarms that are never raised")
 
 
 class MonitoringConfig(Section):
-    """Where the metrics go besides metrics.jsonl."""
+    """Trackers of metrics besides metrics.jsonl."""
 
     tensorboard: bool = Field(True, description="write scalars to tensorboard/")
     wandb: Literal["disabled", "online", "offline"] = Field(
         "disabled",
-        description="Weights & Biases (`pip install vapo-megatron[wandb]`; WANDB_PROJECT, WANDB_ENTITY and WANDB_TAGS "
-        "apply). online: unless WANDB_MODE overrides it; offline: written to wandb/ in the run directory, for `wandb "
-        "sync` to send later",
+        description="Weights & Biases (`pip install vapo-megatron[wandb]`; WANDB_PROJECT, "
+        "WANDB_ENTITY and WANDB_TAGS apply). online: unless WANDB_MODE overrides it; offline: "
+        "written to wandb/ in the run directory, for `wandb sync` to send later",
     )
     mlflow: str | None = Field(
         None,
         min_length=1,
-        description="URI of an MLflow server or store (`pip install vapo-megatron[mlflow]`); MLFLOW_EXPERIMENT_NAME "
-        "names the experiment",
+        description="URI of an MLflow server or store (`pip install vapo-megatron[mlflow]`); "
+        "MLFLOW_EXPERIMENT_NAME names the experiment",
     )
     alarms: AlarmsConfig = AlarmsConfig()
 
@@ -191,20 +240,31 @@ class RetentionConfig(Section):
     """Which checkpoints are kept; all others are removed."""
 
     last: int = Field(2, ge=1, description="keep this many of the newest")
-    every: int | None = Field(None, ge=1, description="also keep those of steps that are a multiple of this")
-    best: str | None = Field(None, description="also keep the one highest in this metric: evaluation/aime24_avg@32")
+    every: int | None = Field(
+        None, ge=1, description="also keep checkpoints whose step is a multiple of this"
+    )
+    best: str | None = Field(
+        None,
+        description="also keep the one with the highest value of this metric, such as "
+        "evaluation/aime24_avg@32",
+    )
 
 
 class CheckpointConfig(Section):
     """Checkpoints of the run's state under checkpoints/, from which run.resume=auto continues."""
 
-    every: int | None = Field(10, ge=1, description="steps between saves; none: do not save by steps")
+    every: int | None = Field(10, ge=1, description="steps between saves; none: no saves by steps")
     every_minutes: float | None = Field(
-        30.0, gt=0, description="minutes between saves, also in value pretraining; none: do not save by time"
+        30.0,
+        gt=0,
+        description="minutes between saves, also during value pretraining; none: no saves by time",
     )
     keep: RetentionConfig = RetentionConfig()
     job_timeout_s: float | None = Field(
-        None, gt=0, description="seconds after which the run saves and ends; SLURM_JOB_END_TIME also applies"
+        None,
+        gt=0,
+        description="seconds from process start until the run saves and ends; SLURM_JOB_END_TIME "
+        "also applies",
     )
 
     @property

@@ -7,17 +7,18 @@ from pydantic import Field, model_validator
 
 from vapo_megatron.config.base import Section
 
-Family = Literal["qwen2", "qwen3", "qwen3_moe", "llama"]
-
 
 class TinyModel(Section):
-    """The shape of a small model. vocab_size may exceed the tokenizer's; the remaining rows are padding."""
+    """The shape of a small model. vocab_size may exceed the tokenizer's; the remaining rows are
+    padding."""
 
-    family: Family = "qwen3"
+    family: str = Field(default="qwen3", description="a model type of docs/weights.md")
     vocab_size: int = Field(default=128, gt=0)
     layers: int = Field(default=2, gt=0)
     hidden_size: int = Field(default=128, gt=0)
-    intermediate_size: int = Field(default=256, gt=0, description="per expert, in a model with experts")
+    intermediate_size: int = Field(
+        default=256, gt=0, description="per expert, in a model with experts"
+    )
     heads: int = Field(default=4, gt=0)
     kv_heads: int = Field(default=2, gt=0)
     head_dim: int = Field(default=32, gt=0, multiple_of=2)
@@ -39,11 +40,21 @@ class TinyModel(Section):
                 f"{self.hidden_size} / {self.heads}"
             )
         if self.experts_per_token > self.experts:
-            raise ValueError(f"experts_per_token {self.experts_per_token} is above the {self.experts} experts")
+            raise ValueError(
+                f"experts_per_token {self.experts_per_token} is above the {self.experts} experts"
+            )
         return self
 
 
-DtypeOption = Annotated[Literal["float32", "bfloat16", "float16"] | None, typer.Option(help="Unchanged if not given.")]
+DtypeOption = Annotated[
+    Literal["float32", "bfloat16", "float16"] | None, typer.Option(help="Unchanged if not given.")
+]
 ShardSizeOption = Annotated[
-    float, typer.Option("--shard-size", min=1e-6, max=1024.0, help="GiB of tensors per file; memory use grows with it.")
+    float,
+    typer.Option(
+        "--shard-size",
+        min=1e-6,
+        max=1024.0,
+        help="GiB of tensors per file; memory use grows with it.",
+    ),
 ]
