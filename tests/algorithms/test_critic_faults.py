@@ -1,4 +1,5 @@
-"""Faults planted into a sound critic of a chain whose values are known are named, and nothing else is."""
+"""Faults planted into a sound critic of a chain whose values are known are named, and nothing else
+is."""
 
 import pytest
 import torch
@@ -17,11 +18,14 @@ from vapo_megatron.algorithms.critic_metrics import Figures, figures_of
 from vapo_megatron.algorithms.gae import decoupled_gae
 from vapo_megatron.algorithms.segments import place_terminal, to_tokens
 
-GROUPS, SIZE, LENGTH = 64, 8, 12
+GROUPS = 64
+SIZE = 8
+LENGTH = 12
 
 
 class Chain:
-    """Responses that walk between -1 and 1 by fair steps: the value of a state is the state itself."""
+    """Responses that walk between -1 and 1 by fair steps: the value of a state is the state
+    itself."""
 
     def __init__(self, seed: int = 0) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -32,7 +36,9 @@ class Chain:
             side = torch.randint(0, 2, start.shape, generator=generator) * 2 - 1
             states.append(states[-1] + 0.5 * room * side)
         last = states[-1]
-        self.outcomes = torch.where(torch.rand(last.shape, generator=generator) < (last + 1) / 2, 1.0, -1.0)
+        self.outcomes = torch.where(
+            torch.rand(last.shape, generator=generator) < (last + 1) / 2, 1.0, -1.0
+        )
         self.values = torch.stack(states, 1).flatten()
         self.cu = torch.arange(0, len(start) * LENGTH + 1, LENGTH)
         self.groups = torch.arange(GROUPS).repeat_interleave(SIZE)
@@ -40,7 +46,9 @@ class Chain:
 
     def faults(self, values: Tensor, returns: Tensor | None = None) -> list[str]:
         figures = figures_of(values, self.returns if returns is None else returns, self.cu)
-        return value_faults(Figures.read(figures), self.groups, torch.ones(len(self.groups), dtype=torch.bool))
+        return value_faults(
+            Figures.read(figures), self.groups, torch.ones(len(self.groups), dtype=torch.bool)
+        )
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -108,12 +116,14 @@ def test_faults_are_told_of_responses_with_a_return_alone() -> None:
 
 
 def noisy(responses: int, slope: float, noise: float = 0.0) -> tuple[Figures, torch.Tensor]:
-    """Responses of two tokens: V alternates about 0 and R follows it but for what chance adds."""
+    """Responses of two tokens: V alternates about 0 and R follows it except for noise."""
     values = torch.arange(responses) % 2 * 2.0 - 1
     chance = noise * (torch.arange(responses) // 2 % 2 * 2.0 - 1)
     returns = (slope * values + chance).repeat_interleave(2)
     cu = torch.arange(0, 2 * responses + 1, 2)
-    return Figures.read(figures_of(values.repeat_interleave(2), returns, cu)), torch.arange(responses)
+    return Figures.read(figures_of(values.repeat_interleave(2), returns, cu)), torch.arange(
+        responses
+    )
 
 
 @pytest.mark.parametrize(
@@ -142,7 +152,9 @@ def test_what_is_estimated_counts_beyond_three_standard_errors(
 
 
 @pytest.mark.parametrize(("responses", "empty", "faults"), [(32, 4, ["sign"]), (31, 4, [])])
-def test_responses_of_one_token_count_and_empty_ones_do_not(responses: int, empty: int, faults: list[str]) -> None:
+def test_responses_of_one_token_count_and_empty_ones_do_not(
+    responses: int, empty: int, faults: list[str]
+) -> None:
     values = [float(s % 2) for s in range(responses)]
     found = figures(values, [-v for v in values], [1] * responses + [0] * empty)
     everyone = torch.ones(responses + empty, dtype=torch.bool)
@@ -160,7 +172,7 @@ def test_empty_responses_and_those_alone_have_no_siblings() -> None:
     assert value_faults(found, torch.tensor([0, 0, 1, 2]), everyone) == []
 
 
-def test_a_shift_is_more_than_a_tenth_of_the_spread_and_a_hundredth_of_the_largest() -> None:
+def test_shift_fault_needs_tenth_of_spread_and_hundredth_of_max() -> None:
     def faults(gap: float, middle: float) -> list[str]:
         found = figures([middle, middle - 1, middle + gap, middle + 1], [0.0] * 4, [2, 2])
         return value_faults(found, torch.tensor([0, 0]), torch.tensor([True, True]))
@@ -171,9 +183,17 @@ def test_a_shift_is_more_than_a_tenth_of_the_spread_and_a_hundredth_of_the_large
 
 @pytest.mark.parametrize(
     ("counts", "faults"),
-    [((4, 2, 2, 1), []), ((5, 2, 2, 2), ["mask"]), ((9, 4, 9, 9), ["mask"]), ((9, 9, 5, 2), ["end"]), ((0,) * 4, [])],
+    [
+        ((4, 2, 2, 1), []),
+        ((5, 2, 2, 2), ["mask"]),
+        ((9, 4, 9, 9), ["mask"]),
+        ((9, 9, 5, 2), ["end"]),
+        ((0,) * 4, []),
+    ],
 )
-def test_half_of_the_tokens_and_of_the_ends_is_enough(counts: tuple[int, ...], faults: list[str]) -> None:
+def test_half_of_the_tokens_and_of_the_ends_is_enough(
+    counts: tuple[int, ...], faults: list[str]
+) -> None:
     assert loss_faults(torch.tensor(counts)) == faults
 
 

@@ -39,7 +39,8 @@ class Case:
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
         """Values, returns and bounds of the tokens that are kept."""
         kept = torch.tensor(self.kept)
-        values, returns = torch.tensor(self.values)[kept], torch.tensor(self.returns)[kept]
+        values = torch.tensor(self.values)[kept]
+        returns = torch.tensor(self.returns)[kept]
         return values, returns, torch.searchsorted(kept, self.cu.long())
 
     def figures(self, quantiles: Sequence[float] = ()) -> cm.Figures:
@@ -62,7 +63,10 @@ def leave_one_out_loop(rewards: list[float], groups: list[int]) -> list[float]:
 
 def position_bin_loop(case: Case, bins: int) -> dict[int, int]:
     place = {t: case.position(t) for t in range(len(case.owner))}
-    return {t: min(bins - 1, sum(place[u] < place[t] for u in case.kept) * bins // len(case.kept)) for t in case.kept}
+    return {
+        t: min(bins - 1, sum(place[u] < place[t] for u in case.kept) * bins // len(case.kept))
+        for t in case.kept
+    }
 
 
 def by_position_loop(case: Case, bins: int) -> dict[int, float]:
@@ -77,7 +81,7 @@ def by_position_loop(case: Case, bins: int) -> dict[int, float]:
 
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("bins", [1, 3, 32])
-def test_table_by_position_is_fitted_without_the_group_it_is_read_for(masked: bool, bins: int) -> None:
+def test_table_by_position_leaves_out_the_group_it_is_read_for(masked: bool, bins: int) -> None:
     case = Case(1, masked)
     _, returns, cu = case.tensors()
     lengths = cu.diff()
@@ -100,7 +104,9 @@ def test_bins_are_even_and_none_is_empty_handed() -> None:
     assert baselines.even_bins(torch.zeros(0, dtype=torch.int64), 3).tolist() == []
     assert baselines.even_bins(torch.tensor([3, 0, 1, 2]), 2).tolist() == [1, 0, 0, 1]
     # Where no other group has the bin, the mean of all that others have.
-    sums = baselines.sums_by_group(torch.tensor([5, 7]), torch.tensor([0, 1]), torch.tensor([0, 1]), 2, 2)
+    sums = baselines.sums_by_group(
+        torch.tensor([5, 7]), torch.tensor([0, 1]), torch.tensor([0, 1]), 2, 2
+    )
     assert sums.dtype == torch.float64
     assert baselines.means_of_other_groups(sums).tolist() == [[7, 5], [7, 5]]
 
@@ -111,15 +117,29 @@ def test_leave_one_out(groups: list[int]) -> None:
     found = baselines.leave_one_out(torch.tensor(rewards), torch.tensor(groups))
     assert found.tolist() == pytest.approx(leave_one_out_loop(rewards, groups), abs=1e-12)
     assert baselines.leave_one_out(torch.tensor([5.0]), torch.tensor([0])).tolist() == [0.0]
-    assert baselines.leave_one_out(torch.tensor([5.0, 3.0]), torch.tensor([0, 1])).tolist() == [3.0, 5.0]
+    assert baselines.leave_one_out(torch.tensor([5.0, 3.0]), torch.tensor([0, 1])).tolist() == [
+        3.0,
+        5.0,
+    ]
 
 
 def beside_baselines(values: Tensor, returns: Tensor, cu: Tensor, groups: Tensor) -> cm.Explained:
     known = torch.ones(len(groups), dtype=torch.bool)
     position = cm.explained_by_position(
-        *(returns, cu, slice(0, len(groups)), cu.long().diff(), groups, known, lambda x: x, lambda x: x)
+        *(
+            returns,
+            cu,
+            slice(0, len(groups)),
+            cu.long().diff(),
+            groups,
+            known,
+            lambda x: x,
+            lambda x: x,
+        )
     )
-    return cm.explained_beside_baselines(cm.Figures.read(cm.figures_of(values, returns, cu)), groups, position)
+    return cm.explained_beside_baselines(
+        cm.Figures.read(cm.figures_of(values, returns, cu)), groups, position
+    )
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -142,21 +162,29 @@ def test_baselines_are_measured_on_the_tokens_of_the_critic(masked: bool) -> Non
 
 def by_position(case: Case, groups: list[int], known: list[bool]) -> float:
     _, returns, cu = case.tensors()
-    of, kept = torch.tensor(groups), torch.tensor(known)
+    of = torch.tensor(groups)
+    kept = torch.tensor(known)
     everything = slice(0, len(groups))
-    return float(cm.explained_by_position(returns, cu, everything, cu.diff(), of, kept, lambda x: x, lambda x: x))
+    return float(
+        cm.explained_by_position(
+            returns, cu, everything, cu.diff(), of, kept, lambda x: x, lambda x: x
+        )
+    )
 
 
-def test_the_table_of_a_group_that_is_alone_is_made_of_its_other_responses() -> None:
+def test_table_of_a_single_group_uses_its_other_responses() -> None:
     case = Case(4)
     everyone = [True] * len(GROUPS)
     assert by_position(case, [5] * 9, everyone) == by_position(case, list(range(9)), everyone) != 0
-    assert by_position(case, [5, 5, 5, 5, 5, 6, 6, 6, 6], everyone) != by_position(case, list(range(9)), everyone)
+    assert by_position(case, [5, 5, 5, 5, 5, 6, 6, 6, 6], everyone) != by_position(
+        case, list(range(9)), everyone
+    )
 
 
 def test_responses_without_a_return_count_nowhere() -> None:
     """The longest, too, whose last positions are in no bin of the others."""
-    case, known = Case(4), [length not in (12, 1) for length in LENGTHS]
+    case = Case(4)
+    known = [length not in (12, 1) for length in LENGTHS]
     values, returns, cu = case.tensors()
     assert int(cu.diff().argmax()) == LENGTHS.index(12)
     kept = to_tokens(torch.tensor(known), cu)
@@ -167,13 +195,18 @@ def test_responses_without_a_return_count_nowhere() -> None:
 
 
 def test_nothing_is_explained_where_there_is_nothing() -> None:
-    nothing, none = torch.zeros(0), torch.zeros(0, dtype=torch.int64)
-    assert [float(x) for x in beside_baselines(nothing, nothing, torch.zeros(1, dtype=torch.int64), none)] == [0] * 4
+    nothing = torch.zeros(0)
+    none = torch.zeros(0, dtype=torch.int64)
+    assert [
+        float(x)
+        for x in beside_baselines(nothing, nothing, torch.zeros(1, dtype=torch.int64), none)
+    ] == [0] * 4
     assert float(cm.sign_agreement(torch.zeros(0, 2), none, nothing)) == 0
 
 
 def test_a_baseline_explains_nothing_of_what_is_random() -> None:
-    """A table that had seen its own response would: with 2 responses a bin it would explain half."""
+    """A table that had seen its own response would: with 2 responses a bin it would explain
+    half."""
     torch.manual_seed(0)
     cu = torch.arange(0, 4001, 10, dtype=torch.int32)
     returns = torch.randint(0, 2, (400,)).float().repeat_interleave(10)
@@ -197,7 +230,9 @@ def test_calibration_says_how_far_values_are_stretched() -> None:
     known = torch.tensor([-0.5, 0.5, -0.5, 0.5])
 
     def line(values: Tensor, returns: Tensor) -> list[float]:
-        figures = cm.Figures.read(cm.figures_of(values, returns, torch.tensor([0, len(values) // 2, len(values)])))
+        figures = cm.Figures.read(
+            cm.figures_of(values, returns, torch.tensor([0, len(values) // 2, len(values)]))
+        )
         return [float(x) for x in cm.calibration(figures)]
 
     assert line(known, returns) == [2.0, 0.0]
@@ -215,13 +250,18 @@ def test_bias_by_position_and_outcome(masked: bool) -> None:
     by_response = [tokens for tokens in by_response if tokens]
     expected = [
         statistics.fmean(
-            case.values[tokens[math.floor(q * (len(tokens) - 1))]] - case.returns[tokens[0]] for tokens in by_response
+            case.values[tokens[math.floor(q * (len(tokens) - 1))]] - case.returns[tokens[0]]
+            for tokens in by_response
         )
         for q in quantiles
     ]
-    assert cm.bias_by_position(case.figures(quantiles)).tolist() == pytest.approx(expected, abs=1e-6)
+    assert cm.bias_by_position(case.figures(quantiles)).tolist() == pytest.approx(
+        expected, abs=1e-6
+    )
     for good, found in zip((True, False), cm.bias_by_outcome(case.figures(), correct), strict=True):
-        errors = [case.values[t] - case.returns[t] for t in case.kept if (case.returns[t] > 0) == good]
+        errors = [
+            case.values[t] - case.returns[t] for t in case.kept if (case.returns[t] > 0) == good
+        ]
         assert float(found) == pytest.approx(statistics.fmean(errors), abs=1e-6)
     assert bool(cm.bias_by_outcome(case.figures(), torch.ones(len(LENGTHS)))[1].isnan())
 
@@ -268,12 +308,17 @@ def test_sums_over_responses_are_those_over_tokens(lengths: list[int]) -> None:
         assert float(variance) == pytest.approx(float(x.var(correction=0)), abs=1e-6)
     if len(lengths) > 1:
         line = statistics.linear_regression(values.tolist(), returns.tolist())
-        assert [float(x) for x in cm.calibration(found)] == pytest.approx([line.slope, line.intercept], abs=1e-6)
+        assert [float(x) for x in cm.calibration(found)] == pytest.approx(
+            [line.slope, line.intercept], abs=1e-6
+        )
 
 
 def test_correlation() -> None:
-    x, y = torch.tensor([1.0, 2.0, 5.0, 3.0]), torch.tensor([10.0, 9.0, 4.0, 7.5])
-    assert float(cm.correlation(x, y)) == pytest.approx(statistics.correlation(x.tolist(), y.tolist()))
+    x = torch.tensor([1.0, 2.0, 5.0, 3.0])
+    y = torch.tensor([10.0, 9.0, 4.0, 7.5])
+    assert float(cm.correlation(x, y)) == pytest.approx(
+        statistics.correlation(x.tolist(), y.tolist())
+    )
     for pair in ((x, torch.ones(4)), (torch.ones(4), y), (x[:1], y[:1]), (x[:0], y[:0])):
         found = cm.correlation(*pair)
         assert float(found) == 0 and found.dtype == torch.float64
@@ -298,8 +343,11 @@ def test_explained_variance() -> None:
 def test_explained_variance_without_variance_is_zero() -> None:
     assert explained_of(torch.randn(4), torch.ones(4)) == 0.0
     assert explained_of(torch.randn(4)[:0], torch.ones(4)[:0]) == 0.0
-    cu, groups = torch.tensor([0, 1, 4]), torch.tensor([0, 1])
-    assert [float(x) for x in beside_baselines(torch.randn(4), torch.full((4,), 0.1), cu, groups)] == [0.0] * 4
+    cu = torch.tensor([0, 1, 4])
+    groups = torch.tensor([0, 1])
+    assert [
+        float(x) for x in beside_baselines(torch.randn(4), torch.full((4,), 0.1), cu, groups)
+    ] == [0.0] * 4
 
 
 def test_bias_by_position() -> None:
@@ -308,7 +356,9 @@ def test_bias_by_position() -> None:
     values = torch.tensor([10.0, 20.0, 30.0, 40.0, 50.0, 1.0, 5.0, 6.0])
 
     def bias(*quantiles: float) -> Tensor:
-        return cm.bias_by_position(cm.Figures.read(cm.figures_of(values, torch.ones(8), cu_seqlens, quantiles)))
+        return cm.bias_by_position(
+            cm.Figures.read(cm.figures_of(values, torch.ones(8), cu_seqlens, quantiles))
+        )
 
     got = bias(0, 0.25, 0.5, 0.75, 0.95)
     assert got.tolist() == pytest.approx([(v - 1 + 0 + 4) / 3 for v in (10, 20, 30, 40, 40)])

@@ -1,4 +1,5 @@
-"""On a walk whose values are known by counting, probes say what is true, and their intervals cover it."""
+"""On a walk whose values are known by counting, probes are unbiased, and their intervals cover
+it."""
 
 import math
 import random
@@ -23,7 +24,10 @@ from vapo_megatron.algorithms.critic_probes import (
     with_intervals,
 )
 
-ENDS, PLACES, CONTINUATIONS, RESPONSES = 8, (0.0, 0.25, 0.5, 0.75), 4, 4
+ENDS = 8
+PLACES = (0.0, 0.25, 0.5, 0.75)
+CONTINUATIONS = 4
+RESPONSES = 4
 STATES = torch.arange(ENDS + 1, dtype=torch.float64)
 # A fair walk that ends at 0 with -1 and at 8 with 1: of all ways from s, s of 8 end at 8.
 TRUTH = 2 * STATES / ENDS - 1
@@ -50,16 +54,25 @@ def walk(starts: Tensor, chance: random.Random) -> list[list[int]]:
 
 
 def probe(seed: int, prompts: int, critic: Tensor = CRITIC, spread: bool = True) -> Walks:
-    """Responses to prompts that begin in some state, continued at four places each. spread: prompts differ."""
-    generator, chance = torch.Generator().manual_seed(seed), random.Random(seed)
-    starts = torch.randint(1, ENDS, (prompts,), generator=generator) if spread else torch.full((prompts,), 4)
+    """Responses to prompts that begin in some state, continued at four places each. spread: prompts
+    differ."""
+    generator = torch.Generator().manual_seed(seed)
+    chance = random.Random(seed)
+    starts = (
+        torch.randint(1, ENDS, (prompts,), generator=generator)
+        if spread
+        else torch.full((prompts,), 4)
+    )
     owners = torch.arange(prompts).repeat_interleave(RESPONSES)
     paths = walk(starts[owners], chance)
     outcomes = torch.tensor([1.0 if path[-1] == ENDS else -1.0 for path in paths])
     siblings = leave_one_out(outcomes, owners)
     positions = torch.tensor([[int(q * (len(path) - 1)) for q in PLACES] for path in paths])
-    states = torch.tensor([[path[p] for p in row] for path, row in zip(paths, positions.tolist(), strict=True)])
-    states, places = states.flatten(), torch.arange(len(PLACES)).repeat(len(paths))
+    states = torch.tensor(
+        [[path[p] for p in row] for path, row in zip(paths, positions.tolist(), strict=True)]
+    )
+    states = states.flatten()
+    places = torch.arange(len(PLACES)).repeat(len(paths))
     tails = walk(states.repeat_interleave(CONTINUATIONS), chance)
     rewards = torch.tensor([1.0 if tail[-1] == ENDS else -1.0 for tail in tails])
     probes = Probes(
@@ -79,28 +92,41 @@ def walks(seed: int, prompts: int = 16) -> Walks:
 
 
 def exact(found: Walks) -> dict[str, float]:
-    """The figures with the true value of each state in place of what probes make of it: no continuation, no noise."""
+    """The figures with the true value of each state in place of what probes make of it: no
+    continuation, no noise."""
     truth = TRUTH[found.states]
     known = found.probes._replace(returns=torch.stack((truth, truth), 1))
     return {name: float(value) for name, value in figures(known, torch.ones(1, len(truth))).items()}
 
 
-FIGURES = ("bias", "bias_0", "bias_3", "calibration_slope", "correlation", "explained_critic", "explained_group")
+FIGURES = (
+    "bias",
+    "bias_0",
+    "bias_3",
+    "calibration_slope",
+    "correlation",
+    "explained_critic",
+    "explained_group",
+)
 
 
 def test_figures_are_those_of_the_true_values() -> None:
-    """Over many seeds the mean difference is within its standard error (three of them); a ratio has a small one."""
+    """Over many seeds the mean difference is within its standard error (three of them); a ratio has
+    a small one."""
     seeds = range(60)
     differences: dict[str, list[float]] = {name: [] for name in (*FIGURES, "value_error")}
     for seed in seeds:
-        found, known = walks(seed), exact(walks(seed))
+        found = walks(seed)
+        known = exact(walks(seed))
         measured = figures(found.probes, torch.ones(1, len(found.states)))
         for name, each in differences.items():
             each.append(float(measured[name]) - known[name])
     for name, each in differences.items():
         x = torch.tensor(each, dtype=torch.float64)
         error = float(x.std() / len(x) ** 0.5)
-        assert abs(float(x.mean())) < 3 * error + 0.005, f"{name}: off by {float(x.mean()):.4f}, error {error:.4f}"
+        assert abs(float(x.mean())) < 3 * error + 0.005, (
+            f"{name}: off by {float(x.mean()):.4f}, error {error:.4f}"
+        )
 
 
 def test_noise_that_is_not_taken_out_would_be_seen() -> None:
@@ -108,7 +134,10 @@ def test_noise_that_is_not_taken_out_would_be_seen() -> None:
     found = probe(1, 200)
     naive = found.probes._replace(returns=found.probes.truth[:, None].expand(-1, 2))
     wrong = {name: float(x) for name, x in figures(naive, torch.ones(1, len(found.states))).items()}
-    right = {name: float(x) for name, x in figures(found.probes, torch.ones(1, len(found.states))).items()}
+    right = {
+        name: float(x)
+        for name, x in figures(found.probes, torch.ones(1, len(found.states))).items()
+    }
     known = exact(found)
     for name in ("correlation", "explained_critic"):
         assert abs(right[name] - known[name]) < 0.04 < known[name] - wrong[name]
@@ -121,7 +150,9 @@ def test_intervals_cover() -> None:
     seeds = range(60)
     for seed in seeds:
         found = walks(seed)
-        intervals = with_intervals(lambda w, f=found: figures(f.probes, w), found.probes.prompts, 300, seed)  # type: ignore[misc]
+        intervals = with_intervals(
+            lambda w, f=found: figures(f.probes, w), found.probes.prompts, 300, seed
+        )  # type: ignore[misc]
         for name in names:
             inside[name] += intervals[name].low <= population[name] <= intervals[name].high
     assert all(count >= 0.83 * len(seeds) for count in inside.values()), inside
@@ -136,13 +167,20 @@ def test_the_conclusion_names_what_is_worth_its_place() -> None:
     assert judged(probe(5, 64, critic=TRUTH)) == "critic"
     assert judged(probe(5, 64, critic=torch.zeros(ENDS + 1, dtype=torch.float64))) == "group"
     found = probe(5, 64)
-    noise = torch.where(torch.rand(found.probes.returns.shape, generator=torch.Generator().manual_seed(1)) < 0.5, 1, -1)
-    blind = found.probes._replace(returns=noise.double(), siblings=torch.zeros_like(found.probes.siblings))
+    noise = torch.where(
+        torch.rand(found.probes.returns.shape, generator=torch.Generator().manual_seed(1)) < 0.5,
+        1,
+        -1,
+    )
+    blind = found.probes._replace(
+        returns=noise.double(), siblings=torch.zeros_like(found.probes.siblings)
+    )
     assert judged(found._replace(probes=blind)) in ("nothing", "undecided")
 
 
 @pytest.mark.parametrize(
-    ("factor", "fault"), [(1.0, []), (0.5, ["temperature"]), (2.5, ["temperature"]), (-1.0, ["sign"])]
+    ("factor", "fault"),
+    [(1.0, []), (0.5, ["temperature"]), (2.5, ["temperature"]), (-1.0, ["sign"])],
 )
 def test_values_that_something_scales_are_named(factor: float, fault: list[str]) -> None:
     found = probe(7, 96, critic=TRUTH)
@@ -152,10 +190,13 @@ def test_values_that_something_scales_are_named(factor: float, fault: list[str])
 
 
 def test_moments_are_those_of_repeated_states() -> None:
-    x, weights = torch.tensor([1.0, 2.0, 4.0]), torch.tensor([[2, 0, 1], [1, 1, 1]])
+    x = torch.tensor([1.0, 2.0, 4.0])
+    weights = torch.tensor([[2, 0, 1], [1, 1, 1]])
     repeated = torch.tensor([1.0, 1.0, 4.0], dtype=torch.float64)
     found = Moments(weights).covariance(x, x)
-    assert torch.allclose(found, torch.stack((repeated.var(correction=0), x.double().var(correction=0))))
+    assert torch.allclose(
+        found, torch.stack((repeated.var(correction=0), x.double().var(correction=0)))
+    )
 
 
 def some_probes(states: int = 14, prompts: int = 6) -> Probes:
@@ -163,13 +204,23 @@ def some_probes(states: int = 14, prompts: int = 6) -> Probes:
     values = torch.randn(states, generator=generator, dtype=torch.float64) + 0.3
     of_prompt = torch.arange(states) % prompts
     truth = 0.6 * values + 0.5 * torch.randn(states, generator=generator, dtype=torch.float64)
-    returns = truth[:, None] + 0.3 * torch.randn(states, 3, generator=generator, dtype=torch.float64)
+    returns = truth[:, None] + 0.3 * torch.randn(
+        states, 3, generator=generator, dtype=torch.float64
+    )
     siblings = truth + 0.4 * torch.randn(states, generator=generator, dtype=torch.float64)
-    return Probes(values, returns, siblings, of_prompt, torch.arange(states) * 3 % 11, torch.arange(states) % 3)
+    return Probes(
+        values,
+        returns,
+        siblings,
+        of_prompt,
+        torch.arange(states) * 3 % 11,
+        torch.arange(states) % 3,
+    )
 
 
 def test_every_figure_is_what_it_says() -> None:
-    probes, weights = some_probes(), torch.ones(2, 14, dtype=torch.int64)
+    probes = some_probes()
+    weights = torch.ones(2, 14, dtype=torch.int64)
     weights[1, ::3], weights[1, 1::4] = 2, 0
     found = figures(probes, weights)
     for row in range(2):
@@ -181,9 +232,11 @@ def test_every_figure_is_what_it_says() -> None:
         def variance(x: Tensor, drawn: list[int] = drawn) -> float:
             return statistics.pvariance(x[drawn].tolist())
 
-        values, truth = probes.values, probes.returns.mean(1)
+        values = probes.values
+        truth = probes.returns.mean(1)
         chance = mean(torch.tensor([statistics.variance(r) / 3 for r in probes.returns.tolist()]))
-        whole, spread = variance(truth) - chance, variance(values)
+        whole = variance(truth) - chance
+        spread = variance(values)
         both = mean((values - mean(values)) * (truth - mean(truth)))
 
         def explains(predicted: Tensor, whole: float = whole, chance: float = chance) -> float:
@@ -230,7 +283,8 @@ def test_the_table_by_position_knows_other_prompts_alone() -> None:
         assert found == pytest.approx(float(many.truth[others].mean()))
 
 
-# Every figure that a conclusion rests on, each with its bounds; what a critic that is worth its place has.
+# Every figure that a conclusion rests on, each with its bounds; what a critic that is worth its
+# place has.
 SOUND = {
     "knowable": (0.3, 0.4),
     "explained_critic": (0.6, 0.7),
@@ -261,7 +315,9 @@ SOUND = {
 def test_bounds_decide(changes: dict[str, tuple[float, float]], choice: str) -> None:
     given = {name: Interval(sum(ends) / 2, *ends) for name, ends in (SOUND | changes).items()}
     found = conclusion_of(given, ["shift"])
-    assert found.choice == choice and found.faults == ["shift"] and found.text == MEANING[found.choice]
+    assert (
+        found.choice == choice and found.faults == ["shift"] and found.text == MEANING[found.choice]
+    )
     assert all(
         any(str(x) in reason for reason in found.reasons)
         for name, x in given.items()

@@ -17,7 +17,9 @@ def log_of(ratios: list[float]) -> Tensor:
     return torch.tensor(ratios, dtype=torch.float64).log()
 
 
-def ppo(ratios: list[float], advantage: float, dual_clip: float | None = None) -> tuple[list[float], list[float]]:
+def ppo(
+    ratios: list[float], advantage: float, dual_clip: float | None = None
+) -> tuple[list[float], list[float]]:
     """Losses and their derivatives by the ratio."""
     old = torch.full((len(ratios),), -1.5, dtype=torch.float64)
     logprobs = (old + log_of(ratios)).requires_grad_()
@@ -39,17 +41,26 @@ def test_ppo_clip_with_a_bad_action() -> None:
 
 
 def test_dual_clip_bounds_bad_actions_alone() -> None:
-    assert ppo([2.9, 5.0], -2.0, dual_clip=3.0) == (pytest.approx([5.8, 6.0]), pytest.approx([2.0, 0.0]))
+    assert ppo([2.9, 5.0], -2.0, dual_clip=3.0) == (
+        pytest.approx([5.8, 6.0]),
+        pytest.approx([2.0, 0.0]),
+    )
     assert ppo([2.9, 5.0], 2.0, dual_clip=3.0)[0] == pytest.approx([-2.56, -2.56])
     assert ppo([2.9, 5.0], 0.5, dual_clip=3.0)[0] == pytest.approx([-0.64, -0.64])
 
 
 def test_the_widest_and_the_narrowest_bounds() -> None:
-    old, advantages = torch.zeros(2), torch.tensor([1.0, -1.0])
+    old = torch.zeros(2)
+    advantages = torch.tensor([1.0, -1.0])
     logprobs = log_of([2.0, 0.01])
-    assert loss.ppo_clip(logprobs, old, advantages, 1.0, 0.0, 1.01).tolist() == pytest.approx([-1.0, 0.01])
+    assert loss.ppo_clip(logprobs, old, advantages, 1.0, 0.0, 1.01).tolist() == pytest.approx(
+        [-1.0, 0.01]
+    )
     assert importance.mis(old, 1.0, 1.0).all()
-    assert not loss.sao(old, old, advantages, 0.0, 0.5).any() and not loss.sao(old, old, advantages, 0.5, 0.0).any()
+    assert (
+        not loss.sao(old, old, advantages, 0.0, 0.5).any()
+        and not loss.sao(old, old, advantages, 0.5, 0.0).any()
+    )
 
 
 def test_ratios_beyond_all_measure_stay_finite() -> None:
@@ -67,20 +78,26 @@ def test_clip_indicators_are_where_the_gradient_is_cut() -> None:
     advantages = torch.tensor([2.0] * 5 + [-2.0] * 6, dtype=torch.float64)
     old = torch.zeros(11, dtype=torch.float64)
     logprobs = log_of(ratios).requires_grad_()
-    (gradient,) = torch.autograd.grad(loss.ppo_clip(logprobs, old, advantages, 0.2, 0.28, 3.0).sum(), logprobs)
+    (gradient,) = torch.autograd.grad(
+        loss.ppo_clip(logprobs, old, advantages, 0.2, 0.28, 3.0).sum(), logprobs
+    )
     cut = loss.clip_indicators(logprobs, advantages, 0.2, 0.28, 3.0)
     assert torch.equal(sum(cut) > 0, gradient == 0)
     assert [int(part.sum()) for part in cut] == [1, 1, 1]
     assert not loss.clip_indicators(logprobs, advantages, 0.2, 0.28)[2].any()
     small = loss.clip_indicators(logprobs, 0.01 * advantages, 0.2, 0.28, 3.0)
-    assert all(torch.equal(*pair) for pair in zip(small, cut, strict=True)), "the sign of an advantage counts alone"
+    assert all(torch.equal(*pair) for pair in zip(small, cut, strict=True)), (
+        "the sign of an advantage counts alone"
+    )
     none = loss.clip_indicators(logprobs, 0 * advantages, 0.2, 0.28, 3.0)
     assert not torch.stack(none).any(), "no bound cuts what has no advantage"
 
 
 def test_a_ratio_at_its_bound_is_cut_by_sao_alone() -> None:
-    """On-policy tokens, whose ratio is 1, with a clip of 0 on both sides; and one at the bound of dual_clip."""
-    ratio_1, advantages = torch.zeros(2), torch.tensor([1.0, -1.0])
+    """On-policy tokens, whose ratio is 1, with a clip of 0 on both sides; and one at the bound of
+    dual_clip."""
+    ratio_1 = torch.zeros(2)
+    advantages = torch.tensor([1.0, -1.0])
     assert not torch.stack(loss.clip_indicators(ratio_1, advantages, 0.0, 0.0)).any()
     bound = float(loss.bounded_ratio(torch.tensor([1.5])))
     assert not loss.clip_indicators(torch.tensor([1.5]), -torch.ones(1), 0.2, 0.28, bound)[2].any()
@@ -91,7 +108,10 @@ def test_a_ratio_at_its_bound_is_cut_by_sao_alone() -> None:
 
 
 def test_reinforce() -> None:
-    assert loss.reinforce(torch.tensor([-1.0, -2.0]), torch.tensor([3.0, -0.5])).tolist() == [3.0, -1.0]
+    assert loss.reinforce(torch.tensor([-1.0, -2.0]), torch.tensor([3.0, -0.5])).tolist() == [
+        3.0,
+        -1.0,
+    ]
 
 
 def test_cispo_clips_the_weight_and_keeps_the_gradient() -> None:
@@ -104,21 +124,26 @@ def test_cispo_clips_the_weight_and_keeps_the_gradient() -> None:
     assert gradient.tolist() == pytest.approx([-0.1, 1.2, -1.5])
 
 
-def test_cispo_weighs_by_the_ratio_to_the_old_policy_and_by_the_advantage() -> None:
-    logprobs, old = torch.tensor([-1.0, -2.0, -0.5]), torch.tensor([-1.5, -1.0, -3.0])
+def test_cispo_weighs_by_old_policy_ratio_and_advantage() -> None:
+    logprobs = torch.tensor([-1.0, -2.0, -0.5])
+    old = torch.tensor([-1.5, -1.0, -3.0])
     losses = loss.cispo(logprobs, old, torch.tensor([2.0, -3.0, 0.5]), clip_high=1.0)
-    assert losses.tolist() == pytest.approx([2.0 * math.exp(0.5), -3.0 * math.exp(-1) * 2.0, 0.5 * 2.0 * 0.5])
-
-
-def test_sao_takes_the_ratio_to_the_rollout_policy() -> None:
-    logprobs, rollout = torch.tensor([-1.0, -2.0]), torch.tensor([-1.1, -3.0])
-    assert loss.sao(logprobs, rollout, torch.tensor([2.0, 2.0]), 0.2, 0.3).tolist() == pytest.approx(
-        [-2.0 * math.exp(0.1), 0.0]
+    assert losses.tolist() == pytest.approx(
+        [2.0 * math.exp(0.5), -3.0 * math.exp(-1) * 2.0, 0.5 * 2.0 * 0.5]
     )
 
 
-def test_dppo_bounds_what_a_probability_may_move_whatever_its_ratio() -> None:
-    """The ratio of a rare token may be large; what moved the other way than the advantage asks is kept."""
+def test_sao_takes_the_ratio_to_the_rollout_policy() -> None:
+    logprobs = torch.tensor([-1.0, -2.0])
+    rollout = torch.tensor([-1.1, -3.0])
+    assert loss.sao(
+        logprobs, rollout, torch.tensor([2.0, 2.0]), 0.2, 0.3
+    ).tolist() == pytest.approx([-2.0 * math.exp(0.1), 0.0])
+
+
+def test_dppo_bounds_the_change_of_a_probability_at_any_ratio() -> None:
+    """The ratio of a rare token may be large; what moved the other way than the advantage asks is
+    kept."""
     mu = torch.tensor([0.5, 0.05, 0.5, 0.5, 0.5, 1e-4])
     pi = torch.tensor([0.75, 0.075, 0.25, 0.75, 0.25, 0.1]).requires_grad_()
     advantages = torch.tensor([1.0, 1.0, -1.0, -1.0, 1.0, 1.0])
@@ -128,11 +153,16 @@ def test_dppo_bounds_what_a_probability_may_move_whatever_its_ratio() -> None:
     expected = torch.tensor([0.0, -1.5 / 0.075, 0.0, 1.5 / 0.75, -0.5 / 0.25, -20 / 0.1])
     assert torch.allclose(gradient, expected, rtol=1e-4)
     low, high, dual = loss.dppo_clip_indicators(pi.log(), mu.log(), advantages, 0.2, 0.2)
-    assert (low.tolist(), high.tolist(), dual.any()) == ([0, 0, 1, 0, 0, 0], [1, 0, 0, 0, 0, 0], False)
+    assert (low.tolist(), high.tolist(), dual.any()) == (
+        [0, 0, 1, 0, 0, 0],
+        [1, 0, 0, 0, 0, 0],
+        False,
+    )
     doubled = loss.dppo(pi.log(), mu.log(), 2 * advantages, 0.2, 0.2)
     torch.testing.assert_close(doubled, 2 * losses)
-    assert doubled[[0, 2]].tolist() == [0, 0], "what is cut has no loss"
-    # Without an advantage a probability that fell counts as cut, one that rose does not: A <= 0 and A > 0.
+    assert doubled[[0, 2]].tolist() == [0, 0], "clipped tokens have no loss"
+    # Without an advantage a probability that fell counts as cut, one that rose does not: A <= 0 and
+    # A > 0.
     low, high, _ = loss.dppo_clip_indicators(pi.log(), mu.log(), 0 * advantages, 0.2, 0.2)
     assert (low.tolist(), high.any()) == ([0, 0, 1, 0, 1, 0], False)
     still = loss.dppo_clip_indicators(mu.log() + 0.01, mu.log(), -advantages.abs(), 0.2, 0.2)
@@ -192,7 +222,8 @@ def test_gradient_by_finite_differences(name: str) -> None:
 
 
 def test_kl_estimators() -> None:
-    logprobs, ref = log_of([0.5, 0.25]), log_of([0.25, 0.5])
+    logprobs = log_of([0.5, 0.25])
+    ref = log_of([0.25, 0.5])
     ln2 = math.log(2)
     assert kl.k1(logprobs, ref).tolist() == pytest.approx([ln2, -ln2])
     assert kl.k2(logprobs, ref).tolist() == pytest.approx([ln2**2 / 2] * 2)
@@ -200,7 +231,8 @@ def test_kl_estimators() -> None:
 
 
 def test_k3_of_log_probs_beyond_all_measure_is_bounded() -> None:
-    far, near = torch.tensor([200.0, -200.0]), torch.tensor([20.0, -20.0])
+    far = torch.tensor([200.0, -200.0])
+    near = torch.tensor([20.0, -20.0])
     assert torch.equal(kl.k3(far, torch.zeros(2)), kl.k3(near, torch.zeros(2)))
 
 

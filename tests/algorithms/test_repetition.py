@@ -20,15 +20,20 @@ def counted(responses: list[list[int]], n: int) -> float:
 @pytest.mark.parametrize("vocabulary", [2, 5, 150_000])
 def test_it_counts_repeated_grams_within_each_response(n: int, vocabulary: int) -> None:
     noise = random.Random(n * vocabulary)
-    responses = [[noise.randrange(vocabulary) for _ in range(noise.randrange(60))] for _ in range(20)]
+    responses = [
+        [noise.randrange(vocabulary) for _ in range(noise.randrange(60))] for _ in range(20)
+    ]
     responses += [[3, 1, 4] * 20, responses[0], []]
     lengths = torch.tensor([0, *map(len, responses)])
-    found = repeated_share(torch.tensor([*chain(*responses)], dtype=torch.int32), lengths.cumsum(0), n)
+    found = repeated_share(
+        torch.tensor([*chain(*responses)], dtype=torch.int32), lengths.cumsum(0), n
+    )
     assert found == pytest.approx(counted(responses, n))
 
 
 def test_a_loop_is_near_one_and_text_near_zero() -> None:
-    loop, text = torch.tensor([5, 6, 7] * 100), torch.arange(300)
+    loop = torch.tensor([5, 6, 7] * 100)
+    text = torch.arange(300)
     ends = torch.tensor([0, 300])
     assert repeated_share(loop, ends) > 0.98
     assert repeated_share(text, ends) == 0.0

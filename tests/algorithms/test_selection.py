@@ -21,25 +21,33 @@ def test_groups_that_agree_teach_nothing() -> None:
 
 
 def test_groups_of_equal_rewards_are_counted() -> None:
-    """Groups 7 and 1 differ inside, 3 is all equal, 0 has one response; numbers 2, 4, 5, 6 are of no group."""
+    """Groups 7 and 1 differ inside, 3 is all equal, 0 has one response; numbers 2, 4, 5, 6 are of
+    no group."""
     rewards = torch.tensor([1.0, 0.5, 0.0, 0.5, 1.0, 0.0, 1.0, 0.5, 1.0, 0.3])
     assert frac_zero_std_groups(rewards, GROUPS) == 0.5
     assert frac_zero_std_groups(torch.ones(10), GROUPS) == 1
 
 
 def test_positives_are_correct_and_never_truncated() -> None:
-    correct, truncated = torch.tensor([True, False, True, False]), torch.tensor([False, False, True, True])
+    correct = torch.tensor([True, False, True, False])
+    truncated = torch.tensor([False, False, True, True])
     assert positive_responses(correct, truncated).tolist() == [True, False, False, False]
 
 
 def test_orders_of_mini_batches_differ_by_step_model_and_epoch() -> None:
-    seeds = [minibatch_seed(step, salt, epoch) for step in ("1/1", "1/2", "2/1") for salt in (1, 2) for epoch in (0, 1)]
+    seeds = [
+        minibatch_seed(step, salt, epoch)
+        for step in ("1/1", "1/2", "2/1")
+        for salt in (1, 2)
+        for epoch in (0, 1)
+    ]
     assert len(set(seeds)) == len(seeds) and seeds[0] == minibatch_seed("1/1", 1, 0)
 
 
 def test_loss_is_carried_by_what_every_choice_keeps() -> None:
     truncated = torch.tensor([False, True, False, True])
-    first, second = torch.tensor([True, True, False, True]), torch.tensor([True, True, True, False])
+    first = torch.tensor([True, True, False, True])
+    second = torch.tensor([True, True, True, False])
     assert loss_mask(truncated, False).tolist() == [True] * 4
     assert loss_mask(truncated, True).tolist() == [True, False, True, False]
     assert loss_mask(truncated, False, first, None, second).tolist() == [True, True, False, False]
@@ -73,7 +81,7 @@ def test_an_empty_batch_has_no_minibatch() -> None:
     assert split_minibatches(GROUPS[:0], 4, "samples", 0) == []
 
 
-def test_one_correct_response_of_three_is_enough_and_so_is_one_incorrect_one() -> None:
+def test_one_correct_or_one_incorrect_of_three_is_enough() -> None:
     correct = torch.tensor([1, 0, 0, 1, 1, 0, 0, 0, 0]).bool()
     groups = torch.tensor([0, 0, 0, 1, 1, 1, 2, 2, 2])
     assert informative_groups(correct, groups).tolist() == [True] * 6 + [False] * 3

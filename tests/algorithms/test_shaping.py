@@ -7,7 +7,14 @@ from vapo_megatron.algorithms.shaping import soft_overlong
 
 def test_soft_overlong_with_the_numbers_of_dapo() -> None:
     lengths = torch.tensor([1, 16384, 18432, 20480, 20481, 30000])
-    assert soft_overlong(lengths, max_length=20480, cache_length=4096).tolist() == [0, 0, -0.5, -1, -1, -1]
+    assert soft_overlong(lengths, max_length=20480, cache_length=4096).tolist() == [
+        0,
+        0,
+        -0.5,
+        -1,
+        -1,
+        -1,
+    ]
 
 
 def test_the_least_and_the_largest_cache() -> None:

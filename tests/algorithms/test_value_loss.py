@@ -13,7 +13,8 @@ def test_mse() -> None:
 
 
 def test_clipped() -> None:
-    # From old 0 towards 1 with a step of 0.2: a value past 0.2 is held at the error of 0.2, with no gradient.
+    # From old 0 towards 1 with a step of 0.2: a value past 0.2 is held at the error of 0.2, with no
+    # gradient.
     values = torch.tensor([0.1, 0.5, -0.5], requires_grad=True)
     losses = vl.clipped_value_loss(values, torch.zeros(3), torch.ones(3), clip=0.2)
     assert losses.tolist() == pytest.approx([0.405, 0.32, 1.125])
@@ -32,21 +33,31 @@ def test_hl_gauss_target_has_the_return_as_its_mean() -> None:
     assert (target >= -1e-6).all()
     torch.testing.assert_close(target.sum(1), torch.ones(3))
     place = (torch.linspace(-1, 1, 52)[1:] - 1 / 51 - returns[:, None]) / (2 / 51)
-    spread = (target * place.square()).sum(1).sqrt()  # in bins: of the Gaussian, and of a bin's own width
-    torch.testing.assert_close(spread, torch.full((3,), (0.75**2 + 1 / 12) ** 0.5), rtol=1e-2, atol=0)
-    torch.testing.assert_close(vl.hl_gauss_value(target.clamp(min=1e-12).log(), -1, 1), returns, atol=1e-3, rtol=0)
+    # In bins: of the Gaussian, and of a bin's own width
+    spread = (target * place.square()).sum(1).sqrt()
+    torch.testing.assert_close(
+        spread, torch.full((3,), (0.75**2 + 1 / 12) ** 0.5), rtol=1e-2, atol=0
+    )
+    torch.testing.assert_close(
+        vl.hl_gauss_value(target.clamp(min=1e-12).log(), -1, 1), returns, atol=1e-3, rtol=0
+    )
 
 
-def test_hl_gauss_at_its_edges_keeps_all_of_its_mass_and_computes_in_float32() -> None:
-    returns, logits = torch.tensor([-1.0, 1.0, 50.0]), torch.zeros(3, 11, requires_grad=True)
+def test_hl_gauss_at_its_edges_keeps_its_mass_in_float32() -> None:
+    returns = torch.tensor([-1.0, 1.0, 50.0])
+    logits = torch.zeros(3, 11, requires_grad=True)
     losses = vl.hl_gauss(logits, returns, -1, 1)
     (gradient,) = torch.autograd.grad(losses.sum(), logits)
     target = torch.full((3, 11), 1 / 11) - gradient
     torch.testing.assert_close(target.sum(1), torch.ones(3))
-    assert torch.equal(target[1], target[2]) and losses.tolist() == pytest.approx([math.log(11)] * 3)
+    assert torch.equal(target[1], target[2]) and losses.tolist() == pytest.approx(
+        [math.log(11)] * 3
+    )
     coarse = torch.randn(3, 11, generator=torch.Generator().manual_seed(0)).bfloat16()
     found = vl.hl_gauss(coarse, returns.double(), -1, 1)
-    assert found.dtype == torch.float32 and torch.equal(found, vl.hl_gauss(coarse.float(), returns, -1, 1))
+    assert found.dtype == torch.float32 and torch.equal(
+        found, vl.hl_gauss(coarse.float(), returns, -1, 1)
+    )
 
 
 def test_hl_gauss_learns_the_return() -> None:
@@ -82,7 +93,7 @@ def test_an_arctangent_takes_every_output_into_the_range() -> None:
     assert found.tolist() == pytest.approx([-1.0, 0.0, 1.0, 2.0, 3.0], abs=1e-4)
 
 
-def test_a_bounded_value_is_the_output_in_the_middle_and_never_leaves_the_range() -> None:
+def test_squashed_value_stays_in_range_and_is_linear_in_middle() -> None:
     outputs = torch.tensor([0.0, 0.01, 1.0, -50.0, 50.0], dtype=torch.float64)
     found = vl.bounded_value(outputs, low=-1.0, high=3.0)
     assert found.tolist() == pytest.approx([1.0, 1.01, 1 + 2 * math.tanh(0.5), -1.0, 3.0], abs=1e-6)

@@ -15,21 +15,29 @@ from torch import Tensor
 Mode = Literal["token_mean", "sequence_mean", "constant"]
 
 
-def token_weights(lengths: Tensor, mode: Mode, constant: float | None = None, selected: Tensor | None = None) -> Tensor:
+def token_weights(
+    lengths: Tensor, mode: Mode, constant: float | None = None, selected: Tensor | None = None
+) -> Tensor:
     """Weight of every loss-carrying token of each response of a mini-batch: [S] -> float32 [S].
 
-    With |o_i| the length, S the number of responses, both over the selected responses that are not empty:
+    With |o_i| the length, S the number of responses, both over the selected responses that are not
+    empty:
         token_mean:    1 / sum_i |o_i|      (DAPO, VAPO)
         sequence_mean: 1 / (S |o_i|)        (GRPO, PPO as the VAPO paper has it)
-        constant:      1 / (S constant)     (Dr. GRPO: the longest response; 1 sums over tokens: RLOO)
+        constant:      1 / (S constant)     (Dr. GRPO: the longest response; 1 sums over tokens:
+            RLOO)
 
     Args:
-        lengths: [S] tokens of each response that carry loss (`segments.response_lengths` with the loss mask).
+        lengths: [S] tokens of each response that carry loss (`segments.response_lengths` with the
+            loss mask).
         mode: as above.
         constant: positive, for mode "constant".
         selected: bool [S]; responses with False get weight 0 and do not count. None: all.
     """
-    counted = lengths > 0 if selected is None else (lengths > 0) & selected.bool()
+    if selected is None:
+        counted = lengths > 0
+    else:
+        counted = (lengths > 0) & selected.bool()
     tokens = torch.where(counted, lengths, 0).double()
     responses = counted.sum().clamp(min=1).double()
     if mode == "token_mean":
@@ -43,7 +51,8 @@ def token_weights(lengths: Tensor, mode: Mode, constant: float | None = None, se
 
 
 def nll_weights(lengths: Tensor, correct: Tensor) -> Tensor:
-    """1 / (tokens of all correct responses) for a correct response, else 0 (VAPO, section 4.3): [S] -> float32 [S].
+    """1 / (tokens of all correct responses) for a correct response, else 0 (VAPO, section 4.3): [S]
+    -> float32 [S].
 
     All 0 where none is correct.
     """

@@ -1,8 +1,10 @@
-"""A critic compared with true values, which are estimated, with their error, by continuing responses from a state.
+"""A critic compared with true values, which are estimated, with their error, by continuing
+responses from a state.
 
-P states (prefixes of responses) are each continued k times by the policy. The mean return of the continuations
-estimates the state's value, and the variance of that noise is estimated too and removed from every figure. float64
-throughout. W is the number of weightings of the states, one for each draw of a bootstrap.
+P states (prefixes of responses) are each continued k times by the policy. The mean return of the
+continuations estimates the state's value, and the variance of that noise is estimated too and
+removed from every figure. float64 throughout. W is the number of weightings of the states, one for
+each draw of a bootstrap.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,7 +25,8 @@ class Probes(NamedTuple):
     Attributes:
         values: [P] the critic's values.
         returns: [P, k] of the continuations, k at least 2.
-        siblings: [P] mean return of the other responses to the prompt, drawn apart from the continuations.
+        siblings: [P] mean return of the other responses to the prompt, drawn apart from the
+            continuations.
         prompts: int64 [P], the state's prompt, from 0 to the number of prompts less 1.
         positions: int64 [P], response tokens before the state.
         places: int64 [P], the number of the state's quantile of the response, from 0.
@@ -38,7 +41,7 @@ class Probes(NamedTuple):
 
     @property
     def truth(self) -> Tensor:
-        """The state's value but for chance [P]."""
+        """Unbiased estimate of each state's value, [P]."""
         return self.returns.double().mean(1)
 
     @property
@@ -83,13 +86,15 @@ class Moments:
 
     def covariance(self, x: Tensor, y: Tensor) -> Tensor:
         """[W]."""
-        x, y = x.double() - x.double().mean(), y.double() - y.double().mean()
+        x = x.double() - x.double().mean()
+        y = y.double() - y.double().mean()
         return self.mean(x * y) - self.mean(x) * self.mean(y)
 
 
 def explained(moments: Moments, predicted: Tensor, probes: Probes) -> Tensor:
     """1 - Var(V* - V) / Var(V*) of the true values V*, chance taken out of both variances: [W]."""
-    truth, chance = probes.truth, moments.mean(probes.noise)
+    truth = probes.truth
+    chance = moments.mean(probes.noise)
     whole = moments.covariance(truth, truth) - chance
     left = moments.covariance(truth - predicted, truth - predicted) - chance
     return torch.where(whole > 0, 1 - left / whole, torch.nan)
@@ -98,10 +103,13 @@ def explained(moments: Moments, predicted: Tensor, probes: Probes) -> Tensor:
 def figures(probes: Probes, weights: Tensor) -> dict[str, Tensor]:
     """All figures of the critic under each weighting [W, P]: by name, [W].
 
-    explained_*: of the variance of true values. knowable: Var(V*) / Var(R), the most that explained variance of returns
-    can be. correlation and calibration are with the true value, with the noise of the probes removed.
+    explained_*: of the variance of true values. knowable: Var(V*) / Var(R), the most that explained
+    variance of returns can be. correlation and calibration are with the true value, with the noise
+    of the probes removed.
     """
-    moments, truth, values = Moments(weights), probes.truth, probes.values.double()
+    moments = Moments(weights)
+    truth = probes.truth
+    values = probes.values.double()
     chance = moments.mean(probes.noise)
     whole = moments.covariance(truth, truth) - chance
     spread = moments.covariance(values, values)
@@ -111,7 +119,9 @@ def figures(probes: Probes, weights: Tensor) -> dict[str, Tensor]:
     returns = moments.mean(probes.returns.double().square().mean(1)) - moments.mean(truth).square()
     named = {
         "knowable": torch.where(returns > 0, whole / returns, 0),
-        "correlation": torch.where(varies & (whole > 0), covariance / (spread * whole).clamp(min=1e-30).sqrt(), 0),
+        "correlation": torch.where(
+            varies & (whole > 0), covariance / (spread * whole).clamp(min=1e-30).sqrt(), 0
+        ),
         "calibration_slope": slope,
         "calibration_intercept": moments.mean(truth) - slope * moments.mean(values),
         "bias": moments.mean(values - truth),
@@ -128,17 +138,21 @@ def figures(probes: Probes, weights: Tensor) -> dict[str, Tensor]:
 
 
 def bootstrap_weights(prompts: Tensor, draws: int, seed: int) -> Tensor:
-    """How often each state occurs in each draw of as many prompts as there are, with replacement: int64 [draws, P]."""
+    """How often each state occurs in each draw of as many prompts as there are, with replacement:
+    int64 [draws, P]."""
     count = int(prompts.max()) + 1
     drawn = torch.randint(count, (draws, count), generator=torch.Generator().manual_seed(seed))
-    times = torch.zeros(draws, count, dtype=torch.int64).scatter_add_(1, drawn, torch.ones_like(drawn))
+    times = torch.zeros(draws, count, dtype=torch.int64).scatter_add_(
+        1, drawn, torch.ones_like(drawn)
+    )
     return times[:, prompts]
 
 
 def with_intervals(
     measure: Callable[[Tensor], dict[str, Tensor]], prompts: Tensor, draws: int, seed: int
 ) -> dict[str, Interval]:
-    """Figures of states with equal weights, and between which ends 95 % of the draws of prompts have them.
+    """Figures of states with equal weights, and between which ends 95 % of the draws of prompts
+    have them.
 
     Args:
         measure: from weights [W, P] to figures [W] by name.
@@ -147,9 +161,11 @@ def with_intervals(
         seed: of the draws.
     """
     estimates = measure(torch.ones(1, len(prompts)))
-    drawn, ends = measure(bootstrap_weights(prompts, draws, seed)), torch.tensor([0.025, 0.975], dtype=torch.float64)
+    drawn = measure(bootstrap_weights(prompts, draws, seed))
+    ends = torch.tensor([0.025, 0.975], dtype=torch.float64)
     return {
-        name: Interval(float(estimates[name]), *torch.nanquantile(drawn[name], ends).tolist()) for name in estimates
+        name: Interval(float(estimates[name]), *torch.nanquantile(drawn[name], ends).tolist())
+        for name in estimates
     }
 
 
@@ -157,20 +173,30 @@ Choice = Literal["critic", "group", "nothing", "undecided"]
 
 MEANING: dict[Choice, str] = {
     "critic": "keep the critic: it knows more of the true values than the free baselines do",
-    "group": "use a group baseline (grpo, rloo): the mean of the other responses, or a table by position, knows as "
-    "much or more, and is free",
-    "nothing": "no state is better than another beyond chance: there is nothing for a critic to know here",
-    "undecided": "undecided with this many probes: raise critic_probes.prompts; until then a group baseline is free",
+    "group": (
+        "use a group baseline (grpo, rloo): the mean of the other responses, or a table by "
+        "position, knows as much or more, and is free"
+    ),
+    "nothing": (
+        "no state is better than another beyond chance: there is nothing for a critic to know here"
+    ),
+    "undecided": (
+        "undecided with this many probes: raise critic_probes.prompts; until then a group baseline "
+        "is free"
+    ),
 }
 
-# Values that order states at least so well, and are too large or too small, are scaled by something.
-_ORDERS, _WITHIN = 0.7, (0.8, 1.25)
+# Values that order states at least so well, and are too large or too small, are scaled by
+# something.
+_ORDERS = 0.7
+_WITHIN = (0.8, 1.25)
 # A gain smaller than this is not worth a second model's help.
 _WORTH = 0.02
 
 
 class Conclusion(NamedTuple):
-    """choice: what to use, text: in words; reasons: the figures that it rests on; faults: names in FAULTS."""
+    """choice: what to use, text: in words; reasons: the figures that it rests on; faults: names in
+    FAULTS."""
 
     choice: Choice
     text: str
@@ -180,26 +206,36 @@ class Conclusion(NamedTuple):
 
 def conclusion_of(figures: Mapping[str, Interval], faults: Sequence[str]) -> Conclusion:
     """The conclusion on critic_probes.figures and on the faults that are known already."""
-    knowable, gain = figures["knowable"], figures["gain"]
+    knowable = figures["knowable"]
+    gain = figures["gain"]
     reasons = [
         f"of the variance of returns {knowable} can be known at these states",
-        f"of the variance of true values the critic explains {figures['explained_critic']}, the mean of the other "
-        f"responses {figures['explained_group']}, the position {figures['explained_position']}",
+        f"of the variance of true values the critic explains {figures['explained_critic']}, the "
+        f"mean of the other responses {figures['explained_group']}, the position "
+        f"{figures['explained_position']}",
         f"gain of the critic over the best of them {gain}",
     ]
     choice: Choice = "undecided"
     if knowable.low <= 0:
-        choice = "nothing" if knowable.high < 0.05 else "undecided"
+        if knowable.high < 0.05:
+            choice = "nothing"
+        else:
+            choice = "undecided"
     elif gain.low > 0:
         choice = "critic"
-    elif gain.high < 0 or -_WORTH < gain.low <= gain.high < _WORTH or figures["explained_critic"].high <= 0:
+    elif (
+        gain.high < 0
+        or -_WORTH < gain.low <= gain.high < _WORTH
+        or figures["explained_critic"].high <= 0
+    ):
         choice = "group"
     faults = [*faults, *(name for name in _probed(figures) if name not in faults)]
     return Conclusion(choice, MEANING[choice], reasons, faults)
 
 
 def _probed(figures: Mapping[str, Interval]) -> Iterator[str]:
-    slope, correlation = figures["calibration_slope"], figures["correlation"]
+    slope = figures["calibration_slope"]
+    correlation = figures["correlation"]
     if slope.high < 0 and correlation.high < 0:
         yield "sign"
     elif correlation.low > _ORDERS and (slope.high < _WITHIN[0] or slope.low > _WITHIN[1]):
@@ -207,5 +243,5 @@ def _probed(figures: Mapping[str, Interval]) -> Iterator[str]:
 
 
 def described(faults: Sequence[str]) -> list[str]:
-    """Each fault with what it means."""
+    """Each fault with its meaning."""
     return [f"{name}: {FAULTS[name]}" for name in faults]

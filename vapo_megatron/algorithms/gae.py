@@ -1,20 +1,29 @@
-"""Generalised advantage estimation over packed responses (Schulman et al. 2016, arXiv 1506.02438, eq. 16).
+"""Generalised advantage estimation over packed responses (Schulman et al. 2016, arXiv 1506.02438,
+eq. 16).
 
     delta_t = r_t + gamma * V_{t+1} - V_t          A_t = sum_k (gamma * lambda)^k delta_{t+k}
 
-V_t is the value of the state before response token t. After the last token it is 0, or the bootstrap value
-given for a response that was cut off.
+V_t is the value of the state before response token t. After the last token it is 0, or the
+bootstrap value given for a response that was cut off.
 """
 
 import torch
 from torch import Tensor
 
-from vapo_megatron.algorithms.segments import check_bounds, last_tokens, place_terminal, segment_sum, to_tokens
+from vapo_megatron.algorithms.registry import estimator
+from vapo_megatron.algorithms.segments import (
+    check_bounds,
+    last_tokens,
+    place_terminal,
+    segment_sum,
+    to_tokens,
+)
 from vapo_megatron.algorithms.suffix_scan import suffix_scan_
 
 
 def length_adaptive_lambda(lengths: Tensor, alpha: float, floor: float = 0.0) -> Tensor:
-    """lambda_policy = 1 - 1 / (alpha * l), clamped to [floor, 1] (VAPO, arXiv 2504.05118, section 4.2).
+    """lambda_policy = 1 - 1 / (alpha * l), clamped to [floor, 1] (VAPO, arXiv 2504.05118, section
+    4.2).
 
     Args:
         lengths: [S] response tokens l that carry loss, the end token included.
@@ -46,9 +55,8 @@ def segmented_gae(
         lam: lambda in [0, 1], a scalar or one per response [S].
         gamma: discount in [0, 1].
         bootstrap_values: [S] value of the state after the last token; None is 0 for every response.
-        of: int64, the lengths of all responses, if these are only a part of them, so that a response has the same sums
-            to the
-            bit in any part. None: these are all.
+        of: int64, the lengths of all responses, if these are only a part of them, so that a
+            response has the same sums to the bit in any part. None: these are all.
 
     Returns:
         [T], float32 or the wider dtype of rewards and values. Carries no gradient.
@@ -60,6 +68,7 @@ def segmented_gae(
     return advantages
 
 
+@estimator("gae", critic=True, per_token=True, discounts=True)
 @torch.no_grad()
 def decoupled_gae(
     rewards: Tensor,
@@ -71,10 +80,11 @@ def decoupled_gae(
     bootstrap_values: Tensor | None = None,
     of: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Advantages under lam_policy and value targets A + V under lam_critic (VC-PPO, arXiv 2503.01491, section 3.3).
+    """Advantages under lam_policy and value targets A + V under lam_critic (VC-PPO, arXiv
+    2503.01491, section 3.3).
 
-    Arguments and errors as in `segmented_gae`. Returns two [T]. The targets come from advantages before
-    whitening.
+    Arguments and errors as in `segmented_gae`. Returns two [T]. The targets come from advantages
+    before whitening.
     """
     lambdas = (lam_policy, lam_critic)
     policy, critic = _advantages(rewards, values, cu_seqlens, lambdas, gamma, bootstrap_values, of)
@@ -82,23 +92,31 @@ def decoupled_gae(
 
 
 @torch.no_grad()
-def monte_carlo_returns(rewards: Tensor, cu_seqlens: Tensor, gamma: float, earlier: Tensor | None = None) -> Tensor:
-    """gamma^n R, with n the number of tokens that follow in the response: the lambda = 1 target of a terminal reward.
+def monte_carlo_returns(
+    rewards: Tensor, cu_seqlens: Tensor, gamma: float, earlier: Tensor | None
+) -> Tensor:
+    """gamma^n R, with n the number of tokens that follow in the response: the lambda = 1 target of
+    a terminal reward.
 
-    rewards float32 [S], cu_seqlens int64 [S + 1] -> float32 [T]. A response's returns do not depend on the other
-    responses. earlier, [T]: the part of the rewards that came before the end, at its token.
+    rewards float32 [S], cu_seqlens int64 [S + 1] -> float32 [T]. A response's returns do not depend
+    on the other responses. earlier, [T]: the part of the rewards that came before the end, at its
+    token.
     """
     if earlier is not None:
         placed = place_terminal(rewards, cu_seqlens, earlier.numel(), earlier)
         return segmented_gae(placed, torch.zeros_like(placed), cu_seqlens, 1.0, gamma)
     following = to_tokens(cu_seqlens[1:] - 1, cu_seqlens) - torch.arange(int(cu_seqlens[-1]))
-    longest = int(cu_seqlens.diff().max()) if rewards.numel() else 0
+    if rewards.numel():
+        longest = int(cu_seqlens.diff().max())
+    else:
+        longest = 0
     discounts = gamma ** torch.arange(longest, dtype=torch.float64)
     return discounts.float()[following] * to_tokens(rewards, cu_seqlens)
 
 
 def bootstrap_of_truncated(values: Tensor, truncated: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """The value of the last state of each truncated response, 0 for those that ended: [T], bool [S] -> [S].
+    """The value of the last state of each truncated response, 0 for those that ended: [T], bool [S]
+    -> [S].
 
     It stands for the value after the last token, which the critic did not compute.
     """
@@ -109,18 +127,27 @@ def bootstrap_of_truncated(values: Tensor, truncated: Tensor, cu_seqlens: Tensor
 
 
 def temporal_differences(
-    rewards: Tensor, values: Tensor, cu_seqlens: Tensor, gamma: float, bootstrap_values: Tensor | None
+    rewards: Tensor,
+    values: Tensor,
+    cu_seqlens: Tensor,
+    gamma: float,
+    bootstrap_values: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """delta_t = r_t + gamma V_{t+1} - V_t; arguments as in `segmented_gae`.
 
-    Returns [T], float32 or the wider dtype of rewards and values; cu_seqlens as int64 on the device of rewards.
+    Returns [T], float32 or the wider dtype of rewards and values; cu_seqlens as int64 on the device
+    of rewards.
     """
     if rewards.dim() != 1 or rewards.shape != values.shape:
-        raise ValueError(f"rewards and values must be [T], got {list(rewards.shape)} and {list(values.shape)}")
+        raise ValueError(
+            f"rewards and values must be [T], got {list(rewards.shape)} and {list(values.shape)}"
+        )
     check_bounds(cu_seqlens, rewards.numel())
     responses = cu_seqlens.numel() - 1
     if bootstrap_values is not None and list(bootstrap_values.shape) != [responses]:
-        raise ValueError(f"bootstrap_values must be [S] = [{responses}], got {list(bootstrap_values.shape)}")
+        raise ValueError(
+            f"bootstrap_values must be [S] = [{responses}], got {list(bootstrap_values.shape)}"
+        )
     cu_seqlens = cu_seqlens.to(rewards.device, torch.int64)
     dtype = torch.promote_types(torch.promote_types(rewards.dtype, values.dtype), torch.float32)
     deltas = torch.sub(rewards.to(dtype), values)
@@ -162,11 +189,13 @@ def turn_bounds(places: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
     """The bounds of turns among T response tokens, and of responses among turns.
 
     Args:
-        places: int64 [T], the place of each response token in its packed sequence; observations are in the gaps.
+        places: int64 [T], the place of each response token in its packed sequence; observations are
+            in the gaps.
         cu_seqlens: int64 [S + 1], of the responses; none is empty.
 
     Returns:
-        int64 [U + 1], bounds of U turns among tokens; int64 [S + 1], bounds of responses among turns.
+        int64 [U + 1], bounds of U turns among tokens; int64 [S + 1], bounds of responses among
+        turns.
     """
     begins = torch.ones(len(places), dtype=torch.bool)
     begins[1:] = places.diff() != 1
@@ -186,11 +215,14 @@ def turn_gae(
     gamma: float = 1.0,
     bootstrap_values: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Advantages under lam_policy and value targets under lam_critic, both [T] and the same within a turn.
+    """Advantages under lam_policy and value targets under lam_critic, both [T] and the same within
+    a turn.
 
-    turns, responses: from turn_bounds(). The others are as in decoupled_gae; lambdas may be one per response.
+    turns, responses: from turn_bounds(). The others are as in decoupled_gae; lambdas may be one per
+        response.
     """
-    per_turn, first = segment_sum(rewards, turns), values[turns[:-1]]
+    per_turn = segment_sum(rewards, turns)
+    first = values[turns[:-1]]
     advantages, targets = decoupled_gae(
         per_turn, first, responses, lam_policy, lam_critic, gamma, bootstrap_values=bootstrap_values
     )

@@ -1,4 +1,5 @@
-"""Weights for the difference between the engine's and the trainer's policies; they multiply the policy loss.
+"""Weights for the difference between the engine's and the trainer's policies; they multiply the
+policy loss.
 
 log_ratio is log pi_train - log pi_rollout of each token.
 """
@@ -35,11 +36,12 @@ def varying_suffix_scan(x: Tensor, decays: Tensor) -> Tensor:
 
     Args:
         x: [T] floating point, finite.
-        decays: [T], at least 0 and finite, dtype of x; 0 on the last token of each response separates responses.
+        decays: [T], at least 0 and finite, dtype of x; 0 on the last token of each response
+            separates responses.
 
     Returns:
-        y [T] with y_t = x_t + decays_t * y_{t+1} and y_T = 0. Overflow stays at the largest finite number, so
-        that no response spoils another.
+        y [T] with y_t = x_t + decays_t * y_{t+1} and y_T = 0. Overflow stays at the largest finite
+        number, so that no response spoils another.
     """
     if x.numel() <= CHUNK:
         return _scan_rows(x[None], decays[None])[0][0]
@@ -53,7 +55,8 @@ def varying_suffix_scan(x: Tensor, decays: Tensor) -> Tensor:
 
 
 def _scan_rows(x: Tensor, decays: Tensor) -> tuple[Tensor, Tensor]:
-    """Scan each row of x [N, K], nothing following it; also the products of decays from each token to the row's end."""
+    """Scan each row of x [N, K], nothing following it; also the products of decays from each token
+    to the row's end."""
     # Steps go over rows: K contiguous vectors of N.
     sums, products = (part.t().clone(memory_format=torch.contiguous_format) for part in (x, decays))
     for step in range(sums.shape[0] - 2, -1, -1):
@@ -87,10 +90,11 @@ def corrected_gae(
         A_t = delta_t + gamma lambda D_{t+1}             with lam_policy
 
     v is the target of V-trace (IMPALA, arXiv 1802.01561, eq. 1) for rho = min(rho_bar, pi / mu) and
-    c = min(c_bar, pi / mu), lambda as in its remark 2. A is its r + gamma v_{t+1} - V_t (section 4.2) without the
-    weight of the token itself, which belongs to the policy loss. With rho = c = min(1, pi / mu), A is Retrace(lambda)
-    (arXiv 1606.02647, eq. 3 and 4) with V for Q: A_t = delta_t + gamma lambda c_{t+1} A_{t+1}. With rho = c = 1 both
-    are those of `decoupled_gae`. A weight of 0 hides the rest of the response from earlier tokens: V stands for it.
+    c = min(c_bar, pi / mu), lambda as in its remark 2. A is its r + gamma v_{t+1} - V_t (section
+    4.2) without the weight of the token itself, which belongs to the policy loss. With rho = c =
+    min(1, pi / mu), A is Retrace(lambda) (arXiv 1606.02647, eq. 3 and 4) with V for Q: A_t =
+    delta_t + gamma lambda c_{t+1} A_{t+1}. With rho = c = 1 both equal `decoupled_gae`. A weight
+    of 0 hides the rest of the response from earlier tokens: V stands for it.
 
     Args:
         rho: [T], at least 0 and finite; weight of the token's own temporal difference.
@@ -104,16 +108,23 @@ def corrected_gae(
         ValueError: as in `segmented_gae`, and for weights that are not [T].
     """
     if rho.shape != rewards.shape or c.shape != rewards.shape:
-        raise ValueError(f"rho and c must be [T] = {list(rewards.shape)}, got {list(rho.shape)} and {list(c.shape)}")
+        raise ValueError(
+            f"rho and c must be [T] = {list(rewards.shape)}, got {list(rho.shape)} and "
+            f"{list(c.shape)}"
+        )
     deltas, bounds = temporal_differences(rewards, values, cu_seqlens, gamma, bootstrap_values)
-    ends, most = last_tokens(bounds)[1], torch.finfo(deltas.dtype).max
+    ends = last_tokens(bounds)[1]
+    most = torch.finfo(deltas.dtype).max
     weighted = deltas * rho
 
     def corrections(lam: float | Tensor) -> tuple[Tensor, Tensor]:
         """gamma * lambda of each token, 0 on the last of its response; D."""
-        discounts = to_tokens(decay(lam, gamma, bounds.numel() - 1, deltas.device).to(deltas.dtype), bounds)
+        discounts = to_tokens(
+            decay(lam, gamma, bounds.numel() - 1, deltas.device).to(deltas.dtype), bounds
+        )
         discounts[ends] = 0
-        # In float64: what stands beside a response, and so how sums are cut, is then lost in the rounding to float32.
+        # In float64: what stands beside a response, and so how sums are cut, is then lost in the
+        # rounding to float32.
         scanned = varying_suffix_scan(weighted.double(), (discounts * c).double())
         return discounts, scanned.clamp(-most, most).to(deltas.dtype)
 

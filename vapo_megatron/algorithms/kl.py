@@ -1,7 +1,9 @@
-"""Estimators of KL(pi || pi_ref) from one sampled token (Schulman, "Approximating KL divergence", 2020).
+"""Estimators of KL(pi || pi_ref) from one sampled token (Schulman, "Approximating KL divergence",
+2020).
 
-logprobs and ref_logprobs are [T], natural logarithms of the sampled tokens; the results are [T]. As losses k2 and
-k3 are differentiated through logprobs; k1 has expected gradient 0 there and belongs in the reward.
+logprobs and ref_logprobs are [T], natural logarithms of the sampled tokens; the results are [T]. As
+losses k2 and k3 are differentiated through logprobs; k1 has expected gradient 0 there and belongs
+in the reward.
 """
 
 from torch import Tensor
@@ -15,7 +17,8 @@ def k1(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 
 
 def k2(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """(log pi - log pi_ref)^2 / 2: biased, its gradient is that of the KL divergence in expectation."""
+    """(log pi - log pi_ref)^2 / 2: biased, but its expected gradient is the KL
+    divergence's."""
     return (logprobs - ref_logprobs).square() / 2
 
 

@@ -1,4 +1,5 @@
-"""Packed responses: T tokens of S responses end to end, response s at tokens cu_seqlens[s] to cu_seqlens[s + 1]."""
+"""Packed responses: T tokens of S responses end to end, response s at tokens cu_seqlens[s] to
+cu_seqlens[s + 1]."""
 
 from itertools import pairwise
 
@@ -7,12 +8,23 @@ from torch import Tensor
 
 
 def check_bounds(cu_seqlens: Tensor, tokens: int) -> None:
-    """Raise ValueError unless cu_seqlens is a non-decreasing int32 or int64 vector [S + 1] from 0 to `tokens`."""
-    if cu_seqlens.dim() != 1 or cu_seqlens.numel() == 0 or cu_seqlens.dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"cu_seqlens must be int32 or int64 [S + 1], got {cu_seqlens.dtype} {list(cu_seqlens.shape)}")
+    """Raise ValueError unless cu_seqlens is a non-decreasing int32 or int64 vector [S + 1] from 0
+    to `tokens`."""
+    if (
+        cu_seqlens.dim() != 1
+        or cu_seqlens.numel() == 0
+        or cu_seqlens.dtype not in (torch.int32, torch.int64)
+    ):
+        raise ValueError(
+            f"cu_seqlens must be int32 or int64 [S + 1], got {cu_seqlens.dtype} "
+            f"{list(cu_seqlens.shape)}"
+        )
     bounds = cu_seqlens.tolist()
     if bounds[0] != 0 or bounds[-1] != tokens:
-        raise ValueError(f"cu_seqlens must run from 0 to {tokens} (the tokens), it runs {bounds[0]} to {bounds[-1]}")
+        raise ValueError(
+            f"cu_seqlens must run from 0 to {tokens} (the tokens), it runs {bounds[0]} to "
+            f"{bounds[-1]}"
+        )
     if any(end < start for start, end in pairwise(bounds)):
         raise ValueError("cu_seqlens must not decrease")
 
@@ -38,10 +50,14 @@ def tokens_from(starts: Tensor, cu_seqlens: Tensor) -> Tensor:
 
 
 def segment_sum(x: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Sum over the tokens of each response: [T] -> [S]; an empty response gives 0. Differentiable."""
+    """Sum over the tokens of each response: [T] -> [S]; an empty response gives 0.
+    Differentiable."""
     responses = cu_seqlens.numel() - 1
-    if x.is_floating_point() and x.numel():  # in the same order, to the same bits, a twentieth of the time
-        return torch.segment_reduce(x, "sum", lengths=cu_seqlens.long().diff().to(x.device), unsafe=True)
+    # In the same order, to the same bits, a twentieth of the time
+    if x.is_floating_point() and x.numel():
+        return torch.segment_reduce(
+            x, "sum", lengths=cu_seqlens.long().diff().to(x.device), unsafe=True
+        )
     owner = to_tokens(torch.arange(responses, device=x.device), cu_seqlens)
     return x.new_zeros(responses).index_add(0, owner, x)
 
@@ -52,11 +68,14 @@ def segment_mean(x: Tensor, cu_seqlens: Tensor) -> Tensor:
 
 
 def extent(x: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Mean, sum of squared distances to it, minimum and maximum of each response's x [T]: float64 [S, 4].
+    """Mean, sum of squared distances to it, minimum and maximum of each response's x [T]: float64
+    [S, 4].
 
-    0, 0, infinity and its negative for an empty response. They do not depend on the other responses.
+    0, 0, infinity and its negative for an empty response. They do not depend on the other
+    responses.
     """
-    x, responses = x.double(), cu_seqlens.numel() - 1
+    x = x.double()
+    responses = cu_seqlens.numel() - 1
     owner = to_tokens(torch.arange(responses, device=x.device), cu_seqlens)
     mean = segment_mean(x, cu_seqlens)
     spread = segment_sum((x - mean[owner]).square(), cu_seqlens)
@@ -76,12 +95,18 @@ def last_tokens(cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
     return responses, cu_seqlens[responses + 1].long() - 1
 
 
-def place_terminal(x: Tensor, cu_seqlens: Tensor, tokens: int, earlier: Tensor | None = None) -> Tensor:
-    """Token rewards [T] that are 0 but for x[s] on the last token of response s.
+def place_terminal(
+    x: Tensor, cu_seqlens: Tensor, tokens: int, earlier: Tensor | None = None
+) -> Tensor:
+    """Token rewards [T]: x[s] on the last token of response s, 0 elsewhere.
 
-    x is [S]; empty responses are left out. earlier, [T]: the part of each x that came before the end, at its token.
+    x is [S]; empty responses are left out. earlier, [T]: the part of each x that came before the
+    end, at its token.
     """
-    placed = x.new_zeros(tokens) if earlier is None else earlier.to(x.dtype, copy=True)
+    if earlier is None:
+        placed = x.new_zeros(tokens)
+    else:
+        placed = earlier.to(x.dtype, copy=True)
     responses, last = last_tokens(cu_seqlens)
     placed[last] += (x if earlier is None else x - segment_sum(earlier, cu_seqlens))[responses]
     return placed

@@ -19,8 +19,8 @@ _BASE = 1_000_003  # of a polynomial hash, modulo 2^64
 def repeated_share(tokens: Tensor, cu_seqlens: Tensor, n: int = 16) -> float:
     """Share of the n-grams of S responses that occur earlier in the same response.
 
-    Near 0 for ordinary text, which rarely repeats sixteen tokens in a row; near 1 for a response that loops. Responses
-    of fewer than n tokens have no n-grams; 0 where there are none at all.
+    Near 0 for ordinary text, which rarely repeats sixteen tokens in a row; near 1 for a response
+    that loops. Responses of fewer than n tokens have no n-grams; 0 where there are none at all.
 
     Args:
         tokens: int [T], of packed responses.
@@ -29,11 +29,16 @@ def repeated_share(tokens: Tensor, cu_seqlens: Tensor, n: int = 16) -> float:
     """
     if len(tokens) < n:
         return 0.0
-    grams, power, width = tokens.long(), _BASE, 1
+    grams = tokens.long()
+    power = _BASE
+    width = 1
     while width < n:  # each pass doubles the tokens that a hash stands for
         grams = grams[:-width] * power + grams[width:]
-        power, width = power * power % 2**61, 2 * width
+        power = power * power % 2**61
+        width = 2 * width
     response = torch.arange(len(cu_seqlens) - 1).repeat_interleave(cu_seqlens.diff())
     inside = response[: len(grams)] == response[n - 1 :]
     grams = grams[inside] * _BASE + response[: len(grams)][inside]
-    return 1 - len(grams.unique()) / len(grams) if len(grams) else 0.0
+    if len(grams):
+        return 1 - len(grams.unique()) / len(grams)
+    return 0.0

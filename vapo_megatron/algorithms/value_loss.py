@@ -10,7 +10,8 @@ def value_mse(values: Tensor, returns: Tensor) -> Tensor:
 
 
 def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float) -> Tensor:
-    """max((V - R)^2, (V_clip - R)^2) / 2 with V_clip within `clip` of old_values (PPO's reference implementation)."""
+    """max((V - R)^2, (V_clip - R)^2) / 2 with V_clip within `clip` of old_values (PPO's reference
+    implementation)."""
     near_old = old_values.detach() + (values - old_values.detach()).clamp(-clip, clip)
     return torch.maximum(value_mse(values, returns), value_mse(near_old, returns))
 
@@ -19,7 +20,8 @@ _SIGMA_BINS = 0.75  # standard deviation of HL-Gauss's Gaussian, in bin widths
 
 
 def hl_gauss(logits: Tensor, returns: Tensor, low: float, high: float) -> Tensor:
-    """Cross-entropy against a Gaussian histogram of the return (HL-Gauss, arXiv 2403.03950, section 3.1).
+    """Cross-entropy against a Gaussian histogram of the return (HL-Gauss, arXiv 2403.03950, section
+    3.1).
 
     Args:
         logits: [T, bins], the value head's.
@@ -44,11 +46,14 @@ def hl_gauss_value(logits: Tensor, low: float, high: float) -> Tensor:
 
 
 def bounded_value(outputs: Tensor, low: float, high: float) -> Tensor:
-    """Outputs squashed into (low, high): m + h tanh(x / h) with middle m and half-width h, slope 1 in the middle."""
-    middle, half = (low + high) / 2, (high - low) / 2
+    """Outputs squashed into (low, high): m + h tanh(x / h) with middle m and half-width h, slope 1
+    in the middle."""
+    middle = (low + high) / 2
+    half = (high - low) / 2
     return middle + half * torch.tanh(outputs / half)
 
 
 def arctan_value(outputs: Tensor, low: float, high: float) -> Tensor:
-    """low + (high - low) (1/2 + arctan(x) / pi): outputs squashed into (low, high) (BPCO, arXiv 2608.23566)."""
+    """low + (high - low) (1/2 + arctan(x) / pi): outputs squashed into (low, high) (BPCO, arXiv
+    2608.23566)."""
     return low + (high - low) * (0.5 + torch.arctan(outputs) / torch.pi)
