@@ -1,6 +1,8 @@
-"""Collectives of several ranks on one GPU, which NCCL refuses: over gloo, each tensor by way of host memory.
+"""Collectives of several ranks on one GPU, which NCCL refuses: over gloo, each tensor by way of
+host memory.
 
-They show what layers and kernels compute in a layout. Nothing of NCCL, and no speed, can be seen in this way.
+They show what layers and kernels compute in a layout. Nothing of NCCL, and no speed, can be seen in
+this way.
 """
 
 from collections.abc import Callable
@@ -18,7 +20,8 @@ NAME = "staged"
 def use_staged_groups() -> None:
     """In this process: groups that would be NCCL's are of this kind, the world's too."""
     dist.Backend.register_backend(NAME, _make, devices=["cpu", "cuda"])
-    object.__setattr__(current_platform(), "backend", NAME)  # a frozen dataclass, of which there is one
+    # A frozen dataclass, of which there is one
+    object.__setattr__(current_platform(), "backend", NAME)
 
 
 def _make(store: Any, rank: int, size: int, timeout: timedelta) -> "StagedGroup":
@@ -26,13 +29,14 @@ def _make(store: Any, rank: int, size: int, timeout: timedelta) -> "StagedGroup"
 
 
 class _Work:
-    """A message under way: what is left to do when its end is waited for."""
+    """A message under way: the rest of the work when it is waited for."""
 
     def __init__(self, finish: Callable[[], object] = lambda: None) -> None:
         self._finish: Callable[[], object] | None = finish
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        finish, self._finish = self._finish, None
+        finish = self._finish
+        self._finish = None
         if finish is not None:
             finish()
         return True
@@ -46,8 +50,8 @@ def _host(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class StagedGroup(dist.ProcessGroup):
-    """The calls of torch.distributed that Megatron-Core and Transformer Engine make. Collectives end before they
-    return; a message to a rank ends when it is waited for."""
+    """The calls of torch.distributed that Megatron-Core and Transformer Engine make. Collectives
+    end before they return; a message to a rank ends when it is waited for."""
 
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
@@ -59,7 +63,9 @@ class StagedGroup(dist.ProcessGroup):
     def getBackendName(self) -> str:
         return NAME
 
-    def _whole(self, outputs: list[torch.Tensor], call: Callable[[list[torch.Tensor]], Any]) -> _Work:
+    def _whole(
+        self, outputs: list[torch.Tensor], call: Callable[[list[torch.Tensor]], Any]
+    ) -> _Work:
         """A collective on copies of tensors that it changes."""
         copies = [_host(tensor) for tensor in outputs]
         call(copies).wait()
@@ -84,12 +90,18 @@ class StagedGroup(dist.ProcessGroup):
             self.allreduce([tensor], one)
         return _Work()
 
-    def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], options: Any = None) -> _Work:
+    def allgather(
+        self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], options: Any = None
+    ) -> _Work:
         (places,), (mine,) = outputs, inputs
         return self._whole(places, lambda copies: self._gloo.allgather([copies], [_host(mine)]))
 
-    def _allgather_base(self, output: torch.Tensor, mine: torch.Tensor, options: Any = None) -> _Work:
-        return self._whole([output], lambda copies: self._gloo._allgather_base(copies[0], _host(mine)))
+    def _allgather_base(
+        self, output: torch.Tensor, mine: torch.Tensor, options: Any = None
+    ) -> _Work:
+        return self._whole(
+            [output], lambda copies: self._gloo._allgather_base(copies[0], _host(mine))
+        )
 
     def allgather_into_tensor_coalesced(
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], options: Any = None
@@ -98,7 +110,9 @@ class StagedGroup(dist.ProcessGroup):
             self._allgather_base(output, mine)
         return _Work()
 
-    def _reduce_scatter_base(self, output: torch.Tensor, whole: torch.Tensor, options: Any) -> _Work:
+    def _reduce_scatter_base(
+        self, output: torch.Tensor, whole: torch.Tensor, options: Any
+    ) -> _Work:
         summed = _host(whole)
         reduced = dist.AllreduceOptions()
         reduced.reduceOp = options.reduceOp
@@ -115,15 +129,24 @@ class StagedGroup(dist.ProcessGroup):
         return _Work()
 
     def alltoall_base(
-        self, output: torch.Tensor, mine: torch.Tensor, received: list[int], sent: list[int], options: Any = None
+        self,
+        output: torch.Tensor,
+        mine: torch.Tensor,
+        received: list[int],
+        sent: list[int],
+        options: Any = None,
     ) -> _Work:
         return self._whole(
             [output],
-            lambda copies: self._gloo.alltoall_base(copies[0], _host(mine), received, sent, dist.AllToAllOptions()),
+            lambda copies: self._gloo.alltoall_base(
+                copies[0], _host(mine), received, sent, dist.AllToAllOptions()
+            ),
         )
 
     # The same under the names that PyTorch has given them since 2.13.
-    all_gather_single, reduce_scatter_single, all_to_all_single = _allgather_base, _reduce_scatter_base, alltoall_base
+    all_gather_single = _allgather_base
+    reduce_scatter_single = _reduce_scatter_base
+    all_to_all_single = alltoall_base
     all_gather_single_coalesced = allgather_into_tensor_coalesced
     reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
 

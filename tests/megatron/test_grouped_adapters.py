@@ -1,4 +1,5 @@
-"""Adapters of experts whose weights one grouped layer holds: the numbers of a layer for each expert."""
+"""Adapters of experts whose weights one grouped layer holds: the numbers of a layer for each
+expert."""
 
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,9 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.full
-def test_grouped_layers_learn_and_export_what_layers_of_one_expert_do(tmp_path: Path, model_dir: Path) -> None:
+def test_grouped_layers_learn_and_export_like_single_experts(
+    tmp_path: Path, model_dir: Path
+) -> None:
     found = {}
     for run, ranks, layout in ((train, 1, {}), (train_grouped, 2, {"ep": 2})):
         folder = tmp_path / run.__name__
@@ -37,19 +40,26 @@ def test_grouped_layers_learn_and_export_what_layers_of_one_expert_do(tmp_path: 
     assert norms == pytest.approx(expected_norms, rel=1e-5)
     for score, expected in zip(scores, expected_scores, strict=True):
         np.testing.assert_allclose(score, expected, rtol=1e-4, atol=1e-4)
-    exported, expected_tensors = (read_tensors(tmp_path / name / "after") for name in ("train_grouped", "train"))
+    exported, expected_tensors = (
+        read_tensors(tmp_path / name / "after") for name in ("train_grouped", "train")
+    )
     assert exported.keys() == expected_tensors.keys()
     for name, tensor in exported.items():
         torch.testing.assert_close(tensor, expected_tensors[name], rtol=1e-4, atol=1e-5, msg=name)
-    halves, expected_halves = (read_adapters(tmp_path / name / "before-adapter") for name in ("train_grouped", "train"))
+    halves, expected_halves = (
+        read_adapters(tmp_path / name / "before-adapter") for name in ("train_grouped", "train")
+    )
     assert halves.keys() == expected_halves.keys()
     assert all(torch.equal(a, expected_halves[name][0]) for name, (a, _) in halves.items())
 
 
 def train_beside(model_dir: Path, overlap: bool) -> tuple[list[float], float]:
     use_grouped_layers()
-    adapter, optimizer = {"rank": 4, "alpha": 16.0}, {"overlap": overlap, "clip_grad": 0.0}
-    trainable = make_trainable(model_dir, "lm", adapter=adapter, max_tokens_per_microbatch=1000, optimizer=optimizer)
+    adapter = {"rank": 4, "alpha": 16.0}
+    optimizer = {"overlap": overlap, "clip_grad": 0.0}
+    trainable = make_trainable(
+        model_dir, "lm", adapter=adapter, max_tokens_per_microbatch=1000, optimizer=optimizer
+    )
     batch = make_batch()
     loss = loss_of(trainable, batch)
     norms = [trainable.train_step(batch, range(batch.samples), loss).grad_norm for _ in range(3)]
@@ -66,20 +76,26 @@ def grouped_products(model_dir: Path, rank: int, tokens: list[int], dtype: str =
     """A grouped product, and its gradients, of both layers of a layer's experts."""
     trainable = make_trainable(model_dir, "lm", adapter={"rank": rank, "alpha": 8.0}, dtype=dtype)
     near = {"rtol": 1e-5, "atol": 1e-5} if dtype == "float32" else {"rtol": 0.05, "atol": 0.3}
-    adapters = [adapter for _, adapter in adapters_of(trainable.chunks[0]) if adapter.adapts.layer == 1]
+    adapters = [
+        adapter for _, adapter in adapters_of(trainable.chunks[0]) if adapter.adapts.layer == 1
+    ]
     for half in ("linear_fc1", "linear_fc2"):
         mine = [adapter for adapter in adapters if half in adapter.adapts.rule.megatron]
         assert [adapter.adapts.expert for adapter in mine] == [0, 1, 2, 3]
         for adapter in mine:
             torch.nn.init.normal_(adapter.b)
         x = torch.randn(sum(tokens), mine[0].a.shape[1]).to(mine[0].a).requires_grad_()
-        expected = torch.cat([adapter(part) for adapter, part in zip(mine, x.split(tokens), strict=True)])
+        expected = torch.cat(
+            [adapter(part) for adapter, part in zip(mine, x.split(tokens), strict=True)]
+        )
         inputs = [x, *(p for adapter in mine for p in (adapter.a, adapter.b))]
         weights = torch.randn_like(expected)
         wanted = torch.autograd.grad((expected * weights).sum(), inputs)
         found = GroupedLowRank(mine)(x, tokens)
         torch.testing.assert_close(found, expected, **near)
-        for gradient, other in zip(torch.autograd.grad((found * weights).sum(), inputs), wanted, strict=True):
+        for gradient, other in zip(
+            torch.autograd.grad((found * weights).sum(), inputs), wanted, strict=True
+        ):
             torch.testing.assert_close(gradient, other, **near)
 
 
@@ -87,7 +103,9 @@ RANKS_AND_TOKENS = [(8, [2, 0, 5, 1]), (3, [2, 0, 5, 1]), (3, [0, 0, 0, 0])]
 
 
 @pytest.mark.parametrize("rank,tokens", RANKS_AND_TOKENS)
-def test_one_grouped_product_is_that_of_every_expert(model_dir: Path, rank: int, tokens: list[int]) -> None:
+def test_one_grouped_product_is_that_of_every_expert(
+    model_dir: Path, rank: int, tokens: list[int]
+) -> None:
     """Also of experts without a token, and of ranks that a grouped product does not take."""
     run_ranks(1, grouped_products, model_dir, rank, tokens)
 

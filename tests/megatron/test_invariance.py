@@ -1,7 +1,8 @@
-"""Layout does not change the mathematics: every split of one batch and one model gives what one rank gives.
+"""Layout does not change the mathematics: every split of one batch and one model gives what one
+rank gives.
 
-The one-rank reference is itself held to transformers with torch's AdamW in test_train_step.py. The larger matrix is in
-test_invariance_full.py.
+The one-rank reference is itself held to transformers with torch's AdamW in test_train_step.py. The
+larger matrix is in test_invariance_full.py.
 """
 
 from pathlib import Path
@@ -20,11 +21,14 @@ pytestmark = pytest.mark.usefixtures("small_buckets")
 WHOLE_MODELS = ("policy", "value", "nll", "terminal")
 NAMES = (*WHOLE_MODELS, "adapter", "adapter-value")
 OVERLAP = OPTIMIZER.model_copy(update={"overlap": True})
-FULL, SELECTIVE = RecomputeConfig(granularity="full"), RecomputeConfig(granularity="selective")
+FULL = RecomputeConfig(granularity="full")
+SELECTIVE = RecomputeConfig(granularity="selective")
 
-FIRST, SECOND = ("policy", "nll", "adapter-value"), ("value", "terminal", "adapter")
-# Split, cases, and whether `make test-full` alone trains them. Splits over ranks that cost most are given fewer cases;
-# test_invariance_full.py has more layouts, and gives every case to every setting.
+FIRST = ("policy", "nll", "adapter-value")
+SECOND = ("value", "terminal", "adapter")
+# Split, cases, and whether `make test-full` alone trains them. Splits over ranks that cost most are
+# given fewer cases; test_invariance_full.py has more layouts, and gives every case to every
+# setting.
 SPLITS: list[tuple[Split, tuple[str, ...], bool]] = [
     (Split(max_tokens=40), NAMES, False),
     (Split(8), ("policy", "value"), False),  # a rank without a sample
@@ -46,7 +50,13 @@ SPLITS: list[tuple[Split, tuple[str, ...], bool]] = [
         True,
     ),
     (
-        Split(8, LayoutConfig(tp=2, pp=2, vpp=2, sequence_parallel=True), 40, recompute=SELECTIVE, offload="always"),
+        Split(
+            8,
+            LayoutConfig(tp=2, pp=2, vpp=2, sequence_parallel=True),
+            40,
+            recompute=SELECTIVE,
+            offload="always",
+        ),
         ("policy", "value"),
         True,
     ),
@@ -71,7 +81,10 @@ CASES = [
 
 @pytest.mark.parametrize("split,names", CASES)
 def test_a_split_equals_one_rank(
-    models: dict[tuple[str, bool], Path], reference: dict[str, Any], split: Split, names: tuple[str, ...]
+    models: dict[tuple[str, bool], Path],
+    reference: dict[str, Any],
+    split: Split,
+    names: tuple[str, ...],
 ) -> None:
     assert_same(run_split(models, names, split), {name: reference[name] for name in names})
 
@@ -85,7 +98,8 @@ def test_every_weight_of_the_reference_is_trained(reference: dict[str, Any]) -> 
 def test_terminal_rewards_meet_the_log_probs_of_last_tokens(
     models: dict[tuple[str, bool], Path],
 ) -> None:
-    """The splits above read the same token; that it is the right one is seen in the log-probs of every single token."""
+    """The splits above read the same token; that it is the right one is seen in the log-probs of
+    every single token."""
     batch = make_batch()
     assert batch.response_lengths[batch.rewards > 0].tolist() == [1, 2, 1]
     responses, last = last_tokens(batch.response_cu_seqlens)
@@ -94,15 +108,19 @@ def test_terminal_rewards_meet_the_log_probs_of_last_tokens(
     for report in run_split(models, ("terminal",), split):
         scores = torch.from_numpy(report["terminal"]["scores"])[:, 0]
         expected = -(scores[last] * batch.rewards[responses]).sum()
-        assert report["terminal"]["steps"][-1]["nll_loss"] == pytest.approx(float(expected), rel=1e-5)
+        assert report["terminal"]["steps"][-1]["nll_loss"] == pytest.approx(
+            float(expected), rel=1e-5
+        )
 
 
 class LocalMean:
     """A loss as one gets it wrong: divided by the tokens of this rank, then averaged over ranks."""
 
     def __init__(self, loss: Any, split: Split) -> None:
-        self.loss, self.split = loss, split
-        self.sums, self.maxima = loss.sums, loss.maxima
+        self.loss = loss
+        self.split = split
+        self.sums = loss.sums
+        self.maxima = loss.maxima
 
     def __call__(self, outputs: Tensor, local: Any) -> tuple[Tensor, dict[str, Tensor]]:
         total, metrics = self.loss(outputs, local)
@@ -118,7 +136,7 @@ def with_local_denominators(name: str, loss: Any, split: Split) -> LocalMean:
 
 
 @pytest.mark.parametrize("split", [Split(2), Split(2, LayoutConfig(cp=2))], ids=str)
-def test_a_local_denominator_is_seen_in_every_part_of_the_comparison(
+def test_local_denominator_fails_every_part_of_the_comparison(
     models: dict[tuple[str, bool], Path], reference: dict[str, Any], split: Split
 ) -> None:
     wrong = run_split(models, NAMES, split, with_local_denominators)[0]

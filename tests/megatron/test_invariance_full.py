@@ -1,8 +1,8 @@
 """The larger matrix: every split of up to eight ranks, with every kind of loss and model.
 
-The switches that must not matter either (recompute, optimizer, overlap, sleep, micro-batches) take turns over them.
-`make test-full` runs as many splits as show every pair of settings, and trains as many cases on them as show every
-setting with every case. `make test-layouts` runs all the rest.
+The switches that must not matter either (recompute, optimizer, overlap, sleep, micro-batches) take
+turns over them. `make test-full` runs as many splits as show every pair of settings, and trains as
+many cases on them as show every setting with every case. `make test-layouts` runs all the rest.
 """
 
 import itertools
@@ -13,13 +13,14 @@ from typing import Any
 import invariance
 import numpy as np
 import pytest
-from invariance import CASES, OPTIMIZER, Split, assert_same, make_models, run_split
+from family_table import WITH_EXPERTS
+from invariance import CASES, OPTIMIZER, Split, assert_same, make_models, reference_of, run_split
 
 from vapo_megatron.config.model import LayoutConfig, RecomputeConfig
 
 pytestmark = pytest.mark.usefixtures("small_buckets")
 
-EXPERTS = tuple(name for name, case in CASES.items() if case.family == "qwen3_moe")
+EXPERTS = tuple(name for name, case in CASES.items() if case.family in WITH_EXPERTS)
 DENSE = tuple(name for name in CASES if name not in EXPERTS)
 OPTIMIZERS = (OPTIMIZER, OPTIMIZER.model_copy(update={"overlap": True}))
 RECOMPUTES = (
@@ -38,7 +39,9 @@ def layouts() -> list[tuple[int, LayoutConfig]]:
             continue
         for sequence_parallel in (False, True) if tp > 1 else (False,):
             for vpp in (None, 2) if pp == 2 else (None,):
-                layout = LayoutConfig(tp=tp, pp=pp, vpp=vpp, cp=cp, sequence_parallel=sequence_parallel)
+                layout = LayoutConfig(
+                    tp=tp, pp=pp, vpp=vpp, cp=cp, sequence_parallel=sequence_parallel
+                )
                 found.append((tp * pp * cp * dp, layout))
     return found
 
@@ -46,7 +49,9 @@ def layouts() -> list[tuple[int, LayoutConfig]]:
 def splits() -> list[Split]:
     """Every layout, in turn with one of the switches' settings."""
     tokens = itertools.cycle((40, 40, 1000, 1000))
-    turns = zip(layouts(), itertools.cycle(OPTIMIZERS), itertools.cycle(RECOMPUTES), tokens, strict=False)
+    turns = zip(
+        layouts(), itertools.cycle(OPTIMIZERS), itertools.cycle(RECOMPUTES), tokens, strict=False
+    )
     return [
         Split(
             world,
@@ -83,7 +88,8 @@ def pairs(split: Split) -> set[tuple[tuple[str, Any], tuple[str, Any]]]:
 
 
 def covering(splits: list[Split]) -> list[Split]:
-    """A few splits, those of few ranks first, in which every pair of settings stands that stands in any."""
+    """A few splits, those of few ranks first, in which every pair of settings stands that stands in
+    any."""
     chosen: list[Split] = []
     missing = set().union(*map(pairs, splits))
     while missing:
@@ -94,7 +100,8 @@ def covering(splits: list[Split]) -> list[Split]:
 
 
 def shares(splits: list[Split]) -> list[tuple[str, ...]]:
-    """Cases of each split, two at least, in which every setting stands with every case; on few ranks if possible."""
+    """Cases of each split, two at least, in which every setting stands with every case; on few
+    ranks if possible."""
     shares: list[set[str]] = [set() for _ in splits]
     set_by = [frozenset(settings(split)) for split in splits]
     missing = {name: set().union(*set_by) for name in DENSE}
@@ -117,7 +124,9 @@ def shares(splits: list[Split]) -> list[tuple[str, ...]]:
 
 EXPERT_SPLITS = [
     Split(2, LayoutConfig(ep=2)),
-    Split(2, LayoutConfig(tp=2, sequence_parallel=True), 60),  # copies of every expert, with tokens of their own
+    Split(
+        2, LayoutConfig(tp=2, sequence_parallel=True), 60
+    ),  # copies of every expert, with tokens of their own
     Split(4, LayoutConfig(ep=4), 40),
     Split(4, LayoutConfig(tp=2, ep=2, sequence_parallel=True), 60),
     Split(4, LayoutConfig(pp=2, ep=2), 40, recompute=RECOMPUTES[2]),
@@ -152,13 +161,24 @@ def rest(split: Split) -> tuple[str, ...]:
 
 @pytest.mark.parametrize(
     ("split", "names"),
-    [pytest.param(split, SHARES[str(split)], id=str(split), marks=pytest.mark.full) for split in COVERING]
-    + [pytest.param(split, rest(split), id=f"{split}-rest", marks=pytest.mark.layouts) for split in ALL if rest(split)],
+    [
+        pytest.param(split, SHARES[str(split)], id=str(split), marks=pytest.mark.full)
+        for split in COVERING
+    ]
+    + [
+        pytest.param(split, rest(split), id=f"{split}-rest", marks=pytest.mark.layouts)
+        for split in ALL
+        if rest(split)
+    ],
 )
 def test_every_split_equals_one_rank(
-    models: dict[tuple[str, bool], Path], reference: dict[str, Any], split: Split, names: tuple[str, ...]
+    models: dict[tuple[str, bool], Path],
+    reference: dict[str, Any],
+    split: Split,
+    names: tuple[str, ...],
 ) -> None:
-    assert_same(run_split(models, names, split), {name: reference[name] for name in names})
+    expected = reference_of(models, names, split, reference)
+    assert_same(run_split(models, names, split), expected)
 
 
 @pytest.mark.full
@@ -166,7 +186,8 @@ def test_every_split_equals_one_rank(
 def test_experts_cut_over_ranks_equal_one_rank(
     models: dict[tuple[str, bool], Path], reference: dict[str, Any], split: Split
 ) -> None:
-    assert_same(run_split(models, EXPERTS, split), {name: reference[name] for name in EXPERTS})
+    expected = reference_of(models, EXPERTS, split, reference)
+    assert_same(run_split(models, EXPERTS, split), expected)
 
 
 @pytest.mark.full
@@ -178,16 +199,22 @@ def test_bf16_splits_are_as_near_to_fp32_as_one_rank_in_bf16(
     # On a batch in which no ratio lies beside its bound.
     monkeypatch.setattr(invariance, "OBSERVED", {})
     reference = run_split(models, names, Split())[0]
-    # One rank with micro-batches of the same size: which tokens are packed together decides how bf16 rounds, and a
-    # ratio beside its bound is clipped or not by that, which moves gradients by more than all rounding together.
+    # One rank with micro-batches of the same size: which tokens are packed together decides how
+    # bf16 rounds, and a ratio beside its bound is clipped or not by that, which moves gradients by
+    # more than all rounding together.
     alone = Split(max_tokens=split.max_tokens * split.layout.cp, dtype="bfloat16")
-    found, single = run_split(models, names, split)[0], run_split(models, names, alone)[0]
+    found = run_split(models, names, split)[0]
+    single = run_split(models, names, alone)[0]
     for name in names:
         for kind in ("gradients", "weights"):
             for key, exact in reference[name][kind].items():
                 rounding = np.linalg.norm(single[name][kind][key] - exact)
                 if kind == "weights":
-                    # They are kept in bf16: a few numbers may happen to lie near theirs on one rank. Of the value
-                    # head's bias, one number, either neighbour is right.
-                    rounding = max(rounding, 2 ** -(8 if exact.size == 1 else 9) * np.linalg.norm(exact))
-                assert np.linalg.norm(found[name][kind][key] - exact) <= 2 * rounding + 1e-6, f"{name}, {kind} of {key}"
+                    # They are kept in bf16: a few numbers may happen to lie near theirs on one
+                    # rank. Of the value head's bias, one number, either neighbour is right.
+                    rounding = max(
+                        rounding, 2 ** -(8 if exact.size == 1 else 9) * np.linalg.norm(exact)
+                    )
+                assert np.linalg.norm(found[name][kind][key] - exact) <= 2 * rounding + 1e-6, (
+                    f"{name}, {kind} of {key}"
+                )

@@ -5,7 +5,8 @@ from torch.nn import Module
 
 from vapo_megatron.megatron.layer_spec import freeze_attention
 
-# A layer's parameters by their Hugging Face names, under Megatron's own layers and under Transformer Engine's.
+# A layer's parameters by their Hugging Face names, under Megatron's own layers and under
+# Transformer Engine's.
 LOCAL = {
     "norm": "decoder.layers.0.input_layernorm.weight",
     "qkv": "decoder.layers.0.self_attention.linear_qkv.weight",
@@ -17,7 +18,8 @@ FUSED = LOCAL | {"norm": "decoder.layers.0.self_attention.linear_qkv.layer_norm_
 
 
 def chosen(names: dict[str, str]) -> set[str]:
-    model, by_identity = Module(), {}
+    model = Module()
+    by_identity = {}
     for short, name in names.items():
         at = model
         *path, last = name.split(".")
@@ -28,7 +30,11 @@ def chosen(names: dict[str, str]) -> set[str]:
         at.register_parameter(last, torch.nn.Parameter(torch.ones(1)))
         by_identity[id(getattr(at, last))] = short
     freeze_attention(model)
-    return {by_identity[id(parameter)] for parameter in model.parameters() if not parameter.requires_grad}
+    return {
+        by_identity[id(parameter)]
+        for parameter in model.parameters()
+        if not parameter.requires_grad
+    }
 
 
 def test_a_norm_held_by_a_linear_layer_is_no_part_of_attention() -> None:

@@ -1,5 +1,5 @@
-"""Log-probs and entropy equal the plain way, gradients too, no more than a chunk of fp32 logits ever exists, and
-bfloat16 weights do not round what either head yields."""
+"""Log-probs and entropy equal the plain way, gradients too, no more than a chunk of fp32 logits
+ever exists, and bfloat16 weights do not round what either head yields."""
 
 import dataclasses
 import weakref
@@ -21,24 +21,35 @@ from trainables import make_trainable, policy_loss
 from vapo_megatron.config.model import ActorConfig, LayoutConfig, ModelConfig
 from vapo_megatron.megatron.heads import LogProbs, ValueHead
 from vapo_megatron.megatron.trainable import Trainable
-from vapo_megatron.weights.spec import read_spec
+from vapo_megatron.models.registry import read_spec
 
-ROWS, WIDTH, CHUNK, TEMPERATURE = 61, 32, 8, 0.7
+ROWS = 61
+WIDTH = 32
+CHUNK = 8
+TEMPERATURE = 0.7
 
 
 class LogitsWatch(TorchDispatchMode):
-    """Sees every fp32 tensor that is made with a side of `words`: the most rows of one, the most elements at a time."""
+    """Sees every fp32 tensor that is made with a side of `words`: the most rows of one, the most
+    elements at a time."""
 
     def __init__(self, words: int) -> None:
         super().__init__()
-        self.words, self.most_rows, self.most_elements, self.products = words, 0, 0, 0
+        self.words = words
+        self.most_rows = 0
+        self.most_elements = 0
+        self.products = 0
         self.alive: list[weakref.ref[Tensor]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         self.products += func is torch.ops.aten.mm.default and result.shape[-1] == self.words
         for tensor in tree_leaves(result):
-            if isinstance(tensor, Tensor) and tensor.dtype == torch.float32 and self._holds_logits(tensor):
+            if (
+                isinstance(tensor, Tensor)
+                and tensor.dtype == torch.float32
+                and self._holds_logits(tensor)
+            ):
                 self.most_rows = max(self.most_rows, tensor.numel() // max(self.words, 1))
                 self.alive.append(weakref.ref(tensor))
         tensors = [tensor for ref in self.alive if (tensor := ref()) is not None]
@@ -52,9 +63,11 @@ class LogitsWatch(TorchDispatchMode):
 
 
 def inputs() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """hidden [ROWS, 1, WIDTH], weight [VOCAB, WIDTH], labels [ROWS], gradients of both outputs [ROWS, 2]."""
+    """hidden [ROWS, 1, WIDTH], weight [VOCAB, WIDTH], labels [ROWS], gradients of both outputs
+    [ROWS, 2]."""
     generator = torch.Generator().manual_seed(4)
-    hidden, weight = torch.randn(ROWS, 1, WIDTH, generator=generator), torch.randn(VOCAB, WIDTH, generator=generator)
+    hidden = torch.randn(ROWS, 1, WIDTH, generator=generator)
+    weight = torch.randn(VOCAB, WIDTH, generator=generator)
     labels = torch.randint(0, VOCAB, (ROWS,), generator=generator)
     return hidden, weight, labels, torch.randn(ROWS, 2, generator=generator)
 
@@ -68,7 +81,9 @@ def outputs_of(logits: Tensor, labels: Tensor) -> Tensor:
 def single_rank(hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int = CHUNK) -> Tensor:
     """The same without whole logits, where the vocabulary is not cut."""
     group = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
-    found = LogProbs.apply(hidden, weight, labels, group.size() * len(weight), TEMPERATURE, group, chunk)
+    found = LogProbs.apply(
+        hidden, weight, labels, group.size() * len(weight), TEMPERATURE, group, chunk
+    )
     return torch.stack(found, -1)
 
 
@@ -94,7 +109,10 @@ def chunked(model_dir: Path, tp: int, entropy: bool, vocab_multiple: int) -> dic
     with torch.no_grad():  # padding rows keep their NaN: what reads one shows it
         mine = weight[first : first + rows]
         layer.weight[: len(mine)] = mine
-    layer.labels, layer.rows, layer.temperature, layer.chunk = labels[None], None, TEMPERATURE, CHUNK
+    layer.labels = labels[None]
+    layer.rows = None
+    layer.temperature = TEMPERATURE
+    layer.chunk = CHUNK
     hidden.requires_grad_()
     with LogitsWatch(len(mine)) as watch:
         outputs, _ = layer(hidden)
@@ -116,7 +134,9 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("entropy", [False, True], ids=["log-probs", "entropy"])
-@pytest.mark.parametrize("tp,vocab_multiple", [(1, 1), (2, 1), (2, 256)], ids=["TP1", "TP2", "TP2-rank-of-padding"])
+@pytest.mark.parametrize(
+    "tp,vocab_multiple", [(1, 1), (2, 1), (2, 256)], ids=["TP1", "TP2", "TP2-rank-of-padding"]
+)
 def test_the_head_equals_the_plain_way_and_holds_one_chunk(
     model_dir: Path, tp: int, vocab_multiple: int, entropy: bool
 ) -> None:
@@ -138,7 +158,8 @@ def test_the_watch_sees_the_plain_ways_logits() -> None:
 
 
 def head_beside_fused_layers(model_dir: Path) -> Any:
-    """The gradient of an output layer's weight, by way of logits, where other layers add theirs to the sum."""
+    """The gradient of an output layer's weight, by way of logits, where other layers add theirs to
+    the sum."""
     from megatron.core.tensor_parallel import layers
 
     from vapo_megatron.megatron import model
@@ -157,17 +178,29 @@ def head_beside_fused_layers(model_dir: Path) -> Any:
     return weight.grad[:VOCAB].numpy()
 
 
-def test_without_apex_the_head_trains_beside_layers_that_fuse_weight_gradients(model_dir: Path) -> None:
+def test_without_apex_the_head_trains_beside_fused_layers(
+    model_dir: Path,
+) -> None:
     (found,) = run_ranks(1, head_beside_fused_layers, model_dir)
-    assert torch.allclose(torch.from_numpy(found), inputs()[0].sum((0, 1)).expand(VOCAB, -1), rtol=1e-5, atol=1e-5)
+    assert torch.allclose(
+        torch.from_numpy(found), inputs()[0].sum((0, 1)).expand(VOCAB, -1), rtol=1e-5, atol=1e-5
+    )
 
 
 def fuses_weight_gradients(model_dir: Path) -> tuple[bool, bool]:
-    """Whether a layer that can add its gradient to main_grad is asked to, with and without that buffer."""
-    batch, asked = make_batch(), []
+    """Whether a layer that can add its gradient to main_grad is asked to, with and without that
+    buffer."""
+    batch = make_batch()
+    asked = []
     prepared = make_trainable(model_dir, "lm")
     alone = Trainable(
-        prepared.spec, ModelConfig(path="unread"), ActorConfig(), prepared.mesh, "lm", name="actor", seed=1
+        prepared.spec,
+        ModelConfig(path="unread"),
+        ActorConfig(),
+        prepared.mesh,
+        "lm",
+        name="actor",
+        seed=1,
     )
     for trainable in (prepared, alone):
         layer = trainable.chunks[0].decoder.layers[0].mlp.linear_fc1
@@ -177,7 +210,9 @@ def fuses_weight_gradients(model_dir: Path) -> tuple[bool, bool]:
     return asked[0], asked[1]
 
 
-def test_gradients_without_an_optimizer_are_not_added_to_a_sum_that_is_not_there(model_dir: Path) -> None:
+def test_gradients_without_an_optimizer_are_not_accumulated(
+    model_dir: Path,
+) -> None:
     assert run_ranks(1, fuses_weight_gradients, model_dir) == [(True, False)]
 
 
@@ -185,28 +220,35 @@ def test_gradients_without_an_optimizer_are_not_added_to_a_sum_that_is_not_there
 def test_logits_are_not_rounded_to_the_weights_type(dtype: torch.dtype) -> None:
     """Operands as they are; what is made of them is exact to fp32, against float64."""
     hidden, weight, labels, grads = inputs()
-    hidden, weight = hidden[:, 0].to(dtype), weight.to(dtype)
+    hidden = hidden[:, 0].to(dtype)
+    weight = weight.to(dtype)
     exact = [x.double().requires_grad_() for x in (hidden, weight)]
     expected = outputs_of(exact[0] @ exact[1].t(), labels)
     expected.backward(grads.double())
     found = single_rank(hidden.requires_grad_(), weight.requires_grad_(), labels)
     found.backward(grads)
     rounded = outputs_of((hidden @ weight.t()).detach().double(), labels)
-    error, rounding = (found - expected).abs().max(), (rounded - expected).abs().max()
+    error = (found - expected).abs().max()
+    rounding = (rounded - expected).abs().max()
     assert error < 2e-5
     if dtype == torch.bfloat16:
         assert rounding > 100 * error, "the plain way rounds its logits"
     for mine, theirs in zip((hidden, weight), exact, strict=True):
         assert mine.grad is not None and theirs.grad is not None and mine.grad.dtype == dtype
-        assert (mine.grad - theirs.grad).norm() < (4e-3 if dtype == torch.bfloat16 else 4e-6) * theirs.grad.norm()
+        assert (mine.grad - theirs.grad).norm() < (
+            4e-3 if dtype == torch.bfloat16 else 4e-6
+        ) * theirs.grad.norm()
 
 
 def test_gradients_can_be_asked_for_twice() -> None:
-    """What stays of the last chunk is used up by the first backward pass; a second one computes it again."""
+    """What stays of the last chunk is used up by the first backward pass; a second one computes it
+    again."""
     hidden, weight, labels, grads = inputs()
     hidden.requires_grad_()
     outputs = single_rank(hidden[:, 0], weight, labels)
-    first, second = (torch.autograd.grad(outputs, hidden, grads, retain_graph=True)[0] for _ in range(2))
+    first, second = (
+        torch.autograd.grad(outputs, hidden, grads, retain_graph=True)[0] for _ in range(2)
+    )
     assert torch.allclose(first, second, rtol=1e-5, atol=1e-5) and first.abs().sum() > 0
 
 
@@ -222,7 +264,9 @@ def test_the_last_chunks_logits_are_computed_once() -> None:
 
 def test_values_are_not_rounded_to_the_weights_type() -> None:
     hidden, _, _, _ = inputs()
-    config = SimpleNamespace(hidden_size=WIDTH, params_dtype=torch.bfloat16, sequence_parallel=False)
+    config = SimpleNamespace(
+        hidden_size=WIDTH, params_dtype=torch.bfloat16, sequence_parallel=False
+    )
     head = ValueHead(config, 1, None)
     with torch.no_grad():
         head.weight.normal_(generator=torch.Generator().manual_seed(5))

@@ -1,4 +1,5 @@
-"""Gradients summed beside the backward pass and weights gathered beside the forward pass change no bit of a run."""
+"""Gradients summed beside the backward pass and weights gathered beside the forward pass change no
+bit of a run."""
 
 from pathlib import Path
 from typing import Any
@@ -22,14 +23,21 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def train(model_dir: Path, layout: LayoutConfig, head: Any, overlap: bool) -> Any:
-    """Gradient norms, scores between the steps, this rank's weights at the end, and the buckets that it reduced."""
-    # Without clipping: the norm's last bit depends on the order of its sum, and with it every weight.
+    """Gradient norms, scores between the steps, this rank's weights at the end, and the buckets
+    that it reduced."""
+    # Without clipping: the norm's last bit depends on the order of its sum, and with it every
+    # weight.
     settings = {"overlap": overlap, "clip_grad": 0.0}
-    trainable = make_trainable(model_dir, head, layout=layout, max_tokens_per_microbatch=32, optimizer=settings)
-    batch, norms, scores = make_batch(), [], []
+    trainable = make_trainable(
+        model_dir, head, layout=layout, max_tokens_per_microbatch=32, optimizer=settings
+    )
+    batch = make_batch()
+    norms = []
+    scores = []
     loss = loss_of(trainable, batch)
     for step in range(STEPS):
-        # The second step sees two samples alone, in fewer micro-batches than the others; some ranks have but padding.
+        # The second step sees two samples alone, in fewer micro-batches than the others; some ranks
+        # have but padding.
         samples = range(2) if step == 1 else range(batch.samples)
         norms.append(trainable.train_step(batch, samples, loss).grad_norm)
         if step == 1:  # other steps follow each other without a forward pass in between
@@ -46,7 +54,9 @@ def train(model_dir: Path, layout: LayoutConfig, head: Any, overlap: bool) -> An
         (4, LayoutConfig(tp=2, cp=2, sequence_parallel=True), "value"),
     ],
 )
-def test_overlap_changes_no_bit(model_dir: Path, world_size: int, layout: LayoutConfig, head: str) -> None:
+def test_overlap_changes_no_bit(
+    model_dir: Path, world_size: int, layout: LayoutConfig, head: str
+) -> None:
     plain = run_ranks(world_size, train, model_dir, layout, head, False)
     overlapped = run_ranks(world_size, train, model_dir, layout, head, True)
     assert max(buckets for *_, buckets in overlapped) > 2

@@ -1,5 +1,5 @@
-"""What a model computes in: refusals by name, Megatron's settings, alignment of packed tokens, bfloat16 against
-float32, and recomputation. What needs a GPU is in test_gpu_precision.py."""
+"""What a model computes in: refusals by name, Megatron's settings, alignment of packed tokens,
+bfloat16 against float32, and recomputation. What needs a GPU is in test_gpu_precision.py."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +11,7 @@ from batches import make_batch
 from hf_models import write_model
 from megatron.core.transformer.transformer_config import TransformerConfig
 from ranks import run_ranks
+from specs import spec_of
 from trainables import loss_of, make_trainable
 
 from vapo_megatron.config.model import (
@@ -27,11 +28,13 @@ from vapo_megatron.megatron.model import transformer_config
 from vapo_megatron.megatron.platform import Platform, current_platform
 from vapo_megatron.megatron.precision import (
     CAPABILITY,
+    check_fused_layers,
     check_trainable,
     drop_fp8_copies,
     fp8_settings,
 )
-from vapo_megatron.weights.spec import ModelSpec, read_spec
+from vapo_megatron.models.registry import FAMILIES, read_spec
+from vapo_megatron.models.spec import ModelSpec
 
 
 @pytest.fixture(scope="module")
@@ -78,26 +81,53 @@ OLD_CUDA = Chip("cuda", "nccl", "spawn", cuda=(12, 8))
         (current_platform(), {"precision": {"fp8": "tensorwise"}}, {}, "needs a CUDA GPU"),
         (BARE, {"precision": {"fp8": "tensorwise"}}, {}, "Transformer Engine, which is not usable"),
         (H100, {"precision": {"fp8": "tensorwise"}}, {"attention": "sdpa"}, "model.attention=sdpa"),
-        (A100, {"precision": {"fp8": "tensorwise"}}, {}, "compute capability 8.9, this one has 8.0: choose none"),
+        (
+            A100,
+            {"precision": {"fp8": "tensorwise"}},
+            {},
+            "compute capability 8.9, this one has 8.0: choose none",
+        ),
         (ADA, {"precision": {"fp8": "blockwise"}}, {}, "9.0, this one has 8.9: choose tensorwise"),
-        (H100, {"precision": {"fp8": "tensorwise"}}, {"dtype": "float32"}, "set model.dtype=bfloat16"),
+        (
+            H100,
+            {"precision": {"fp8": "tensorwise"}},
+            {"dtype": "float32"},
+            "set model.dtype=bfloat16",
+        ),
         (H100, {"recompute": {"granularity": "full", "layers": 5}}, {}, "recompute.layers=5"),
-        (H100, {"recompute": {"granularity": "full", "layers": 3}}, {}, "recompute.layers=3 does not divide the 4"),
+        (
+            H100,
+            {"recompute": {"granularity": "full", "layers": 3}},
+            {},
+            "recompute.layers=3 does not divide the 4",
+        ),
         (
             H100,
             {"recompute": {"granularity": "full", "layers": 2}, "layout": {"pp": 2, "vpp": 2}},
             {},
             "recompute.layers=2 is above the 1 layers",
         ),
+        (
+            H100,
+            {"recompute": {"granularity": "full", "layers": 2}, "layout": {"pp": 3}},
+            {},
+            "recompute.layers=2 is above the 1 and 2 layers",
+        ),
         (H100, {}, {"dtype": "float32"}, "set model.attention=sdpa, or bfloat16"),
-        (OLD_CUDA, {"precision": {"fp8": "blockwise"}}, {}, "CUDA 12.9 or later, this one is for 12.8"),
+        (
+            OLD_CUDA,
+            {"precision": {"fp8": "blockwise"}},
+            {},
+            "CUDA 12.9 or later, this one is for 12.8",
+        ),
         *(
             (
                 H100,
                 {"precision": {"fp8": recipe}, "layout": {"tp": 4}, "kind": kind},
                 {},
-                f"actor.precision.fp8={recipe}: a rank's part of model.layers.{{layer}}.mlp.gate_proj.weight has shape "
-                "[24, 32] with actor.layout.tp=4",
+                f"actor.precision.fp8={recipe}: a rank's part of "
+                f"model.layers.{{layer}}.mlp.gate_proj.weight has shape [24, 32] with "
+                "actor.layout.tp=4",
             )
             for recipe in CAPABILITY
             for kind in ("model", "adapter")
@@ -108,7 +138,13 @@ def test_what_cannot_work_is_refused_by_name(
     spec: ModelSpec, platform: Platform, section: dict[str, Any], model: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(BadInput) as refusal:
-        check_trainable(spec, ModelConfig(path="m", **model), ActorConfig.model_validate(section), "actor", platform)
+        check_trainable(
+            spec,
+            ModelConfig(path="m", **model),
+            ActorConfig.model_validate(section),
+            "actor",
+            platform,
+        )
     assert words in str(refusal.value) and "\n" not in str(refusal.value)
 
 
@@ -117,7 +153,9 @@ def test_what_cannot_work_is_refused_by_name(
 def test_what_can_work_is_not_refused(spec: ModelSpec, recipe: str, kind: str) -> None:
     """An adapter's rank is no multiple of anything: adapters are computed in bfloat16."""
     section = CriticConfig.model_validate({"precision": {"fp8": recipe}, "kind": kind})
-    check_trainable(spec, ModelConfig(path="m", adapter=AdapterConfig(rank=5)), section, "critic", H100)
+    check_trainable(
+        spec, ModelConfig(path="m", adapter=AdapterConfig(rank=5)), section, "critic", H100
+    )
 
 
 @pytest.mark.parametrize("recipe", CAPABILITY)
@@ -148,9 +186,14 @@ def test_what_is_made_of_fp8_weights_is_dropped() -> None:
     ],
 )
 def test_every_ranks_tokens_fit_the_recipe(layout: LayoutConfig, fp8: Any, rows: int) -> None:
-    section = TrainableConfig(layout=layout, precision=PrecisionConfig(fp8=fp8), max_tokens_per_microbatch=2048)
+    section = TrainableConfig(
+        layout=layout, precision=PrecisionConfig(fp8=fp8), max_tokens_per_microbatch=2048
+    )
     share = layout.cp * (layout.tp if layout.sequence_parallel else 1)
-    assert section.total_alignment % (rows * share) == 0 and section.total_alignment % layout.total_alignment == 0
+    assert (
+        section.total_alignment % (rows * share) == 0
+        and section.total_alignment % layout.total_alignment == 0
+    )
     longest = section.longest_sample
     assert longest % layout.alignment == 0
     assert longest <= 2048 * layout.cp < longest + section.total_alignment
@@ -164,14 +207,19 @@ class PaddedActor(ActorConfig):
         return self.layout.aligned_to(128)
 
 
-def norms(model_dir: Path, head: Any, fields: dict[str, Any], padded: bool = False, dtype: str = "float32") -> Any:
+def norms(
+    model_dir: Path, head: Any, fields: dict[str, Any], padded: bool = False, dtype: str = "float32"
+) -> Any:
     """Gradient norm and loss metrics of three steps, and the rank's dtype of weights."""
-    trainable = make_trainable(model_dir, head, dtype=dtype, max_tokens_per_microbatch=512 if padded else 40, **fields)
+    trainable = make_trainable(
+        model_dir, head, dtype=dtype, max_tokens_per_microbatch=512 if padded else 40, **fields
+    )
     if padded:
         trainable.config = PaddedActor.model_validate(trainable.config.model_dump())
     batch = make_batch()
     sizes = {len(m.ids) for m in trainable.microbatches(batch, range(batch.samples))}
-    loss, results = loss_of(trainable, batch), []
+    loss = loss_of(trainable, batch)
+    results = []
     for _ in range(3):
         result = trainable.train_step(batch, range(batch.samples), loss)
         results.append((result.grad_norm, result.metrics))
@@ -185,7 +233,9 @@ def test_padding_for_a_recipe_weighs_nothing(model_dir: Path) -> None:
         assert all(size % 256 == 0 for size in sizes)
         for (norm, metrics), (expected_norm, expected) in zip(results, plain, strict=True):
             assert norm == pytest.approx(expected_norm, rel=2e-5)
-            assert metrics["policy_loss"] == pytest.approx(expected["policy_loss"], rel=2e-5, abs=2e-6)
+            assert metrics["policy_loss"] == pytest.approx(
+                expected["policy_loss"], rel=2e-5, abs=2e-6
+            )
 
 
 def test_bfloat16_is_float32_to_its_rounding(model_dir: Path) -> None:
@@ -196,7 +246,9 @@ def test_bfloat16_is_float32_to_its_rounding(model_dir: Path) -> None:
     for results, _, dtype in rounded:
         assert dtype == "torch.bfloat16"
         assert results == rounded[0][0]  # whatever the rounding, it is the same on all ranks
-        for (norm, metrics), (expected_norm, expected) in list(zip(results, exact, strict=True))[:2]:
+        for (norm, metrics), (expected_norm, expected) in list(zip(results, exact, strict=True))[
+            :2
+        ]:
             assert norm == pytest.approx(expected_norm, rel=4 * 2**-8)
             assert norm != expected_norm
             assert metrics["update_entropy"] == pytest.approx(expected["update_entropy"], rel=2**-8)
@@ -224,6 +276,22 @@ def test_recomputation_reaches_megatron(spec: ModelSpec) -> None:
         return transformer_config(spec, ModelConfig(path="m"), section)
 
     selective = config(granularity="selective")
-    assert (selective.recompute_granularity, selective.recompute_modules) == ("selective", ["core_attn"])
+    assert (selective.recompute_granularity, selective.recompute_modules) == (
+        "selective",
+        ["core_attn"],
+    )
     block = config(granularity="full", layers=3)
     assert (block.recompute_method, block.recompute_num_layers) == ("uniform", 3)
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_fused_layers_refuse_what_they_would_leave_out(family: str) -> None:
+    has_delta_nets = family in ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+    latent = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
+    windows = ("gemma3_text", "gpt_oss", "olmo3")
+    others = ("glm4", "minimax_m2", "ministral3", "smollm3")
+    if has_delta_nets or family in (*others, *windows, *latent):
+        with pytest.raises(BadInput, match=rf"which {family} has: set model.attention=sdpa"):
+            check_fused_layers(spec_of(family, num_hidden_layers=4))
+    else:
+        check_fused_layers(spec_of(family))

@@ -1,4 +1,5 @@
-"""A critic that is a probe: the hidden states that it reads, its steps and its state, at every layout of the actor."""
+"""A critic that is a probe: the hidden states that it reads, its steps and its state, at every
+layout of the actor."""
 
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from vapo_megatron.errors import BadInput
 from vapo_megatron.megatron import probe as probes
 from vapo_megatron.megatron.probe import PROBE_FILE, Probe, read_probe
 from vapo_megatron.training.losses import ValueLoss
-from vapo_megatron.training.score import score_all
+from vapo_megatron.training.score import score_samples
 
 # More responses than micro-batches of 40 tokens hold, and an observation within the third one.
 LENGTHS = [(3, 1), (5, 9), (1, 30), (7, 2), (2, 17), (4, 4)]
@@ -45,27 +46,38 @@ def targets(batch: ExperienceBatch) -> torch.Tensor:
 
 
 def steps(model_dir: Path, layout: dict[str, Any]) -> Any:
-    """On each rank: hidden states and values of all samples, what the steps report, weights after them."""
+    """On each rank: hidden states and values of all samples, what the steps report, weights after
+    them."""
     probes._TOKENS = 16  # a batch comes in several parts
-    actor = make_trainable(model_dir, "lm", layout=LayoutConfig(**layout), max_tokens_per_microbatch=40)
-    batch, probe, states = spread(make_batch(LENGTHS, observed={2: (11, 5)})), new_probe(), []
-    outputs = score_all(actor, batch, states=states)
-    plain = score_all(actor, batch)
+    actor = make_trainable(
+        model_dir, "lm", layout=LayoutConfig(**layout), max_tokens_per_microbatch=40
+    )
+    batch = spread(make_batch(LENGTHS, observed={2: (11, 5)}))
+    probe = new_probe()
+    states = []
+    outputs = score_samples(actor, batch, states=states)
+    plain = score_samples(actor, batch)
     assert torch.equal(outputs, plain), "log-probs and entropies are those of any other pass"
-    batch.own.hidden_states, reports = states[0], []
+    batch.local.hidden_states = states[0]
+    reports = []
     whole = make_batch(LENGTHS, observed={2: (11, 5)})
     whole.returns = targets(whole)
-    batch.own.returns = whole.select(range(batch.at_home.start, batch.at_home.stop)).returns
-    before = score_all(probe, batch)
+    batch.local.returns = whole.select(
+        range(batch.local_slice.start, batch.local_slice.stop)
+    ).returns
+    before = score_samples(probe, batch)
     for samples in MINIBATCHES:
-        part = batch.part(probe, samples)
+        part = batch.model_input(probe, samples)
         assert part.batch.returns is not None
-        weights = to_tokens(1 / whole.response_lengths[list(samples)][part.mine], part.batch.response_cu_seqlens)
+        weights = to_tokens(
+            1 / whole.response_lengths[list(samples)][part.local_indices],
+            part.batch.response_cu_seqlens,
+        )
         loss = ValueLoss(ValueLossConfig(), part.batch.returns, None, weights.float())
         result = probe.train_step(part.batch, part.share, loss, keep_outputs=True)
         assert result.outputs is not None and len(result.outputs) == part.batch.response_tokens
         reports.append((result.grad_norm, result.lr, result.metrics["value_loss"]))
-    batch.own.values = before[:, 0]
+    batch.local.values = before[:, 0]
     found = whole_of(batch)
     assert found.hidden_states is not None and found.values is not None
     weights = {name: t.numpy() for name, t in load(probe.state()).items()}
@@ -86,7 +98,9 @@ def reference(model_dir: Path) -> Any:
         (4, {"tp": 2, "sequence_parallel": True}),
     ],
 )
-def test_no_layout_changes_a_probe(model_dir: Path, reference: Any, ranks: int, layout: dict[str, Any]) -> None:
+def test_no_layout_changes_a_probe(
+    model_dir: Path, reference: Any, ranks: int, layout: dict[str, Any]
+) -> None:
     for states, values, reports, weights in run_ranks(ranks, steps, model_dir, layout):
         np.testing.assert_allclose(states, reference[0], rtol=1e-4, atol=1e-4)
         np.testing.assert_allclose(values, reference[1], rtol=1e-4, atol=1e-5)
@@ -97,7 +111,9 @@ def test_no_layout_changes_a_probe(model_dir: Path, reference: Any, ranks: int, 
 
 @torch.no_grad()
 def test_it_reads_the_state_before_each_response_token(model_dir: Path, reference: Any) -> None:
-    model, batch, expected = AutoModelForCausalLM.from_pretrained(model_dir).model, make_batch(LENGTHS), []
+    model = AutoModelForCausalLM.from_pretrained(model_dir).model
+    batch = make_batch(LENGTHS)
+    expected = []
     batch = make_batch(LENGTHS, observed={2: (11, 5)})
     for sample in range(batch.samples):
         tokens = batch.tokens[batch.cu_seqlens[sample] : batch.cu_seqlens[sample + 1]].long()
@@ -106,16 +122,19 @@ def test_it_reads_the_state_before_each_response_token(model_dir: Path, referenc
 
 
 def tapped(model_dir: Path, layout: dict[str, Any], layer: int) -> Any:
-    """On each rank: the hidden states of all samples after a layer; and that log-probs are untouched."""
-    actor = make_trainable(model_dir, "lm", layout=LayoutConfig(**layout), max_tokens_per_microbatch=40)
+    """On each rank: the hidden states of all samples after a layer; and that log-probs are
+    untouched."""
+    actor = make_trainable(
+        model_dir, "lm", layout=LayoutConfig(**layout), max_tokens_per_microbatch=40
+    )
     batch = spread(make_batch(LENGTHS, observed={2: (11, 5)}))
-    plain = score_all(actor, batch)
+    plain = score_samples(actor, batch)
     actor.tap(layer)
     for _ in range(2):  # a pass without them between two with them leaves none behind
         states: list[torch.Tensor] = []
-        outputs = score_all(actor, batch, states=states)
-        assert torch.equal(outputs, plain) and torch.equal(score_all(actor, batch), plain)
-    batch.own.hidden_states = states.pop()
+        outputs = score_samples(actor, batch, states=states)
+        assert torch.equal(outputs, plain) and torch.equal(score_samples(actor, batch), plain)
+    batch.local.hidden_states = states.pop()
     found = whole_of(batch).hidden_states
     assert found is not None
     return found.numpy()
@@ -131,13 +150,19 @@ def tapped(model_dir: Path, layout: dict[str, Any], layer: int) -> Any:
         (4, {"tp": 2, "sequence_parallel": True}, 2),
     ],
 )
-def test_it_reads_the_layer_that_it_is_told_to(model_dir: Path, ranks: int, layout: dict[str, Any], layer: int) -> None:
-    model, outputs = AutoModelForCausalLM.from_pretrained(model_dir).model, []
-    batch, expected = make_batch(LENGTHS, observed={2: (11, 5)}), []
+def test_it_reads_the_layer_that_it_is_told_to(
+    model_dir: Path, ranks: int, layout: dict[str, Any], layer: int
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(model_dir).model
+    outputs = []
+    batch = make_batch(LENGTHS, observed={2: (11, 5)})
+    expected = []
     model.layers[layer - 1].register_forward_hook(lambda _, __, output: outputs.append(output))
     with torch.no_grad():
         for sample in range(batch.samples):
-            model(batch.tokens[batch.cu_seqlens[sample] : batch.cu_seqlens[sample + 1]].long()[None])
+            model(
+                batch.tokens[batch.cu_seqlens[sample] : batch.cu_seqlens[sample + 1]].long()[None]
+            )
             states = outputs.pop()
             states = states[0] if isinstance(states, tuple) else states
             expected.append(states.view(-1, 32)[batch.response_places(sample) - 1])
@@ -146,13 +171,17 @@ def test_it_reads_the_layer_that_it_is_told_to(model_dir: Path, ranks: int, layo
 
 
 def test_its_steps_are_those_of_a_loop_in_float64(reference: Any) -> None:
-    """The network, the loss over each mini-batch, the clip and AdamW, token by token and without the probe's code."""
-    head, batch = new_probe().head.double(), make_batch(LENGTHS, observed={2: (11, 5)})
+    """The network, the loss over each mini-batch, the clip and AdamW, token by token and without
+    the probe's code."""
+    head = new_probe().head.double()
+    batch = make_batch(LENGTHS, observed={2: (11, 5)})
     w1, b1, w2, b2 = (p.detach().clone().requires_grad_() for p in head.parameters())
-    returns, bounds = targets(batch).double(), batch.response_cu_seqlens.tolist()
+    returns = targets(batch).double()
+    bounds = batch.response_cu_seqlens.tolist()
     states = torch.from_numpy(reference[0]).double()
     adam = torch.optim.AdamW(
-        [{"params": [w1, w2], "weight_decay": 0.1}, {"params": [b1, b2], "weight_decay": 0.0}], betas=(0.9, 0.95)
+        [{"params": [w1, w2], "weight_decay": 0.1}, {"params": [b1, b2], "weight_decay": 0.0}],
+        betas=(0.9, 0.95),
     )
 
     def value(t: int) -> torch.Tensor:
@@ -181,7 +210,9 @@ def test_its_steps_are_those_of_a_loop_in_float64(reference: Any) -> None:
     for name, expected in zip(
         ("inner.weight", "inner.bias", "outer.weight", "outer.bias"), (w1, b1, w2, b2), strict=True
     ):
-        np.testing.assert_allclose(reference[3][name], expected.detach().numpy(), rtol=1e-3, atol=1e-5, err_msg=name)
+        np.testing.assert_allclose(
+            reference[3][name], expected.detach().numpy(), rtol=1e-3, atol=1e-5, err_msg=name
+        )
 
 
 def learn(probe: Probe, times: int) -> None:
@@ -189,12 +220,16 @@ def learn(probe: Probe, times: int) -> None:
     for _ in range(times):
         batch = make_batch()
         batch.hidden_states = torch.randn(batch.response_tokens, 32, generator=generator)
-        loss = ValueLoss(ValueLossConfig(), targets(batch), None, torch.full((batch.response_tokens,), 0.01))
+        loss = ValueLoss(
+            ValueLossConfig(), targets(batch), None, torch.full((batch.response_tokens,), 0.01)
+        )
         probe.train_step(batch, range(batch.samples), loss)
 
 
 def resumes(folder: Path) -> tuple[bool, int, bool]:
-    straight, before, after = new_probe(), new_probe(), new_probe()
+    straight = new_probe()
+    before = new_probe()
+    after = new_probe()
     after.load(before.state())
     assert after.state() == before.state(), "a new one has no moments"
     for probe in (straight, before):
@@ -207,7 +242,8 @@ def resumes(folder: Path) -> tuple[bool, int, bool]:
     assert straight.state() == state, "a refused update changes nothing"
     learn(after, 1)
     straight.export(folder)
-    x, other = torch.randn(5, 32), new_probe()
+    x = torch.randn(5, 32)
+    other = new_probe()
     other.start_from(folder)
     assert torch.equal(other.head(x), after.head(x)) and other.updates == 0
     with pytest.raises(BadInput, match=r"in_features=32, .* expected .*in_features=64"):
@@ -219,7 +255,9 @@ def resumes(folder: Path) -> tuple[bool, int, bool]:
     new_probe(units=8, layer=3).export(folder / "narrow")
     other = new_probe(units=8, layer=3)
     other.start_from(folder / "narrow")
-    assert read_probe(folder / "narrow" / PROBE_FILE).layer == 3 and other.head.inner.out_features == 8
+    assert (
+        read_probe(folder / "narrow" / PROBE_FILE).layer == 3 and other.head.inner.out_features == 8
+    )
     return (
         after.state() == straight.state(),
         after.updates,

@@ -1,4 +1,5 @@
-"""Experts are passed again in the backward pass, each micro-batch through its own, whatever came before."""
+"""Experts are passed again in the backward pass, each micro-batch through its own, whatever came
+before."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,10 @@ SCORES = torch.rand(3, 6, generator=torch.Generator().manual_seed(1))
 def chunk(layers: int = 2) -> Module:
     """What a chunk's routers look like from outside."""
     model = Module()
-    blocks = [SimpleNamespace(layer_number=n + 1, mlp=SimpleNamespace(router=Module())) for n in range(layers)]
+    blocks = [
+        SimpleNamespace(layer_number=n + 1, mlp=SimpleNamespace(router=Module()))
+        for n in range(layers)
+    ]
     model.decoder = SimpleNamespace(layers=blocks)  # type: ignore[assignment]
     install_router_replay(model)
     return model
@@ -46,14 +50,16 @@ def backward(model: Module) -> list[Tensor]:
     return [router.router_replay.get_replay_topk(SCORES, 2)[1] for router in routers(model)]  # type: ignore[union-attr,operator]
 
 
-def test_what_a_forward_pass_without_backward_left_is_not_replayed_later() -> None:
+def test_a_forward_pass_without_backward_is_not_replayed_later() -> None:
     model = chunk()
     forward(model, experts(5))
     with replaying([model]):
         forward(model, experts(1))
         forward(model, experts(2))
         for chosen in (experts(1), experts(2)):
-            assert all(torch.equal(found, chosen[:, layer]) for layer, found in enumerate(backward(model)))
+            assert all(
+                torch.equal(found, chosen[:, layer]) for layer, found in enumerate(backward(model))
+            )
 
 
 def test_a_forward_pass_that_is_not_passed_again_ends_the_update() -> None:

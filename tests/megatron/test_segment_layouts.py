@@ -1,4 +1,5 @@
-"""Episodes of several segments are scored and trained alike at any layout, and as if segments were samples."""
+"""Episodes of several segments are scored and trained alike at any layout, and as if segments were
+samples."""
 
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,19 @@ from vapo_megatron.data.sample import Prompt, Sample
 
 def episodes() -> list[Sample]:
     """Three episodes, of one, two and three segments."""
-    generator, samples = torch.Generator().manual_seed(2), []
+    generator = torch.Generator().manual_seed(2)
+    samples = []
     for number, (prompt, response) in enumerate([(3, 12), (5, 9), (2, 17)]):
         ids = torch.randint(0, VOCAB, (prompt + response,), generator=generator).tolist()
         fields: Any = (ids[prompt:], [-2.0] * response, "stop", 0, 0)
         sample = Sample(
-            Prompt(str(number), "", "", tuple(ids[:prompt])), number, 0, 0, *fields, reward=1.0, correct=True
+            Prompt(str(number), "", "", tuple(ids[:prompt])),
+            number,
+            0,
+            0,
+            *fields,
+            reward=1.0,
+            correct=True,
         )
         sample = with_observation(sample, response - 2, 3)
         for after in [response // 2, response // 4][:number]:
@@ -31,7 +39,9 @@ def episodes() -> list[Sample]:
     return samples
 
 
-def scored(model_dir: Path, head: Any, split: bool, layout: LayoutConfig) -> tuple[list[float], float]:
+def scored(
+    model_dir: Path, head: Any, split: bool, layout: LayoutConfig
+) -> tuple[list[float], float]:
     trainable = make_trainable(model_dir, head, layout=layout, max_tokens_per_microbatch=64)
     batch = from_samples(in_segments(episodes()) if split else episodes())
     outputs = trainable.score(batch)[:, 0].tolist()
@@ -49,4 +59,6 @@ def test_segments_are_read_alone_at_any_layout(tmp_path: Path, head: str) -> Non
         (4, LayoutConfig(tp=2, pp=2, sequence_parallel=True)),
     ):
         for ours, our_norm in run_ranks(ranks, scored, model_dir, head, False, layout):
-            assert ours == pytest.approx(outputs, abs=2e-5) and our_norm == pytest.approx(norm, rel=1e-4)
+            assert ours == pytest.approx(outputs, abs=2e-5) and our_norm == pytest.approx(
+                norm, rel=1e-4
+            )

@@ -33,5 +33,7 @@ def steps(model_dir: Path, layout: LayoutConfig, staged: bool) -> list[Any]:
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_staged_groups_bring_what_gloo_brings(tmp_path: Path, layout: LayoutConfig) -> None:
     model_dir = write_model(tmp_path, "qwen3_moe" if layout.ep > 1 else "qwen3")
-    gloo, staged = (run_ranks(max(2, layout.model_size), steps, model_dir, layout, way) for way in (False, True))
+    gloo, staged = (
+        run_ranks(max(2, layout.model_size), steps, model_dir, layout, way) for way in (False, True)
+    )
     assert staged == gloo

@@ -1,5 +1,5 @@
-"""One batch gives one loss, one gradient norm and one set of weights, whatever the layout; the reference is
-transformers with torch's AdamW, written out sample by sample."""
+"""One batch gives one loss, one gradient norm and one set of weights, whatever the layout; the
+reference is transformers with torch's AdamW, written out sample by sample."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -29,13 +29,14 @@ from vapo_megatron.data.batch import ExperienceBatch
 from vapo_megatron.megatron import schedule
 from vapo_megatron.megatron.mesh import make_mesh
 from vapo_megatron.megatron.trainable import Trainable
+from vapo_megatron.models.registry import read_spec
 from vapo_megatron.training.losses import PolicyLoss, ValueLoss
 from vapo_megatron.weights.load import load_hf
-from vapo_megatron.weights.spec import read_spec
 
 # Of the log-probs that ratios are taken to.
 ROLLOUT = {"highest": 0.0, "spread": 4.0}
-# With an eps of 1e-8 the first steps are nearly signs of gradients, which one CPU rounds otherwise than another.
+# With an eps of 1e-8 the first steps are nearly signs of gradients, which one CPU rounds otherwise
+# than another.
 OPTIMIZER = OptimizerSettings(lr=1e-2, warmup_steps=0, eps=1e-5)
 NO_RECOMPUTE = RecomputeConfig()
 STEPS = 3
@@ -106,7 +107,11 @@ def train(
         if head == "lm":
             result = trainable.train_step(batch, range(batch.samples), policy_loss(batch))
             metrics = result.metrics
-            loss = metrics["policy_loss"] + 0.1 * metrics["nll_loss"] - 0.01 * metrics["update_entropy"]
+            loss = (
+                metrics["policy_loss"]
+                + 0.1 * metrics["nll_loss"]
+                - 0.01 * metrics["update_entropy"]
+            )
         else:
             t = token_tensors(batch)
             value = ValueLoss(ValueLossConfig(), t["targets"], t["targets"], t["weights"])
@@ -126,7 +131,11 @@ def reference(
     t = token_tensors(batch)
     value_weight = torch.nn.Parameter(torch.zeros(1, 32))
     value_bias = torch.nn.Parameter(torch.zeros(1))
-    parameters = list(model.parameters()) if head == "lm" else [*model.model.parameters(), value_weight, value_bias]
+    parameters = (
+        list(model.parameters())
+        if head == "lm"
+        else [*model.model.parameters(), value_weight, value_bias]
+    )
     optimizer = torch.optim.AdamW(
         [
             {"params": [p for p in parameters if p.ndim > 1], "weight_decay": 0.1},
@@ -156,8 +165,14 @@ def reference(
         out = outputs()
         if head == "lm":
             ratio = (out[:, 0] - batch.rollout_logprobs).exp()
-            surrogate = torch.minimum(ratio * t["advantages"], ratio.clamp(0.8, 1.28) * t["advantages"])
-            loss = -surrogate.mean() - 0.1 * (t["nll_weights"] * out[:, 0]).sum() - 0.01 * out[:, 1].mean()
+            surrogate = torch.minimum(
+                ratio * t["advantages"], ratio.clamp(0.8, 1.28) * t["advantages"]
+            )
+            loss = (
+                -surrogate.mean()
+                - 0.1 * (t["nll_weights"] * out[:, 0]).sum()
+                - 0.01 * out[:, 1].mean()
+            )
         else:
             loss = 0.5 * (out[:, 0] - t["targets"]).square().mean()
         loss.backward()
@@ -194,8 +209,11 @@ def test_training_equals_transformers_and_adamw(
 
 
 def notes_of_progress(model_dir: Path) -> list[int]:
-    """How often the watchdog hears of progress while a batch is scored, and while it is trained on."""
-    trainable, batch, notes = make_trainable(model_dir, "lm", max_tokens_per_microbatch=40), make_batch(), []
+    """How often the watchdog hears of progress while a batch is scored, and while it is trained
+    on."""
+    trainable = make_trainable(model_dir, "lm", max_tokens_per_microbatch=40)
+    batch = make_batch()
+    notes = []
     count = len(trainable.microbatches(batch, range(batch.samples)))
     schedule.note_progress = lambda: notes.append(1)  # type: ignore[attr-defined]
     trainable.score(batch)

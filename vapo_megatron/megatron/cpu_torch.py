@@ -1,8 +1,8 @@
 """Megatron-Core on a machine without a GPU.
 
-Megatron-Core expects `torch.cuda`. On a CPU, its modules get a view of torch in which every spelling of "the
-accelerator" means the CPU; the rest of the process keeps the real torch. The view replaces names, never arithmetic:
-Megatron computes the same as on a GPU.
+Megatron-Core expects `torch.cuda`. On a CPU, its modules get a view of torch in which every
+spelling of "the accelerator" means the CPU; the rest of the process keeps the real torch. The view
+replaces names, never arithmetic: Megatron computes the same as on a GPU.
 """
 
 import contextlib
@@ -20,15 +20,43 @@ from vapo_megatron.megatron.platform import current_platform
 
 _CPU = torch.device("cpu")
 _TENSOR_FACTORIES = (
-    *("tensor", "empty", "zeros", "ones", "full", "arange", "rand", "randn", "randint", "as_tensor", "linspace", "eye"),
+    *(
+        "tensor",
+        "empty",
+        "zeros",
+        "ones",
+        "full",
+        "arange",
+        "rand",
+        "randn",
+        "randint",
+        "as_tensor",
+        "linspace",
+        "eye",
+    ),
     *("empty_like", "zeros_like", "ones_like", "full_like", "empty_strided"),
 )
 # Modules that Megatron imports late; they have to be there before the view is installed.
 _LATE_MODULES = (
-    *("tensor_parallel", "parallel_state", "hyper_comm_grid", "pipeline_parallel.schedules", "distributed"),
-    *("pipeline_parallel.p2p_communication", "optimizer", "optimizer.distrib_optimizer", "optimizer.clip_grads"),
+    *(
+        "tensor_parallel",
+        "parallel_state",
+        "hyper_comm_grid",
+        "pipeline_parallel.schedules",
+        "distributed",
+    ),
+    *(
+        "pipeline_parallel.p2p_communication",
+        "optimizer",
+        "optimizer.distrib_optimizer",
+        "optimizer.clip_grads",
+    ),
     *("optimizer_param_scheduler", "dist_checkpointing", "dist_checkpointing.strategies.torch"),
-    *("dist_checkpointing.strategies.async_utils", "dist_checkpointing.strategies.fully_parallel", "models.gpt"),
+    *(
+        "dist_checkpointing.strategies.async_utils",
+        "dist_checkpointing.strategies.fully_parallel",
+        "models.gpt",
+    ),
     *("models.gpt.gpt_layer_specs", "transformer.attention"),
 )
 
@@ -110,7 +138,9 @@ class _Device(metaclass=_DeviceType):
 def _torch_view() -> types.ModuleType:
     view = types.ModuleType("torch (CPU view for megatron.core)")
     view.__dict__.update(torch.__dict__)
-    changes: dict[str, Any] = {name: _factory_on_cpu(getattr(torch, name)) for name in _TENSOR_FACTORIES}
+    changes: dict[str, Any] = {
+        name: _factory_on_cpu(getattr(torch, name)) for name in _TENSOR_FACTORIES
+    }
     changes["cuda"] = _cuda_on_cpu()
     changes["device"] = _Device
     changes["autocast"] = lambda device_type="cpu", **kwargs: torch.autocast(
@@ -175,7 +205,8 @@ def _patch_once() -> None:
 
 
 def install() -> None:
-    """Give the CPU view to every loaded module of megatron.core. Does nothing if CUDA works; may be called again."""
+    """Give the CPU view to every loaded module of megatron.core. Does nothing if CUDA works; may be
+    called again."""
     if current_platform().is_cuda:
         return
     _patch_once()

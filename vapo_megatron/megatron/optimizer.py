@@ -1,14 +1,20 @@
-"""AdamW on Megatron's distributed optimizer, its learning-rate schedule, and the buffers for data parallelism.
+"""AdamW on Megatron's distributed optimizer, its learning-rate schedule, and the buffers for data
+parallelism.
 
-With optimizer.overlap, a bucket of gradients is summed as soon as the last micro-batch's backward pass has filled it,
-and a bucket of updated weights is gathered when the next forward pass reaches its layers.
+With optimizer.overlap, a bucket of gradients is summed as soon as the last micro-batch's backward
+pass has filled it, and a bucket of updated weights is gathered when the next forward pass reaches
+its layers.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
@@ -17,14 +23,17 @@ from vapo_megatron.config.model import OptimizerSettings, TrainableConfig
 from vapo_megatron.megatron.mesh import Mesh
 from vapo_megatron.megatron.platform import current_platform
 
-BUCKET_ELEMENTS: int | None = None  # gradients that are summed together; none: Megatron's choice, 40 million and up
+BUCKET_ELEMENTS: int | None = (
+    None  # gradients that are summed together; none: Megatron's choice, 40 million and up
+)
 
 
 def wrap(
     chunks: Sequence[Any], section: TrainableConfig, transformer: Any, mesh: Mesh
 ) -> list[DistributedDataParallel]:
-    """Collective: wrap a model's loaded chunks for data parallelism; all ranks get the weights of data-parallel rank 0.
-    Megatron's config of the model gets the hook that keeps gradients from being summed before the last micro-batch."""
+    """Collective: wrap a model's loaded chunks for data parallelism; all ranks get the weights of
+    data-parallel rank 0. Megatron's config of the model gets the hook that keeps gradients from
+    being summed before the last micro-batch."""
     asked = section.optimizer.overlap
     overlapped = current_platform().is_cuda if asked == "auto" else asked
     config = DistributedDataParallelConfig(
@@ -36,7 +45,11 @@ def wrap(
     )
     wrapped = [
         DistributedDataParallel(
-            config=transformer, ddp_config=config, module=chunk, disable_bucketing=index > 0, pg_collection=mesh.pg
+            config=transformer,
+            ddp_config=config,
+            module=chunk,
+            disable_bucketing=index > 0,
+            pg_collection=mesh.pg,
         )
         for index, chunk in enumerate(chunks)
     ]
@@ -49,7 +62,8 @@ def wrap(
 
 
 def sum_model_grads(model: list[Any], num_tokens: Tensor | None = None, **kwargs: Any) -> None:
-    """Megatron's gradient reduction without its division by tokens: the loss weights hold the denominators."""
+    """Megatron's gradient reduction without its division by tokens: the loss weights hold the
+    denominators."""
     finalize_model_grads(model, None, **kwargs)
 
 
@@ -61,8 +75,10 @@ _ENDLESS = 1 << 40
 def make_optimizer(
     section: TrainableConfig, chunks: list[DistributedDataParallel], mesh: Mesh, dtype: torch.dtype
 ) -> tuple[Any, OptimizerParamScheduler]:
-    """The optimizer over a model's wrapped chunks, and its scheduler (one step an optimizer step)."""
-    settings, fp8 = section.optimizer, section.precision.fp8
+    """The optimizer over a model's wrapped chunks, and its scheduler (one step an optimizer
+    step)."""
+    settings = section.optimizer
+    fp8 = section.precision.fp8
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
             optimizer="adam",
@@ -116,11 +132,13 @@ def optimizer_tensors(optimizer: Any) -> Iterator[Tensor]:
 
 
 class GuardedStep:
-    """Splits an optimizer's step in two: first gradients, their norm and the clip, then the weights. Megatron's own
-    step runs, and `accepts` is asked before it writes anything (step_with_ready_grads)."""
+    """Splits an optimizer's step in two: first gradients, their norm and the clip, then the
+    weights. Megatron's own step runs, and `accepts` is asked before it writes anything
+    (step_with_ready_grads)."""
 
     def __init__(self, optimizer: Any) -> None:
-        self._optimizer, self._apply = optimizer, optimizer.step_with_ready_grads
+        self._optimizer = optimizer
+        self._apply = optimizer.step_with_ready_grads
         name = "get_grad_norm" if hasattr(optimizer, "chained_optimizers") else "clip_grad_norm"
         self._measure: Callable[..., float] = getattr(optimizer, name)
         setattr(optimizer, name, self._measured)
@@ -129,8 +147,8 @@ class GuardedStep:
         self._norms: list[float] = []
 
     def __call__(self, accepts: Callable[[float], bool]) -> tuple[float, bool]:
-        """Collective: returns the gradient norm before the clip, and whether the step was made, the same on all
-        ranks."""
+        """Collective: returns the gradient norm before the clip, and whether the step was made, the
+        same on all ranks."""
         self._accepts = accepts
         self._norms.clear()
         updated, _, _ = self._optimizer.step()
@@ -141,6 +159,6 @@ class GuardedStep:
         return self._norms[-1]
 
     def _apply_if_accepted(self) -> bool:
-        if not self._norms:  # optimizer.clip_grad=0: nobody has asked for it yet
+        if not self._norms:  # optimizer.clip_grad=0: no norm was computed yet
             self._norms.append(float(self._optimizer.get_grad_norm()))
         return bool(self._accepts(self._norms[0]) and self._apply())

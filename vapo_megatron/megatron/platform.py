@@ -1,4 +1,5 @@
-"""The platform: device, backends and what depends on them. No other module asks what the machine is."""
+"""The platform: device, backends and what depends on them. No other module asks what the machine
+is."""
 
 import contextlib
 import ctypes
@@ -22,13 +23,14 @@ class Platform:
 
     @property
     def is_cuda(self) -> bool:
-        """Whether tensors, and the engines started beside the ranks, are on a GPU, which they then use in turns."""
+        """Whether tensors, and the engines started beside the ranks, are on a GPU, which they then
+        use in turns."""
         return self.device_type == "cuda"
 
     @property
     def world_backend(self) -> str:
-        """Backends of the world. Messages between ranks go over the CPU, so that a waiting rank keeps no kernel
-        spinning on a GPU on which an engine generates."""
+        """Backends of the world. Messages between ranks go over the CPU, so that a waiting rank
+        keeps no kernel spinning on a GPU on which an engine generates."""
         return f"cpu:gloo,cuda:{self.backend}" if self.is_cuda else "gloo"
 
     @property
@@ -70,7 +72,7 @@ class Platform:
         return f"{torch.cuda.get_device_name()} (sm_{major}{minor}), {layers}"
 
     def copy_queue(self) -> "CopyQueue":
-        """A queue for copies that go on beside the computation."""
+        """A queue for copies that overlap with the computation."""
         return CopyQueue(torch.cuda.Stream() if self.is_cuda else None)
 
     def device_count(self) -> int:
@@ -85,6 +87,11 @@ class Platform:
             torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
             _keep_freed_memory()
 
+    def use_threads(self, count: int) -> None:
+        """Compute with so many threads; an accelerator takes no notice."""
+        if not self.is_cuda:
+            torch.set_num_threads(count)
+
     def synchronize(self) -> None:
         """Wait for the device's queue to empty."""
         if self.is_cuda:
@@ -98,9 +105,18 @@ class Platform:
             _c_library().malloc_trim(0)
 
     def synchronize_stream(self) -> None:
-        """Wait for this thread's work on its current stream; other streams go on."""
+        """Wait for this thread's work on its current stream; other streams continue."""
         if self.is_cuda:
             torch.cuda.current_stream().synchronize()
+
+    def free_bytes(self) -> int:
+        """Bytes of the device that nobody has taken, less 1 GiB; 0 on the CPU, where nothing is
+        copied beside anything else."""
+        return max(0, torch.cuda.mem_get_info()[0] - (1 << 30)) if self.is_cuda else 0
+
+    def device_bytes(self) -> int:
+        """Bytes of the device's memory; 0 on the CPU."""
+        return int(torch.cuda.mem_get_info()[1]) if self.is_cuda else 0
 
     def release_ipc_memory(self) -> None:
         """Release device memory that other processes had opened and have closed."""
@@ -116,8 +132,8 @@ class Platform:
 
     @contextlib.contextmanager
     def allocations_recorded(self) -> Iterator[Callable[[str], None]]:
-        """Record the history of allocations in the body; yields a function that writes it to a file, and does nothing
-        off CUDA."""
+        """Record the history of allocations in the body; yields a function that writes it to a
+        file, and does nothing off CUDA."""
         if not self.is_cuda:
             yield lambda path: None
             return
@@ -128,10 +144,13 @@ class Platform:
             torch.cuda.memory._record_memory_history(enabled=None)
 
     def memory_gauges(self) -> dict[str, tuple[Callable[[], object], Callable[[], int]]]:
-        """High-water marks beside the host's, by name: a function that resets one, and one that reads it in bytes."""
+        """High-water marks beside the host's, by name: a function that resets one, and one that
+        reads it in bytes."""
         if not self.is_cuda:
             return {}
-        return {"device_memory": (torch.cuda.reset_peak_memory_stats, torch.cuda.max_memory_allocated)}
+        return {
+            "device_memory": (torch.cuda.reset_peak_memory_stats, torch.cuda.max_memory_allocated)
+        }
 
 
 class CopyQueue:
@@ -142,8 +161,8 @@ class CopyQueue:
 
     @contextlib.contextmanager
     def behind_computation(self) -> Iterator[None]:
-        """Kernels launched in the body go to this queue's stream, after everything on the computation's stream so
-        far."""
+        """Kernels launched in the body go to this queue's stream, after everything on the
+        computation's stream until now."""
         if self._stream is None:
             yield
             return
@@ -152,11 +171,12 @@ class CopyQueue:
             yield
 
     def mark(self) -> torch.cuda.Event | None:
-        """The end of what is in the queue now."""
+        """The end of the copies queued until now."""
         return self._stream.record_event() if self._stream is not None else None
 
     def hold_computation_until(self, mark: torch.cuda.Event | None) -> None:
-        """Kernels launched on the computation's stream from now on wait for a mark; this process does not."""
+        """Kernels launched on the computation's stream from now on wait for a mark; this process
+        does not."""
         if mark is not None:
             torch.cuda.current_stream().wait_event(mark)
 
@@ -174,9 +194,12 @@ def _c_library() -> Any:
 
 
 def _keep_freed_memory() -> None:
-    """Keep up to 1 GiB of freed heap for the next micro-batch, until empty_cache. By default glibc returns it to the
-    system whenever the end of the heap happens to be free, and faulting it in again takes up to a tenth of a step."""
-    mmap_threshold, trim_threshold = -3, -1  # <malloc.h>; setting one of them ends glibc's own choice of both
+    """Keep up to 1 GiB of freed heap for the next micro-batch, until empty_cache. By default glibc
+    returns it to the system whenever the end of the heap happens to be free, and faulting it in
+    again takes up to a tenth of a step."""
+    # <malloc.h>; setting one of them ends glibc's own choice of both
+    mmap_threshold = -3
+    trim_threshold = -1
     if _c_library() is not None:
         _c_library().mallopt(mmap_threshold, 32 << 20)
         _c_library().mallopt(trim_threshold, 1 << 30)
@@ -184,7 +207,8 @@ def _keep_freed_memory() -> None:
 
 @functools.cache
 def current_platform() -> Platform:
-    """The platform of this process, decided by whether CUDA works and not by how torch was built."""
+    """The platform of this process, decided by whether CUDA works and not by how torch was
+    built."""
     if torch.cuda.is_available():
         return Platform("cuda", "nccl", "spawn")
     return Platform("cpu", "gloo", "fork")

@@ -1,8 +1,10 @@
-"""A critic without a model: a small head on the actor's hidden states (after POISE, arXiv 2605.07579).
+"""A critic without a model: a small head on the actor's hidden states (after POISE, arXiv
+2605.07579).
 
-The pass that computes log-probs returns the last hidden states of response tokens (Trainable.score), without gradients,
-and they stay with their samples until the critic's update. Every rank has the whole head and computes its own samples
-with it, so the layouts of actor and rollout play no part.
+The pass that computes log-probs returns the last hidden states of response tokens
+(Trainable.score), without gradients, and they stay with their samples until the critic's update.
+Every rank has the whole head and computes its own samples with it, so the layouts of actor and
+rollout play no part.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,10 +19,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load, load_file, save
 from torch import Tensor
 
-from vapo_megatron.config.atomic import atomic_write
 from vapo_megatron.config.model import CriticConfig
 from vapo_megatron.data.batch import ExperienceBatch
 from vapo_megatron.errors import BadInput
+from vapo_megatron.files import atomic_write
 from vapo_megatron.megatron.optimizer import BETAS, make_scheduler
 from vapo_megatron.megatron.platform import current_platform
 from vapo_megatron.megatron.token_loss import MetricTotals, StepResult, TokenLoss, sum_over_ranks
@@ -32,13 +34,15 @@ _TOKENS = 1 << 14  # that are on the device at a time
 class ProbeHead(torch.nn.Module):
     """Hidden states [t, width] -> outputs [t, n], in fp32: values, or logits of a histogram.
 
-    layer: of the policy, from 1, whose output it reads; 0: the last hidden states, behind the final norm.
+    layer: of the policy, from 1, whose output it reads; 0: the last hidden states, behind the final
+        norm.
     """
 
     def __init__(self, width: int, units: int, outputs: int, layer: int = 0) -> None:
         super().__init__()
         self.layer = layer
-        self.inner, self.outer = torch.nn.Linear(width, units), torch.nn.Linear(units, outputs)
+        self.inner = torch.nn.Linear(width, units)
+        self.outer = torch.nn.Linear(units, outputs)
 
     def extra_repr(self) -> str:
         """Part of repr, by which heads are compared."""
@@ -72,28 +76,44 @@ class _Rows:
 
 
 class Probe:
-    """The head with its optimizer, the same on every rank; scored and trained as a critic that is a model."""
+    """The head with its optimizer, the same on every rank; scored and trained as a critic that is a
+    model."""
 
-    name, dtype, replays = "critic", torch.float32, False
+    name = "critic"
+    dtype = torch.float32
+    replays = False
 
-    def __init__(self, config: CriticConfig, width: int, outputs: int, std: float, seed: int) -> None:
-        """width: of the actor's hidden states; outputs: ValueLossConfig.outputs; std: of the new head."""
-        self.config, settings = config, config.optimizer
+    def __init__(
+        self, config: CriticConfig, width: int, outputs: int, std: float, seed: int
+    ) -> None:
+        """width: of the actor's hidden states; outputs: ValueLossConfig.outputs; std: of the new
+        head."""
+        self.config = config
+        settings = config.optimizer
         self.head = ProbeHead(width, config.probe.width, outputs, config.probe.layer or 0)
         self.head.draw(seed, std)
         self.head.to(current_platform().device)
-        self.accepts: Callable[[str, float, dict[str, float]], bool] = lambda name, grad_norm, metrics: True
+        self.accepts: Callable[[str, float, dict[str, float]], bool] = (
+            lambda name, grad_norm, metrics: True
+        )
         parameters = list(self.head.parameters())
-        groups: list[dict[str, Any]] = [{"params": parameters[::2]}, {"params": parameters[1::2], "wd_mult": 0.0}]
+        groups: list[dict[str, Any]] = [
+            {"params": parameters[::2]},
+            {"params": parameters[1::2], "wd_mult": 0.0},
+        ]
         self._adam = torch.optim.AdamW(
-            groups, lr=settings.lr, betas=BETAS, eps=settings.eps, weight_decay=settings.weight_decay
+            groups,
+            lr=settings.lr,
+            betas=BETAS,
+            eps=settings.eps,
+            weight_decay=settings.weight_decay,
         )
         self._scheduler: OptimizerParamScheduler = make_scheduler(settings, self._adam)
         self._scheduler.step(0)
 
     @property
     def updates(self) -> int:
-        """Optimizer steps that were made, those of earlier attempts included."""
+        """Optimizer steps made, earlier attempts included."""
         return int(self._scheduler.num_steps)
 
     def head_has_gradient(self) -> bool:
@@ -108,7 +128,8 @@ class Probe:
         read: Callable[[Tensor], Tensor] | None = None,
         share: Sequence[int] = (),
     ) -> Tensor:
-        """Values of the states before the response tokens of a batch, float32 [T, 1]; as Trainable.score."""
+        """Values of the states before the response tokens of a batch, float32 [T, 1]; as
+        Trainable.score."""
         values = [torch.zeros(0, 1)]
         for rows in _parts(batch):
             outputs = self.head(_states(batch, rows))
@@ -118,23 +139,34 @@ class Probe:
         return torch.cat(values)
 
     def train_step(
-        self, batch: ExperienceBatch, share: Sequence[int], loss: TokenLoss, keep_outputs: bool = False
+        self,
+        batch: ExperienceBatch,
+        share: Sequence[int],
+        loss: TokenLoss,
+        keep_outputs: bool = False,
     ) -> StepResult:
-        """Collective: one optimizer step on the samples that ranks have of a mini-batch; as Trainable.train_step."""
+        """Collective: one optimizer step on the samples that ranks have of a mini-batch; as
+        Trainable.train_step."""
         parameters = list(self.head.parameters())
         for parameter in parameters:
             parameter.grad = torch.zeros_like(parameter)
-        totals, outputs = MetricTotals(loss, current_platform().device), [torch.zeros(0, self.head.outer.out_features)]
+        totals = MetricTotals(loss, current_platform().device)
+        outputs = [torch.zeros(0, self.head.outer.out_features)]
         for rows in _parts(batch):
             values = self.head(_states(batch, rows))
             total, metrics = loss(values, _Rows(rows))
             torch.autograd.backward(total)
             totals.add(metrics)
             outputs.append(values.detach().cpu())
-        summed = sum_over_ranks(torch.cat([p.grad.flatten() for p in parameters if p.grad is not None]).double())
-        norm, clip = float(summed.norm()), self.config.optimizer.clip_grad
+        summed = sum_over_ranks(
+            torch.cat([p.grad.flatten() for p in parameters if p.grad is not None]).double()
+        )
+        norm = float(summed.norm())
+        clip = self.config.optimizer.clip_grad
         scale = min(1.0, clip / (norm + 1e-6)) if clip else 1.0
-        for parameter, part in zip(parameters, (summed * scale).split([p.numel() for p in parameters]), strict=True):
+        for parameter, part in zip(
+            parameters, (summed * scale).split([p.numel() for p in parameters]), strict=True
+        ):
             parameter.grad = part.view_as(parameter).to(parameter)
         reported = totals.over_ranks()
         updated = self.accepts(self.name, norm, reported)
@@ -149,7 +181,9 @@ class Probe:
         tensors = {"updates": torch.tensor(self.updates)}
         for name, parameter in self.head.named_parameters():
             moments = self._adam.state.get(parameter, {})
-            tensors |= {f"{name}.{key}": moments[key].cpu() for key in ("exp_avg", "exp_avg_sq") if moments}
+            tensors |= {
+                f"{name}.{key}": moments[key].cpu() for key in ("exp_avg", "exp_avg_sq") if moments
+            }
             tensors[name] = parameter.detach().cpu()
         return save(tensors)
 
@@ -161,7 +195,10 @@ class Probe:
             for name, parameter in self.head.named_parameters():
                 parameter.copy_(tensors[name])
                 if updates:
-                    moments = {key: tensors[f"{name}.{key}"].to(parameter) for key in ("exp_avg", "exp_avg_sq")}
+                    moments = {
+                        key: tensors[f"{name}.{key}"].to(parameter)
+                        for key in ("exp_avg", "exp_avg_sq")
+                    }
                     self._adam.state[parameter] = {"step": torch.tensor(float(updates)), **moments}
         self._scheduler.num_steps = 0
         self._scheduler.step(updates)
@@ -172,7 +209,8 @@ class Probe:
         if repr(saved) != repr(self.head):
             raise BadInput(
                 f"critic.init_path={folder}: its head is {' '.join(repr(saved).split())}, expected "
-                f"{' '.join(repr(self.head).split())}: give one that was trained with this policy, probe and value loss"
+                f"{' '.join(repr(self.head).split())}: give one that was trained with this policy, "
+                "probe and value loss"
             )
         self.head.load_state_dict(saved.state_dict())
 
@@ -184,7 +222,8 @@ class Probe:
 
 
 def read_probe(path: Path) -> ProbeHead:
-    """An exported head: it takes the hidden states (ProbeHead.layer) of the policy that was exported with it.
+    """An exported head: it takes the hidden states (ProbeHead.layer) of the policy that was
+    exported with it.
 
     Raises:
         BadInput: the file is not one.
@@ -196,7 +235,9 @@ def read_probe(path: Path) -> ProbeHead:
         head = ProbeHead(width, units, tensors["outer.weight"].shape[0], layer)
         head.load_state_dict(tensors)
     except (OSError, KeyError, ValueError, RuntimeError, SafetensorError) as error:
-        raise BadInput(f"{path}: expected a probe as `vapo-megatron train` exports it, not: {error}") from None
+        raise BadInput(
+            f"{path}: expected a probe as `vapo-megatron train` exports it, not: {error}"
+        ) from None
     return head
 
 

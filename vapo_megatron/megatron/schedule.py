@@ -1,5 +1,5 @@
-"""Runs Megatron's schedule over the micro-batches of one rank: forward, backward, and traffic between pipeline
-stages."""
+"""Runs Megatron's schedule over the micro-batches of one rank: forward, backward, and traffic
+between pipeline stages."""
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
@@ -19,17 +19,23 @@ from vapo_megatron.logs import note_progress
 from vapo_megatron.megatron.mesh import Mesh
 from vapo_megatron.megatron.moe import replay_experts, replaying
 from vapo_megatron.megatron.platform import current_platform
+from vapo_megatron.models.spec import Head, ModelSpec
 from vapo_megatron.weights.mapping import unwrapped
-from vapo_megatron.weights.spec import Head, ModelSpec
 
 
 def packed_sequences(lengths: Sequence[int], device: torch.device) -> PackedSeqParams:
-    """Packed sequences for attention and rotary embedding. lengths: tokens of each over all context-parallel ranks,
-    padding included."""
-    starts = torch.tensor((0, *lengths), dtype=torch.int32, device=device).cumsum(0, dtype=torch.int32)
+    """Packed sequences for attention and rotary embedding. lengths: tokens of each over all
+    context-parallel ranks, padding included."""
+    starts = torch.tensor((0, *lengths), dtype=torch.int32, device=device).cumsum(
+        0, dtype=torch.int32
+    )
     longest = max(lengths)
     return PackedSeqParams(
-        qkv_format="thd", cu_seqlens_q=starts, cu_seqlens_kv=starts, max_seqlen_q=longest, max_seqlen_kv=longest
+        qkv_format="thd",
+        cu_seqlens_q=starts,
+        cu_seqlens_kv=starts,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
     )
 
 
@@ -52,13 +58,15 @@ class Schedule:
         forward_only: bool = False,
         on_forward: Callable[[float], None] = lambda _: None,
     ) -> None:
-        """Collective. consume is called with (micro-batch, last stage's output), on_forward with the share of all
-        forward passes that is done; models: this rank's chunks."""
+        """Collective. consume is called with (micro-batch, last stage's output), on_forward with
+        the share of all forward passes that is done; models: this rank's chunks."""
         passes = itertools.count(1)
         for model in models:
             model.train(not forward_only)
 
-        def forward_step(data: Iterator[MicroBatch], model: Any) -> tuple[Tensor, Callable[..., Any]]:
+        def forward_step(
+            data: Iterator[MicroBatch], model: Any
+        ) -> tuple[Tensor, Callable[..., Any]]:
             microbatch = next(data)
             note_progress()  # for the watchdog
             on_forward(next(passes) / (len(microbatches) * len(models)))
@@ -90,11 +98,13 @@ class Schedule:
             core.output_layer.rows = microbatch.response_rows.to(device)
             core.output_layer.temperature = temperature
         if self.spec.num_experts:
-            parts, experts = self.mesh.tp_size if self.layout.sequence_parallel else 1, microbatch.experts
+            parts = self.mesh.tp_size if self.layout.sequence_parallel else 1
+            experts = microbatch.experts
             if experts is not None:
                 experts = experts.unflatten(1, (self.spec.num_layers, self.spec.experts_per_token))
             replay_experts(core, experts, self.mesh.tp_rank % parts, parts)
         ids = microbatch.ids[None].to(device)
         packed = packed_sequences(microbatch.lengths, device)
-        output: Tensor = model(ids, None, None, packed_seq_params=packed)  # rotary embeddings know positions
+        # Rotary embeddings know positions
+        output: Tensor = model(ids, None, None, packed_seq_params=packed)
         return output

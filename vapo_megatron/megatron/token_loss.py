@@ -1,4 +1,5 @@
-"""The interface between a loss and the layout (a model's outputs at local positions), and sums over ranks."""
+"""The interface between a loss and the layout (a model's outputs at local positions), and sums over
+ranks."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,8 +16,8 @@ from vapo_megatron.megatron.platform import current_platform
 
 
 class TokenLoss(Protocol):
-    """The objective of one optimizer step, as a sum over local positions. sums and maxima name the metrics it returns:
-    sums are added up over all ranks and micro-batches, maxima compared."""
+    """The objective of one optimizer step, as a sum over local positions. sums and maxima name the
+    metrics it returns: sums are added up over all ranks and micro-batches, maxima compared."""
 
     @property
     def sums(self) -> Sequence[str]: ...
@@ -24,20 +25,21 @@ class TokenLoss(Protocol):
     def maxima(self) -> Sequence[str]: ...
 
     def __call__(self, outputs: Tensor, local: "LocalTokens") -> tuple[Tensor, dict[str, Tensor]]:
-        """outputs: [t, 2] log-probs and entropies, or [t, n] of the value head, float32, of the local positions; where
-        no response token is, the loss must have weight 0. Returns the local sum (denominators are already in its
-        weights) and the metrics, detached scalars."""
+        """outputs: [t, 2] log-probs and entropies, or [t, n] of the value head, float32, of the
+        local positions; where no response token is, the loss must have weight 0. Returns the local
+        sum (denominators are already in its weights) and the metrics, detached scalars."""
 
 
 class LocalTokens(Protocol):
     """The t positions of a model's outputs as a loss sees them, however sequences are sharded."""
 
     def gather(self, values: Tensor) -> Tensor:
-        """A tensor over response tokens [T] at these positions [t]; 0 where no response token is."""
+        """A tensor over response tokens [T] at these positions [t]; 0 where no response token
+        is."""
 
     def sequence_mean(self, x: Tensor) -> Tensor:
-        """The mean of x [t] over the whole response that each position belongs to [t]; 0 where no response token is.
-        Carries no gradient. Collective: to be called on all ranks or on none."""
+        """The mean of x [t] over the whole response that each position belongs to [t]; 0 where no
+        response token is. Carries no gradient. Collective: to be called on all ranks or on none."""
 
 
 @dataclass(frozen=True)
@@ -55,10 +57,14 @@ class PackedTokens:
     def sequence_mean(self, x: Tensor) -> Tensor:
         lengths = list(self.microbatch.lengths)
         owner = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
-        owner = owner[local_positions(lengths, self.mesh.cp_size, self.mesh.cp_rank)].to(self.device)
+        owner = owner[local_positions(lengths, self.mesh.cp_size, self.mesh.cp_rank)].to(
+            self.device
+        )
         is_response = (self.microbatch.response_index >= 0).to(self.device)
         sums = torch.zeros(2, len(lengths), dtype=torch.float64, device=self.device)
-        sums.index_add_(1, owner, torch.stack((torch.where(is_response, x, 0), is_response)).double())
+        sums.index_add_(
+            1, owner, torch.stack((torch.where(is_response, x, 0), is_response)).double()
+        )
         if self.mesh.cp_size > 1:
             dist.all_reduce(sums, group=self.mesh.pg.cp)
         return torch.where(is_response, (sums[0] / sums[1].clamp(min=1))[owner], 0).to(x.dtype)
@@ -66,7 +72,8 @@ class PackedTokens:
 
 @dataclass
 class StepResult:
-    """The result of one optimizer step, the same on every rank. updated: false where the step was refused."""
+    """The result of one optimizer step, the same on every rank. updated: false where the step was
+    refused."""
 
     grad_norm: float
     lr: float
@@ -76,7 +83,7 @@ class StepResult:
 
 
 def sum_over_ranks(values: Tensor, group: Any = None) -> Tensor:
-    """Collective: sum of CPU tensors over all ranks, or over those of a model's group."""
+    """Collective: sum of CPU tensors over all ranks, or over a model's group."""
     return _over_ranks(values, dist.ReduceOp.SUM, group)
 
 
@@ -100,8 +107,9 @@ def in_place(
     width: int,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Collective: outputs of micro-batches of some samples, put at their response tokens of a batch, [T, width]. For a
-    Share, on the ranks that have its outputs, and [0, width] on the others."""
+    """Collective: outputs of micro-batches of some samples, put at their response tokens of a
+    batch, [T, width]. For a Share, on the ranks that have its outputs, and [0, width] on the
+    others."""
     if isinstance(samples, Share) and not mesh.is_output_rank:
         return torch.zeros(0, width, dtype=dtype)
     outputs = torch.zeros(batch.response_tokens, width, dtype=dtype)
@@ -113,7 +121,8 @@ def in_place(
 
 
 class MetricTotals:
-    """Sums and maxima of a loss's metrics: over micro-batches on the device, and over ranks at the end."""
+    """Sums and maxima of a loss's metrics: over micro-batches on the device, and over ranks at the
+    end."""
 
     def __init__(self, loss: TokenLoss, device: torch.device) -> None:
         self._sums = {name: torch.zeros((), device=device) for name in loss.sums}
@@ -137,7 +146,8 @@ class MetricTotals:
 
 
 def samples_done(samples: int, on_done: Callable[[int], None] | None) -> Callable[[float], None]:
-    """From the share of the work that is done, 0 to 1, to the number of samples done since the last call."""
+    """From the share of the work that is done, 0 to 1, to the number of samples done since the last
+    call."""
     reported = 0
 
     def on_forward(share: float) -> None:

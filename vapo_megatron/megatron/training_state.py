@@ -1,11 +1,14 @@
-"""The training state of a Trainable as one sharded state dict: weights, optimizer and schedule, for any layout.
+"""The training state of a Trainable as one sharded state dict: weights, optimizer and schedule, for
+any layout.
 
-Optimizer states are saved in the shapes of the parameters, under keys that begin with "optimizer.", so that they load
-at another tensor, pipeline, context or data-parallel size. Each data-parallel rank holds a range of most parameters. A
-parameter's states are gathered on one rank, a different one for each parameter, so that no rank holds more than its
-share. Megatron's own way ("fully_reshardable", 0.16.1) puts all of them together on every rank, or on the first, which
-takes 12 bytes a parameter of the whole model-parallel shard; and it reads them from wrong places where a buffer has
-padding between its parameters. Keys and shapes are the same, so either can read what the other wrote.
+Optimizer states are saved in the shapes of the parameters, under keys that begin with "optimizer.",
+so that they load at another tensor, pipeline, context or data-parallel size. Each data-parallel
+rank holds a range of most parameters. A parameter's states are gathered on one rank, a different
+one for each parameter, so that no rank holds more than its share. Megatron's own way
+("fully_reshardable", 0.16.1) puts all of them together on every rank, or on the first, which takes
+12 bytes a parameter of the whole model-parallel shard; and it reads them from wrong places where a
+buffer has padding between its parameters. Keys and shapes are the same, so either can read what the
+other wrote.
 """
 
 import random
@@ -19,7 +22,11 @@ import torch
 import torch.distributed as dist
 from megatron.core import tensor_parallel
 from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory, is_main_replica
+from megatron.core.dist_checkpointing.mapping import (
+    ShardedTensor,
+    ShardedTensorFactory,
+    is_main_replica,
+)
 from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
 from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
 from torch import Tensor
@@ -38,7 +45,8 @@ Load = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 def training_state(trainable: Trainable) -> dict[str, Any]:
-    """Collective: the state that dist_checkpointing saves; weights alone for a model without an optimizer."""
+    """Collective: the state that dist_checkpointing saves; weights alone for a model without an
+    optimizer."""
     state = _state(trainable)
     weights = {key: value for key, value in state.items() if key.startswith("model")}
     for part, saved in _optimizer_states(trainable, state):
@@ -47,16 +55,18 @@ def training_state(trainable: Trainable) -> dict[str, Any]:
 
 
 def load_training_state(trainable: Trainable, load: Load) -> None:
-    """Collective: load a prepared (or frozen) model; optimizer states are read in portions. Learning rates and decay
-    follow the current config, at the step that was saved. load: collective; fills a sharded state dict, as
-    dist_checkpointing.load does."""
+    """Collective: load a prepared (or frozen) model; optimizer states are read in portions.
+    Learning rates and decay follow the current config, at the step that was saved. load:
+    collective; fills a sharded state dict, as dist_checkpointing.load does."""
     loaded = load(_state(trainable))
     put_model_state(trainable.chunks, loaded)
     if trainable.optimizer is None:
         return
     for part, saved in _optimizer_states(trainable, loaded):
         groups = part.optimizer.param_groups
-        settings = [{key: value for key, value in group.items() if key not in _PROGRESS} for group in groups]
+        settings = [
+            {key: value for key, value in group.items() if key not in _PROGRESS} for group in groups
+        ]
         _load(part, saved)
         for group, before in zip(part.optimizer.param_groups, settings, strict=True):
             group.update(before)
@@ -75,7 +85,8 @@ def _state(trainable: Trainable) -> dict[str, Any]:
         return state
     parts = _parts(trainable)
     for part in parts:
-        # Megatron can neither save nor load an optimizer without states, and itself creates them by making a step.
+        # Megatron can neither save nor load an optimizer without states, and itself creates them by
+        # making a step.
         part.init_state_fn(part.optimizer, part.config)
         if isinstance(part.optimizer, Adam):
             _set_steps(part.optimizer)
@@ -87,18 +98,25 @@ def _state(trainable: Trainable) -> dict[str, Any]:
     return state
 
 
-def _optimizer_states(trainable: Trainable, state: dict[str, Any]) -> list[tuple[Any, dict[str, Any]]]:
+def _optimizer_states(
+    trainable: Trainable, state: dict[str, Any]
+) -> list[tuple[Any, dict[str, Any]]]:
     """Each optimizer of a model with its entry of a state dict."""
     if trainable.optimizer is None:
         return []
-    parts, states = _parts(trainable), state["optimizer"]
-    return [(part, states if len(parts) == 1 else states[index]) for index, part in enumerate(parts)]
+    parts = _parts(trainable)
+    states = state["optimizer"]
+    return [
+        (part, states if len(parts) == 1 else states[index]) for index, part in enumerate(parts)
+    ]
 
 
 def _load_states(part: Any, weights: dict[str, Any], load: Load) -> None:
-    """Collective: read one portion of the parameters after another, so that a rank holds one portion at a time. All
-    ranks read equally often, although pipeline stages differ in size."""
-    portions = list(batches(whole_parameters(part, weights), lambda whole: whole.nbytes, _READ_BYTES))
+    """Collective: read one portion of the parameters after another, so that a rank holds one
+    portion at a time. All ranks read equally often, although pipeline stages differ in size."""
+    portions = list(
+        batches(whole_parameters(part, weights), lambda whole: whole.nbytes, _READ_BYTES)
+    )
     most = torch.tensor(len(portions), device=current_platform().device)
     dist.all_reduce(most, op=dist.ReduceOp.MAX)
     for number in range(int(most)):
@@ -117,27 +135,38 @@ def _set_steps(inner: Adam) -> None:
     """torch's Adam counts steps in a tensor of each parameter."""
     for values in inner.state.values():
         step = values.get("step")
-        # A tensor of its own each: one that all of them shared would count a step for every parameter.
+        # A separate tensor each: one that all of them shared would count a step for every
+        # parameter.
         values["step"] = torch.zeros(()) if step is None else step.detach().clone()
 
 
 def _load(part: Any, state: dict[str, Any]) -> None:
     """Megatron's load_state_dict, with the step counters that each Adam wants."""
     inner = part.optimizer
-    part.load_state_dict({key: value for key, value in state.items() if not key.startswith(_STATES)})
+    part.load_state_dict(
+        {key: value for key, value in state.items() if not key.startswith(_STATES)}
+    )
     if isinstance(inner, Adam):
         _set_steps(inner)
     for group in inner.param_groups:
         if "step" in group:
-            group["step"] = int(group["step"])  # fused ones take no float, and torch's Adam saves one
+            # Fused ones take no float, and torch's Adam saves one
+            group["step"] = int(group["step"])
 
 
 def rng_state() -> dict[str, Any]:
-    """The state of Python's, numpy's, torch's and Megatron's generators; torch.load(weights_only=True) reads it."""
+    """The state of Python's, numpy's, torch's and Megatron's generators;
+    torch.load(weights_only=True) reads it."""
     kind, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
     state: dict[str, Any] = {
         "python": random.getstate(),
-        "numpy": (kind, torch.from_numpy(np.asarray(keys, dtype=np.int64)), position, has_gauss, gauss),
+        "numpy": (
+            kind,
+            torch.from_numpy(np.asarray(keys, dtype=np.int64)),
+            position,
+            has_gauss,
+            gauss,
+        ),
         "torch": torch.get_rng_state(),
         "megatron": dict(tensor_parallel.get_cuda_rng_tracker().get_states()),
     }
@@ -162,17 +191,19 @@ Sharded: TypeAlias = ShardedTensor | ShardedTensorFactory
 # float32 in a checkpoint, whatever the optimizer keeps.
 _SAVED = ("param", "exp_avg", "exp_avg_sq")
 _BYTES = 4 * len(_SAVED)
-# Host memory of what is read together; a larger parameter is read alone.
+# Host memory of the parameters read together; a larger parameter is read alone.
 _READ_BYTES = 2 << 30
-# Bytes gathered at once, which take twice as much of the device; a larger parameter is gathered alone.
+# Bytes gathered at once, which take twice as much of the device; a larger parameter is gathered
+# alone.
 _GATHERED_BYTES = 256 << 20
 
 
 @dataclass(frozen=True)
 class WholeParameter:
-    """A parameter as a checkpoint sees it: its index in the optimizer, the same on all data-parallel ranks; this rank's
-    parameter, whole with respect to data parallelism; its place in the saved model; and the range [start, stop) of the
-    flattened parameter whose states each data-parallel rank holds, possibly empty."""
+    """A parameter as a checkpoint sees it: its index in the optimizer, the same on all
+    data-parallel ranks; this rank's parameter, whole with respect to data parallelism; its place in
+    the saved model; and the range [start, stop) of the flattened parameter whose states each
+    data-parallel rank holds, possibly empty."""
 
     index: int
     parameter: Tensor
@@ -197,7 +228,8 @@ class WholeParameter:
 
 
 def whole_parameters(part: Any, model_state: Mapping[str, Any]) -> list[WholeParameter]:
-    """The parameters of an optimizer, in its order. model_state: weights.torch_dist.model_state of the same chunks."""
+    """The parameters of an optimizer, in its order. model_state: weights.torch_dist.model_state of
+    the same chunks."""
     sharded, _ = extract_sharded_tensors_and_factories(dict(model_state))
     by_parameter = {id(value.data): value for value in nested_values(sharded)}
     count = part.data_parallel_group.size()
@@ -206,16 +238,21 @@ def whole_parameters(part: Any, model_state: Mapping[str, Any]) -> list[WholePar
         for parameter, (start, stop, number) in buffer.param_index_map.items():
             bucket = buffer.buckets[number]
             share = bucket.grad_data.numel() // count
-            cuts = (min(max(bucket.offset + rank * share, start), stop) - start for rank in range(count + 1))
+            cuts = (
+                min(max(bucket.offset + rank * share, start), stop) - start
+                for rank in range(count + 1)
+            )
             ranges = tuple(pairwise(cuts))
-            parameters.append(WholeParameter(len(parameters), parameter, by_parameter[id(parameter)], ranges))
+            parameters.append(
+                WholeParameter(len(parameters), parameter, by_parameter[id(parameter)], ranges)
+            )
     return parameters
 
 
 def gathered_states(part: Any, model_state: Mapping[str, Any]) -> dict[int, dict[str, Sharded]]:
-    """Collective: the states to be saved, in host memory, by parameter index; each parameter's states are on one rank.
-    Ranks that only hold copies of what others save (tensor-parallel ones of a norm, the last pipeline stage of tied
-    embeddings) get none."""
+    """Collective: the states to be saved, in host memory, by parameter index; each parameter's
+    states are on one rank. Ranks that only hold copies of what others save (tensor-parallel ones of
+    a norm, the last pipeline stage of tied embeddings) get none."""
     group = part.data_parallel_group
     parameters = whole_parameters(part, model_state)
     # Whoever saves a parameter's states does so as the first of the ranks that hold them.
@@ -227,14 +264,18 @@ def gathered_states(part: Any, model_state: Mapping[str, Any]) -> dict[int, dict
         if is_main_replica(replica_id):
             owner = held.index(min(held))
             held[owner] += whole.parameter.numel()
-            placed.append((replace(whole, sharded=replace(whole.sharded, replica_id=replica_id)), owner))
+            placed.append(
+                (replace(whole, sharded=replace(whole.sharded, replica_id=replica_id)), owner)
+            )
     saved: dict[int, dict[str, Sharded]] = {}
     for batch in batches(placed, lambda pair: pair[0].nbytes, _GATHERED_BYTES):
         saved |= _gather(part, batch)
     return saved
 
 
-def put_states(part: Any, portion: Sequence[WholeParameter], loaded: Mapping[int, Mapping[str, Tensor]]) -> None:
+def put_states(
+    part: Any, portion: Sequence[WholeParameter], loaded: Mapping[int, Mapping[str, Tensor]]
+) -> None:
     """Copy this rank's ranges of loaded states into the optimizer."""
     rank = part.data_parallel_group.rank()
     for whole in portion:
@@ -248,21 +289,30 @@ def put_states(part: Any, portion: Sequence[WholeParameter], loaded: Mapping[int
             part._set_main_param_and_optimizer_states(whole.parameter, tensors)
 
 
-def _gather(part: Any, batch: Sequence[tuple[WholeParameter, int]]) -> dict[int, dict[str, Sharded]]:
-    """Collective over the data-parallel ranks, one exchange: the states of parameters, in host memory, each on its
-    owner. A rank sends only what it holds, ordered by owner, parameter and state."""
-    group, device = part.data_parallel_group, current_platform().device
-    rank, pieces, sent = group.rank(), [torch.empty(0, dtype=torch.float32, device=device)], [0] * group.size()
+def _gather(
+    part: Any, batch: Sequence[tuple[WholeParameter, int]]
+) -> dict[int, dict[str, Sharded]]:
+    """Collective over the data-parallel ranks, one exchange: the states of parameters, in host
+    memory, each on its owner. A rank sends only its parts, ordered by owner, parameter and
+    state."""
+    group = part.data_parallel_group
+    device = current_platform().device
+    rank = group.rank()
+    pieces = [torch.empty(0, dtype=torch.float32, device=device)]
+    sent = [0] * group.size()
     for receiver in range(group.size()):
         for whole, owner in batch:
             start, stop = whole.ranges[rank]
             if owner == receiver and stop > start:
                 held = part._get_main_param_and_optimizer_states(whole.parameter)
-                pieces += [held[name].detach().flatten().to(device, torch.float32) for name in _SAVED]
+                pieces += [
+                    held[name].detach().flatten().to(device, torch.float32) for name in _SAVED
+                ]
                 sent[receiver] += len(_SAVED) * (stop - start)
     mine = [whole for whole, owner in batch if owner == rank]
     received = [
-        len(_SAVED) * sum(stop - start for start, stop in (w.ranges[r] for w in mine)) for r in range(len(sent))
+        len(_SAVED) * sum(stop - start for start, stop in (w.ranges[r] for w in mine))
+        for r in range(len(sent))
     ]
     came = torch.empty(sum(received), dtype=torch.float32, device=device)
     dist.all_to_all_single(came, torch.cat(pieces), received, sent, group=group)
@@ -275,8 +325,12 @@ def _gather(part: Any, batch: Sequence[tuple[WholeParameter, int]]) -> dict[int,
     states = {}
     for whole in mine:
         cut = [
-            {name: take(sender, stop - start) for name in _SAVED} for sender, (start, stop) in enumerate(whole.ranges)
+            {name: take(sender, stop - start) for name in _SAVED}
+            for sender, (start, stop) in enumerate(whole.ranges)
         ]
-        tensors = {name: torch.cat([piece[name] for piece in cut]).view(whole.parameter.shape) for name in _SAVED}
+        tensors = {
+            name: torch.cat([piece[name] for piece in cut]).view(whole.parameter.shape)
+            for name in _SAVED
+        }
         states[whole.index] = whole.states(tensors, whole.sharded)
     return states
