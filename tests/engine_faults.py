@@ -16,7 +16,7 @@ _SLOW_SECONDS = 0.5
 
 
 def processes_of(url: str) -> dict[str, int]:
-    """Process ids of the server that listens at a URL, by role; those of any rank of this job."""
+    """Process ids of the server that listens at a URL, by role, on any rank of this job."""
     for process in psutil.process_iter():
         try:
             if (
@@ -33,8 +33,10 @@ def processes_of(url: str) -> dict[str, int]:
 
 
 def disturb(faults: dict[int, tuple[str, int]]) -> None:
-    """Before its n-th request of generation is answered, do something to the server that is asked."""
-    generate, calls = EngineClient.generate, 0
+    """Before its n-th request of generation is answered, do something to the server that is
+    asked."""
+    generate = EngineClient.generate
+    calls = 0
 
     async def disturbed(client: EngineClient, *args: Any, **kwargs: Any) -> Any:
         nonlocal calls
@@ -54,8 +56,10 @@ def disturb(faults: dict[int, tuple[str, int]]) -> None:
 
 
 def reset_connections(every: int) -> None:
-    """Cut the connection of each `every`-th request of generation soon after it was sent, and all others with it."""
-    generate, calls = EngineClient.generate, 0
+    """Cut the connection of each `every`-th request of generation soon after it was sent, and all
+    others with it."""
+    generate = EngineClient.generate
+    calls = 0
 
     async def cut(client: EngineClient, *args: Any, **kwargs: Any) -> Any:
         nonlocal calls
@@ -82,17 +86,22 @@ def slow_down_the_disk() -> None:
 
 def set_the_clock(after: float, by: float) -> None:
     """The time of day jumps once, for all processes of the run that are forked."""
-    clock, jumps_at = time.time, time.monotonic() + after
+    clock = time.time
+    jumps_at = time.monotonic() + after
     time.time = lambda: clock() + (by if time.monotonic() > jumps_at else 0.0)
 
 
 def same_run(run_dir: Path, undisturbed: Path) -> list[dict[str, Any]]:
-    """The rows of a run whose weights and metrics equal those of the undisturbed one to the bit."""
-    rows, expected = attempts.metrics(run_dir), attempts.metrics(undisturbed)
+    """The rows of a run whose weights and metrics equal the undisturbed one's to the bit."""
+    rows = attempts.metrics(run_dir)
+    expected = attempts.metrics(undisturbed)
     for row, other in zip(rows, expected, strict=True):
         apart = {name for name in row.keys() | other.keys() if row.get(name) != other.get(name)}
-        if row.get("rollout/engines") == 0:  # asked to stop while its only engine started: nobody was probed
-            apart = {name for name in apart if not name.startswith("rollout/train_infer_logprob_diff")}
+        # Asked to stop while its only engine started: nobody was probed
+        if row.get("rollout/engines") == 0:
+            apart = {
+                name for name in apart if not name.startswith("rollout/train_infer_logprob_diff")
+            }
         assert apart <= {"rollout/engine_failures", "rollout/engines"}, apart
     for path in sorted((undisturbed / "hf").rglob("*.safetensors")):
         assert path.read_bytes() == (run_dir / path.relative_to(undisturbed)).read_bytes(), path

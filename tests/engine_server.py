@@ -1,4 +1,5 @@
-"""Real SGLang servers on tiny random models, shared by all tests that need no more of them (a pytest plugin)."""
+"""Real SGLang servers on tiny random models, shared by all tests that need no more of them (a
+pytest plugin)."""
 
 import os
 from collections.abc import Iterator
@@ -11,7 +12,8 @@ from transformers import Qwen3ForCausalLM
 from vapo_megatron.config.rollout import RolloutConfig
 from vapo_megatron.engines.server.process import EngineAddress, EngineServer
 
-# On a GPU, compile kernels when they are met: DeepGEMM otherwise spends minutes on all that an engine may ever need.
+# On a GPU, compile kernels when they are met: DeepGEMM otherwise spends minutes on all that an
+# engine may ever need.
 os.environ.setdefault("SGLANG_JIT_DEEPGEMM_PRECOMPILE", "0")
 
 
@@ -34,12 +36,18 @@ def model_path(model: Qwen3ForCausalLM, tmp_path_factory: pytest.TempPathFactory
 
 @pytest.fixture(scope="session")
 def config() -> RolloutConfig:
-    return RolloutConfig(max_running_requests=64, max_total_tokens=16384, start_timeout_s=120, collect_timeout_s=60)
+    return RolloutConfig(
+        max_running_requests=64, max_total_tokens=16384, start_timeout_s=120, collect_timeout_s=60
+    )
 
 
 @pytest.fixture(scope="session")
-def server(model_path: Path, config: RolloutConfig, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineServer]:
-    with EngineServer(model_path, config, "float32", tmp_path_factory.mktemp("logs") / "engine.log") as running:
+def server(
+    model_path: Path, config: RolloutConfig, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[EngineServer]:
+    with EngineServer(
+        model_path, config, "float32", tmp_path_factory.mktemp("logs") / "engine.log"
+    ) as running:
         yield running
 
 

@@ -5,7 +5,8 @@ import socket
 
 
 def free_port() -> int:
-    """One that is free, below those that the system gives to whoever asks for any: no other test gets it meanwhile."""
+    """One that is free, below those that the system gives to whoever asks for any: no other test
+    gets it meanwhile."""
     chosen = random.Random()
     while True:
         port = chosen.randrange(20_000, 30_000)

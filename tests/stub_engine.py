@@ -1,4 +1,5 @@
-"""A server of two processes that tells of itself as an engine does, and starts in a moment; it writes nothing."""
+"""A server of two processes that tells of itself as an engine does, and starts in a moment; it
+writes nothing."""
 
 import os
 import shutil
@@ -23,7 +24,8 @@ class StubServer:
     def __init__(self, folder: Path) -> None:
         with socket.create_server(("127.0.0.1", 0)) as free:
             self._port = free.getsockname()[1]
-        self._folder, self.starts = folder, 0
+        self._folder = folder
+        self.starts = 0
         self._process: subprocess.Popen[bytes] | None = None
         self._scratch: str | None = None
 
@@ -41,9 +43,16 @@ class StubServer:
     def start(self) -> None:
         self.starts += 1
         self._scratch = tempfile.mkdtemp()
-        environment = os.environ | {"TMPDIR": self._scratch, "PYTHONPATH": str(Path(vapo_megatron.__file__).parents[1])}
+        environment = os.environ | {
+            "TMPDIR": self._scratch,
+            "PYTHONPATH": str(Path(vapo_megatron.__file__).parents[1]),
+        }
         environment["STUB_PROTOCOL"] = str(PROTOCOL)
-        command = [sys.executable, str(Path(__file__).with_name("stub_engine_main.py")), str(self._port)]
+        command = [
+            sys.executable,
+            str(Path(__file__).with_name("stub_engine_main.py")),
+            str(self._port),
+        ]
         self._process = subprocess.Popen(command, env=environment, start_new_session=True)
 
     start_again = start
@@ -66,14 +75,28 @@ class StubServer:
             time.sleep(0.05)
 
     def lost(self) -> str | None:
-        return next(iter(lost_processes(self._scratch)), None) if self._scratch is not None else None
+        return (
+            next(iter(lost_processes(self._scratch)), None) if self._scratch is not None else None
+        )
 
     def end(self, cause: str) -> Path:
         self.stop()
         return self._folder / "engine.ended1.log"
 
+    leads = True
+
+    def lost_elsewhere(self) -> str | None:
+        return None
+
+    def is_closed(self) -> bool:
+        return False
+
+    def close(self) -> None:
+        self.stop()
+
     def stop(self) -> None:
-        process, self._process = self._process, None
+        process = self._process
+        self._process = None
         if process is not None:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()

@@ -1,4 +1,5 @@
-"""The program of stub_engine.StubServer: python stub_engine_main.py PORT; its folder of temporary files is TMPDIR."""
+"""The program of stub_engine.StubServer: python stub_engine_main.py PORT; its folder of temporary
+files is TMPDIR."""
 
 import asyncio
 import json

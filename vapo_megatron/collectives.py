@@ -31,7 +31,8 @@ def on_rank_zero(function: Callable[[], T]) -> T:
 
 
 def gather_values(value: T, group: Any = None) -> list[T]:
-    """Collective: on each rank, the picklable values of all ranks of a group, or of the world, in order of rank."""
+    """Collective: on each rank, the picklable values of all ranks of a group, or of the world, in
+    order of rank."""
     values: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return values

@@ -17,21 +17,23 @@ from safetensors.numpy import save
 
 from vapo_megatron.config.rollout import RolloutConfig, SamplingConfig
 from vapo_megatron.data.sample import Prompt
-from vapo_megatron.engines.dispatcher import Dispatcher
 from vapo_megatron.engines.inside import columns
 from vapo_megatron.engines.inside.heartbeat import END_PATH
-from vapo_megatron.engines.request import GenerationRequest
 from vapo_megatron.engines.server.client import EngineClient, EngineWrong
 from vapo_megatron.engines.server.process import EngineAddress
 from vapo_megatron.errors import RunFailed, TryAgain
 from vapo_megatron.loop_thread import LoopThread
+from vapo_megatron.rollout.dispatcher import Dispatcher
+from vapo_megatron.rollout.request import GenerationRequest
 from vapo_megatron.weights.routed_experts import ExpertChoices
 
 GROUPS = 100
 
 
 @asynccontextmanager
-async def served(handler: Callable[[web.Request], Coroutine[Any, Any, web.Response]]) -> AsyncIterator[str]:
+async def served(
+    handler: Callable[[web.Request], Coroutine[Any, Any, web.Response]],
+) -> AsyncIterator[str]:
     """A server of one answer to everything; its URL."""
     application = web.Application()
     application.router.add_post("/{path}", handler)
@@ -69,8 +71,11 @@ def test_a_call_while_connections_are_being_closed_opens_its_own() -> None:
     asyncio.run(calls())
 
 
-def test_connections_that_are_closed_while_they_open_are_a_server_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its name is being looked up; a group whose task seemed to be cancelled would be waited for until a timeout."""
+def test_connections_closed_while_opening_mean_a_lost_server(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its name is being looked up; a group whose task seemed to be cancelled would be waited for
+    until a timeout."""
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: time.sleep(0.3) or [])
 
     async def calls() -> None:
@@ -102,7 +107,9 @@ def test_want_of_sockets_is_not_the_servers_fault(few_files: Callable[[int], Non
     async def call() -> None:
         client = EngineClient(EngineAddress("http://127.0.0.1:9", "no log"), 5.0)
         few_files(0)
-        with pytest.raises(RunFailed, match="Too many open files; each group on its way takes one, raise the limit"):
+        with pytest.raises(
+            RunFailed, match="Too many open files; each group in flight takes one, raise the limit"
+        ):
             await client.resume()
         few_files(100)
         await client.close()
@@ -110,7 +117,9 @@ def test_want_of_sockets_is_not_the_servers_fault(few_files: Callable[[int], Non
     asyncio.run(call())
 
 
-def test_more_groups_are_on_their_way_than_a_shell_allows_files(few_files: Callable[[int], None]) -> None:
+def test_more_groups_are_on_their_way_than_a_shell_allows_files(
+    few_files: Callable[[int], None],
+) -> None:
     """1,024 in most shells, which 1,024 GPUs exceed; the system allows far more."""
     there: set[int] = set()
 
@@ -119,22 +128,39 @@ def test_more_groups_are_on_their_way_than_a_shell_allows_files(few_files: Calla
         there.add(body["input_ids"][0][0])
         while len(there) < GROUPS:
             await asyncio.sleep(0.01)
-        meta = {"finish_reason": {"type": "stop"}, "weight_versions": [{"version": "0", "start": 0, "end": 1}]}
-        response = {"output_ids": [1], "meta_info": meta | {"output_token_logprobs": [[0.0, 1, None]]}}
+        meta = {
+            "finish_reason": {"type": "stop"},
+            "weight_versions": [{"version": "0", "start": 0, "end": 1}],
+        }
+        response = {
+            "output_ids": [1],
+            "meta_info": meta | {"output_token_logprobs": [[0.0, 1, None]]},
+        }
         return web.Response(body=columns.pack([response]), content_type=columns.MEDIA_TYPE)
 
-    loop, servers = LoopThread(), served(answer)
+    loop = LoopThread()
+    servers = served(answer)
     url = loop.run(servers.__aenter__())
     few_files(GROUPS)
     prompts = [Prompt(str(n), "", "", (n,), cursor=n) for n in range(GROUPS)]
     config = RolloutConfig(collect_timeout_s=20)
     with Dispatcher([EngineAddress(url, "no log")], config, [1]) as dispatcher:
-        assert len(dispatcher.collect(GenerationRequest(prompts, 1, SamplingConfig(max_new_tokens=1), 0, 0))) == GROUPS
+        assert (
+            len(
+                dispatcher.collect(
+                    GenerationRequest(prompts, 1, SamplingConfig(max_new_tokens=1), 0, 0)
+                )
+            )
+            == GROUPS
+        )
     loop.run(servers.__aexit__(None, None, None))
     loop.close()
 
 
-META = {"finish_reason": {"type": "stop"}, "weight_versions": [{"version": "0", "start": 0, "end": 1}]}
+META = {
+    "finish_reason": {"type": "stop"},
+    "weight_versions": [{"version": "0", "start": 0, "end": 1}],
+}
 RIGHT = {"output_ids": [1], "meta_info": META | {"output_token_logprobs": [[0.0, 1, None]]}}
 
 
@@ -160,14 +186,15 @@ def message_of(ids: list[int], count: int = 1, **meta: Any) -> bytes:
         (save({}), "KeyError: 'meta'"),
         (save({"meta": np.frombuffer(b"[7", np.uint8)}), "JSONDecodeError"),
         (save({"meta": np.frombuffer(b"[{}]", np.uint8)}), "KeyError: '0/token_ids'"),
-        (message_of([10**6]), "tokens 1000000 to 1000000, the model has 32"),
-        (message_of([-1]), "tokens -1 to -1"),
-        (message_of([1, 1]), "a response of 2 tokens came, at most 1 were asked for"),
+        (message_of([10**6]), "token ids 1000000 to 1000000, outside the"),
+        (message_of([-1]), "token ids -1 to -1"),
+        (message_of([1, 1]), "a response has 2 tokens, at most 1 were requested"),
     ],
     ids=lambda value: "" if isinstance(value, bytes) else value[:20],
 )
-def test_what_no_engine_can_have_written_is_its_own_fault_and_not_the_runs(content: bytes, why: str) -> None:
-    """Its groups go to another engine; where there is none and nobody replaces it, the error names it."""
+def test_impossible_output_is_the_engines_fault_and_not_the_runs(content: bytes, why: str) -> None:
+    """Its groups go to another engine; where there is none and nobody replaces it, the error names
+    it."""
     kind = "text/html" if content.startswith(b"<") else columns.MEDIA_TYPE
     asked: list[str] = []
 
@@ -179,15 +206,21 @@ def test_what_no_engine_can_have_written_is_its_own_fault_and_not_the_runs(conte
         await asyncio.sleep(0.01)
         return web.Response(body=columns.pack([RIGHT]), content_type=columns.MEDIA_TYPE)
 
-    loop, servers = LoopThread(), [served(malformed), served(right)]
+    loop = LoopThread()
+    servers = [served(malformed), served(right)]
     sick, healthy = (EngineAddress(loop.run(server.__aenter__()), "no log") for server in servers)
     prompts = [Prompt(str(n), "", "", (n,), cursor=n) for n in range(4)]
     request = GenerationRequest(prompts, 1, SamplingConfig(max_new_tokens=1), 0, 0)
     config = RolloutConfig(collect_timeout_s=20)
     with Dispatcher([sick, healthy], config, [1], are_replaced=True, vocabulary=32) as dispatcher:
         assert [sample.response_ids.tolist() for sample in dispatcher.collect(request)] == [[1]] * 4
-    assert asked.count(f"/{columns.PATH}") >= 1 and f"/{END_PATH}" in asked, "its owner starts another one"
-    with Dispatcher([sick], config, [1], vocabulary=32) as dispatcher, pytest.raises(EngineWrong, match=why) as told:
+    assert asked.count(f"/{columns.PATH}") >= 1 and f"/{END_PATH}" in asked, (
+        "its owner starts another one"
+    )
+    with (
+        Dispatcher([sick], config, [1], vocabulary=32) as dispatcher,
+        pytest.raises(EngineWrong, match=why) as told,
+    ):
         dispatcher.collect(request)
     assert sick.url in str(told.value)
     for server in servers:
@@ -198,7 +231,7 @@ def test_what_no_engine_can_have_written_is_its_own_fault_and_not_the_runs(conte
 @pytest.mark.parametrize(
     "content", ["<html>", "[]", "[{}]", '[{"meta_info": {"input_token_logprobs": [[0, 1]]}}]', "7"]
 )
-def test_a_probe_that_is_answered_with_nonsense_is_the_engines_fault(content: str) -> None:
+def test_nonsense_answer_to_a_probe_is_the_engines_fault(content: str) -> None:
     async def answer(request: web.Request) -> web.Response:
         return web.Response(text=content)
 
@@ -215,23 +248,34 @@ def test_a_probe_that_is_answered_with_nonsense_is_the_engines_fault(content: st
 @pytest.mark.parametrize("start", [0, 3])
 @pytest.mark.parametrize("heeds", [True, False])
 def test_experts_come_from_the_token_on_that_was_asked_for(start: int, heeds: bool) -> None:
-    """heeds: whether the server leaves out what was not asked for; other numbers of rows than expected are refused."""
+    """heeds: whether the server omits unrequested fields; other numbers of rows than
+    expected are refused."""
 
     async def answer(request: web.Request) -> web.Response:
         body = await request.json()
         tokens = [*body["input_ids"][0], 9]
         rows = [[token, 0] for token in tokens[body["routed_experts_start_len"] * heeds : -1]]
-        meta = {"finish_reason": {"type": "stop"}, "weight_versions": [{"version": "0", "start": 0, "end": 1}]}
+        meta = {
+            "finish_reason": {"type": "stop"},
+            "weight_versions": [{"version": "0", "start": 0, "end": 1}],
+        }
         meta["routed_experts"] = base64.b64encode(np.array(rows, dtype=np.int32).tobytes()).decode()
-        response = {"output_ids": [9], "meta_info": meta | {"output_token_logprobs": [[0.0, 9, None]]}}
-        message = columns.pack([response], ExpertChoices(**body["expert_choices"]), body["input_ids"])
+        response = {
+            "output_ids": [9],
+            "meta_info": meta | {"output_token_logprobs": [[0.0, 9, None]]},
+        }
+        message = columns.pack(
+            [response], ExpertChoices(**body["expert_choices"]), body["input_ids"]
+        )
         return web.Response(body=message, content_type=columns.MEDIA_TYPE)
 
     async def call() -> list[list[int]]:
         async with served(answer) as url:
             client = EngineClient(EngineAddress(url, "no log"), 5.0)
             try:
-                (found,) = await client.generate([[4, 5, 6, 7]], [{}], ExpertChoices(1, 16, 2, start))
+                (found,) = await client.generate(
+                    [[4, 5, 6, 7]], [{}], ExpertChoices(1, 16, 2, start)
+                )
             finally:
                 await client.close()
             assert found.routed_experts is not None

@@ -6,7 +6,9 @@ import pytest
 from vapo_megatron.engines.server.environment import engine_environment
 
 
-def environment(own: dict[str, str], devices: list[int], scratch: Path, **facts: bool) -> dict[str, str]:
+def environment(
+    own: dict[str, str], devices: list[int], scratch: Path, **facts: bool
+) -> dict[str, str]:
     return engine_environment(own, scratch, devices, **({"float32": False} | facts))  # type: ignore[arg-type]
 
 
@@ -21,9 +23,12 @@ def test_a_server_sees_the_gpus_of_its_ranks(
     assert environment(own, devices, tmp_path)["CUDA_VISIBLE_DEVICES"] == expected
 
 
-@pytest.mark.parametrize("name", ["libcudart.so.13.0.48", "libcudart.so.13", "libcudart-9335f6a2.so.13"])
-def test_the_cuda_runtime_of_this_process_is_found_before_python_starts(name: str, tmp_path: Path) -> None:
-    runtime, scratch = tmp_path / name, tmp_path / "scratch"
+@pytest.mark.parametrize(
+    "name", ["libcudart.so.13.0.48", "libcudart.so.13", "libcudart-9335f6a2.so.13"]
+)
+def test_cuda_runtime_of_this_process_found_before_python_starts(name: str, tmp_path: Path) -> None:
+    runtime = tmp_path / name
+    scratch = tmp_path / "scratch"
     runtime.write_bytes(bytes(mmap.PAGESIZE))
     scratch.mkdir()
     with runtime.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ):
@@ -45,4 +50,7 @@ def test_both_ends_of_a_broadcast_share_memory_in_the_same_way(tmp_path: Path) -
     """SGLang sets NCCL_CUMEM_ENABLE=0 where it is not set, a trainer's NCCL decides by itself."""
     assert "NCCL_CUMEM_ENABLE" not in environment({}, [0], tmp_path)
     assert environment({}, [0], tmp_path, elsewhere=True)["NCCL_CUMEM_ENABLE"] == "-2"
-    assert environment({"NCCL_CUMEM_ENABLE": "0"}, [0], tmp_path, elsewhere=True)["NCCL_CUMEM_ENABLE"] == "0"
+    assert (
+        environment({"NCCL_CUMEM_ENABLE": "0"}, [0], tmp_path, elsewhere=True)["NCCL_CUMEM_ENABLE"]
+        == "0"
+    )

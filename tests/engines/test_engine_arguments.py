@@ -15,10 +15,13 @@ def arguments_of(python: Python, tmp_path: Path):
     """A function from a config to the command line of its server."""
 
     def start(config: RolloutConfig, dtype: str, devices: range | None) -> list[str]:
-        server, programs = EngineServer("model", config, dtype, tmp_path / "engine.log", devices), []
+        server = EngineServer("model", config, dtype, tmp_path / "engine.log", devices)
+        programs = []
         server.start()
-        end = time.monotonic() + 30
-        while not (served := [arguments for arguments, _ in programs if "owner_guard" not in arguments[1]]):
+        end = time.monotonic() + 120
+        while not (
+            served := [arguments for arguments, _ in programs if "owner_guard" not in arguments[1]]
+        ):
             assert time.monotonic() < end, (tmp_path / "engine.log").read_text()
             time.sleep(0.02)
             programs += python.programs()
@@ -28,8 +31,9 @@ def arguments_of(python: Python, tmp_path: Path):
     return start
 
 
-def test_batch_invariant_kernels_are_a_choice_on_gpus_and_the_rule_elsewhere(arguments_of) -> None:
-    flag, gpu = "--enable-deterministic-inference", range(1)
+def test_batch_invariant_kernels_are_a_choice_on_gpus_only(arguments_of) -> None:
+    flag = "--enable-deterministic-inference"
+    gpu = range(1)
     assert flag not in arguments_of(RolloutConfig(), "bfloat16", gpu)
     assert flag in arguments_of(RolloutConfig(deterministic=True), "bfloat16", gpu)
     assert flag in arguments_of(RolloutConfig(), "float32", gpu)
@@ -37,7 +41,9 @@ def test_batch_invariant_kernels_are_a_choice_on_gpus_and_the_rule_elsewhere(arg
     assert flag not in arguments_of(RolloutConfig(deterministic=False), "bfloat16", None)
 
 
-def test_logits_of_bfloat16_engines_are_made_in_float32_unless_the_user_takes_it_back(arguments_of) -> None:
+def test_bfloat16_engines_compute_float32_logits_by_default(
+    arguments_of,
+) -> None:
     flag = "--enable-fp32-lm-head"
     assert flag in arguments_of(RolloutConfig(), "bfloat16", range(1))
     assert flag not in arguments_of(RolloutConfig(), "float32", None)
@@ -55,4 +61,24 @@ def test_the_log_of_an_engine_that_ended_with_its_rank_stays(arguments_of, tmp_p
     (tmp_path / "engine.log").write_text("why it ended")
     for _ in range(2):
         arguments_of(RolloutConfig(), "bfloat16", None)
-    assert (tmp_path / "engine.ended1.log").read_text() == "why it ended" and (tmp_path / "engine.ended2.log").exists()
+    assert (tmp_path / "engine.ended1.log").read_text() == "why it ended" and (
+        tmp_path / "engine.ended2.log"
+    ).exists()
+
+
+@pytest.mark.parametrize(
+    ("settings", "tokens"),
+    [
+        ({}, 65536),
+        ({"context_length": 192, "max_running_requests": 96}, 18432),
+        ({"context_length": 8192}, 65536),
+        ({"context_length": 192, "max_total_tokens": 4096}, 4096),
+    ],
+)
+def test_cache_without_a_gpu_holds_running_responses(
+    arguments_of, settings: dict[str, int], tokens: int
+) -> None:
+    arguments = arguments_of(RolloutConfig(**settings), "float32", None)
+    assert arguments[arguments.index("--max-total-tokens") + 1] == str(tokens)
+    on_gpu = arguments_of(RolloutConfig(context_length=192), "float32", range(1))
+    assert "--max-total-tokens" not in on_gpu

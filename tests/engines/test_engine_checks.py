@@ -1,4 +1,5 @@
-"""Engines over nodes: what is found out about them before anything is started, on nodes of two GPUs."""
+"""Engines over nodes: checks before anything is started, on nodes of two
+GPUs."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -8,9 +9,9 @@ import pytest
 from stand_ins import Python
 from tiny_runs import make_model, train_config
 
+from vapo_megatron.checks import preflight, sizes
 from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.errors import BadInput
-from vapo_megatron.run import first_checks, preflight
 
 
 @pytest.fixture(autouse=True)
@@ -21,12 +22,18 @@ def node_of_two_gpus(monkeypatch: pytest.MonkeyPatch, gpus: Callable[[int], None
 
 
 def config_of(folder: Path, **rollout: Any) -> TrainConfig:
-    return TrainConfig.model_validate(train_config(folder, make_model(folder / "model")) | {"rollout": rollout})
+    return TrainConfig.model_validate(
+        train_config(folder, make_model(folder / "model")) | {"rollout": rollout}
+    )
 
 
 @pytest.mark.parametrize(("tp", "devices"), [(1, "4"), (2, "4,5")])
-def test_arguments_are_those_of_the_first_engine(tmp_path: Path, python: Python, tp: int, devices: str) -> None:
-    preflight.first_engine(config_of(tmp_path, tp=tp, server_args={"ep_size": tp}), None).check_arguments()
+def test_arguments_are_those_of_the_first_engine(
+    tmp_path: Path, python: Python, tp: int, devices: str
+) -> None:
+    preflight.first_engine(
+        config_of(tmp_path, tp=tp, server_args={"ep_size": tp}), None
+    ).check_arguments()
     ((arguments, environment),) = python.programs()
     assert environment["CUDA_VISIBLE_DEVICES"] == devices
     assert arguments[-2:] == ["--ep-size", str(tp)]
@@ -34,15 +41,5 @@ def test_arguments_are_those_of_the_first_engine(tmp_path: Path, python: Python,
 
 def test_an_engine_is_on_one_node(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match=r"rollout\.tp=4 does not divide the 2 GPUs of a node"):
-        first_checks.check_rollout_groups(config_of(tmp_path, tp=4), 8)
-    first_checks.check_rollout_groups(config_of(tmp_path, tp=2), 8)
-
-
-def test_files_that_may_not_hold_a_bucket_are_named_at_the_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("resource.getrlimit", lambda kind: (100 << 20, -1))
-    first = next(preflight.cautions(config_of(tmp_path), [], {}))
-    assert "grow to 100 MiB" in first and "rollout.sync.bucket_mib=512" in first
-    monkeypatch.setattr("resource.getrlimit", lambda kind: (-1, -1))
-    assert not any("ulimit" in line for line in preflight.cautions(config_of(tmp_path), [], {}))
+        sizes.check_rollout_groups(config_of(tmp_path, tp=4), 8)
+    sizes.check_rollout_groups(config_of(tmp_path, tp=2), 8)

@@ -1,4 +1,5 @@
-"""Engines that die, stand still or compute something else: the others serve on, the same comes back with weights."""
+"""Engines that die, stop or compute something else: the others serve on, the same comes back
+with weights."""
 
 import os
 import signal
@@ -16,13 +17,14 @@ from ranks import run_ranks
 
 from vapo_megatron.config.model import ActorConfig, LayoutConfig, ModelConfig
 from vapo_megatron.config.rollout import HealthConfig, RolloutConfig
-from vapo_megatron.engines.engines import Engines
+from vapo_megatron.engines.engine_weights import EngineWeights
 from vapo_megatron.engines.keeper import LOOK_SECONDS
+from vapo_megatron.engines.pool import EnginePool
 from vapo_megatron.engines.weight_sync.logprob_difference import LogprobDifference
 from vapo_megatron.megatron.mesh import make_mesh
 from vapo_megatron.megatron.trainable import Trainable
+from vapo_megatron.models.registry import read_spec
 from vapo_megatron.weights.load import load_hf
-from vapo_megatron.weights.spec import read_spec
 
 pytestmark = pytest.mark.full
 
@@ -33,25 +35,38 @@ HEALTH = HealthConfig(answer_s=4, max_failures=2)
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("qwen2")
-    return write_model(path, "qwen2", vocab_size=VOCAB, max_position_embeddings=256, eos_token_id=VOCAB - 1)
+    return write_model(
+        path, "qwen2", vocab_size=VOCAB, max_position_embeddings=256, eos_token_id=VOCAB - 1
+    )
 
 
-def with_engines(model_dir: Path, log_dir: Path, count: int, body: Callable[[Engines, Trainable], Any]) -> Any:
+def with_engines(
+    model_dir: Path,
+    log_dir: Path,
+    count: int,
+    body: Callable[[EnginePool, EngineWeights, Trainable], Any],
+) -> Any:
     """On each rank: what body returns, given the engines of a run and its actor."""
-    spec, layout = read_spec(model_dir), LayoutConfig(tp=2)
+    spec = read_spec(model_dir)
+    layout = LayoutConfig(tp=2)
     mesh = make_mesh(layout)
     model = ModelConfig(path=str(model_dir), dtype="float32")
     actor = Trainable(spec, model, ActorConfig(layout=layout), mesh, "lm", name="actor", seed=1)
     load_hf(actor.chunks, spec, model_dir, mesh, "lm")
     actor.prepare()
-    config = RolloutConfig(context_length=128, num_engines=count, max_total_tokens=2048, health=HEALTH)
-    with Engines(config, model_dir, "float32", log_dir, [VOCAB - 1]) as engines:
+    config = RolloutConfig(
+        context_length=128, num_engines=count, max_total_tokens=2048, health=HEALTH
+    )
+    with (
+        EnginePool(config, model_dir, "float32", log_dir) as engines,
+        EngineWeights(engines, config, "float32") as weights,
+    ):
         engines.start()
         engines.wait_until_ready()
-        return body(engines, actor)
+        return body(engines, weights, actor)
 
 
-def own_server(engines: Engines) -> int:
+def own_server(engines: EnginePool) -> int:
     keeper = engines._placement.keeper
     assert keeper is not None
     return keeper._server.pid
@@ -62,9 +77,10 @@ def child_of(pid: int) -> int:
     return next(int(path.name.split("-")[2]) for path in scratch.glob("process-scheduler-*"))
 
 
-def wait_until_serving(engines: Engines) -> None:
-    keeper, end = engines._placement.keeper, time.monotonic() + 60
-    while keeper is not None and keeper.look().state != "serving":
+def wait_until_serving(engines: EnginePool) -> None:
+    keeper = engines._placement.keeper
+    end = time.monotonic() + 120
+    while keeper is not None and keeper.status().state != "serving":
         assert time.monotonic() < end
         time.sleep(0.1)
     dist.barrier()
@@ -73,50 +89,52 @@ def wait_until_serving(engines: Engines) -> None:
 SEQUENCES = random_sequences(2, 12, VOCAB, seed=1)
 
 
-def stop_lie_and_die(engines: Engines, actor: Trainable) -> list[Any]:
-    """With two engines: that of rank 1 is stopped in a weight sync, lies after another, is killed before a third."""
+def stop_lie_and_die(engines: EnginePool, weights: EngineWeights, actor: Trainable) -> list[Any]:
+    """With two engines: rank 1's is stopped in a weight sync, lies after another, is killed
+    before a third."""
     found: list[Any] = []
-    engines.check(actor, SEQUENCES)
+    weights.check(actor, SEQUENCES)
     assert engines.serving == 2
     if dist.get_rank() == 1:
         os.kill(own_server(engines), signal.SIGSTOP)
     start = time.monotonic()
-    engines.update_weights(actor)
-    found.append((engines.serving, time.monotonic() - start, engines.take_failures()))
-    engines.check(actor, SEQUENCES)
+    weights.update_weights(actor)
+    found.append((engines.serving, time.monotonic() - start, engines.pop_failures()))
+    weights.check(actor, SEQUENCES)
     wait_until_serving(engines)
-    engines.update_weights(actor)
-    assert engines.serving == 2 and engines.take_failures() == []
-    session, honest = engines._sync, None
-    assert session is not None
+    weights.update_weights(actor)
+    assert engines.serving == 2 and engines.pop_failures() == []
+    session = weights.session
+    honest = None
     if dist.get_rank() == 1:
         honest = session.logprob_differences
         lie = dict.fromkeys(session.served, LogprobDifference(0.5, 0.5, 0.5))
         session.logprob_differences = lambda *_: lie  # type: ignore[method-assign]
-    worst = engines.check(actor, SEQUENCES)
-    found.append((engines.serving, worst.largest, engines.take_failures()))
+    worst = weights.check(actor, SEQUENCES)
+    found.append((engines.serving, worst.largest, engines.pop_failures()))
     if honest is not None:
         session.logprob_differences = honest  # type: ignore[method-assign]
     wait_until_serving(engines)
-    engines.update_weights(actor)
-    found.append((engines.serving, engines.check(actor, SEQUENCES).largest, engines.take_failures()))
-    engines.update_weights(actor)  # twice survived: what was before counts no more
+    weights.update_weights(actor)
+    found.append((engines.serving, weights.check(actor, SEQUENCES).largest, engines.pop_failures()))
+    weights.update_weights(actor)  # twice survived: what was before counts no more
     if dist.get_rank() == 1:
         os.kill(child_of(own_server(engines)), signal.SIGKILL)
         found.append(engines._placement.engines()[0].in_a_row)
     dist.barrier()
     wait_until_lost(engines)
-    engines.update_weights(actor)
-    engines.check(actor, SEQUENCES)
-    found.append((engines.version, engines.failure))
+    weights.update_weights(actor)
+    weights.check(actor, SEQUENCES)
+    found.append((weights.version, engines.failure))
     return found
 
 
-def wait_until_lost(engines: Engines) -> None:
-    keeper, end = engines._placement.keeper, time.monotonic() + 30
+def wait_until_lost(engines: EnginePool) -> None:
+    keeper = engines._placement.keeper
+    end = time.monotonic() + 120
     assert keeper is not None
     if dist.get_rank() == 1:
-        while keeper.look().state == "serving":
+        while keeper.status().state == "serving":
             assert time.monotonic() < end
             time.sleep(0.05)
     dist.barrier()
@@ -137,24 +155,30 @@ def test_other_engines_serve_on(model_dir: Path, tmp_path: Path) -> None:
     assert all(answer[-1] == (5, None) for answer in answers)
 
 
-def alone(engines: Engines, actor: Trainable) -> list[Any]:
-    """With one engine, which is killed: it comes back with the weights, and has to serve before its failure is past."""
-    engines.check(actor, SEQUENCES)
+def alone(engines: EnginePool, weights: EngineWeights, actor: Trainable) -> list[Any]:
+    """With one engine, which is killed: it comes back with the weights, and has to serve before its
+    failure is past."""
+    weights.check(actor, SEQUENCES)
     if dist.get_rank() == 0:
         os.killpg(own_server(engines), signal.SIGKILL)
         time.sleep(3 * LOOK_SECONDS)
     dist.barrier()
     found: list[Any] = []
     for _ in range(2):
-        engines.update_weights(actor)
-        largest = engines.check(actor, SEQUENCES).largest
-        in_a_row = [report.in_a_row for report in engines._placement.engines()]  # its check is of the same sync
-        found.append((engines.serving, largest, len(engines.take_failures()), in_a_row))
+        weights.update_weights(actor)
+        largest = weights.check(actor, SEQUENCES).largest
+        # Its check is of the same sync
+        in_a_row = [report.in_a_row for report in engines._placement.engines()]
+        found.append((engines.serving, largest, len(engines.pop_failures()), in_a_row))
     return found
 
 
 def test_an_engine_alone_is_waited_for(model_dir: Path, tmp_path: Path) -> None:
-    for rank, answer in enumerate(run_ranks(2, with_engines, model_dir, tmp_path, 1, alone, deadline=240)):
-        assert [serving for serving, *_ in answer] == [1, 1] and max(largest for _, largest, *_ in answer) < 1e-4
+    for rank, answer in enumerate(
+        run_ranks(2, with_engines, model_dir, tmp_path, 1, alone, deadline=240)
+    ):
+        assert [serving for serving, *_ in answer] == [1, 1] and max(
+            largest for _, largest, *_ in answer
+        ) < 1e-4
         assert [failures for _, _, failures, _ in answer] == [1, 0]
         assert rank or [in_a_row for *_, in_a_row in answer] == [[1], [0]]

@@ -1,4 +1,5 @@
-"""A run whose engines are killed, stopped and made to lie ends as one that was not disturbed, without a new start."""
+"""A run whose engines are killed, stopped and made to lie ends as one that was not disturbed,
+without a new start."""
 
 import signal
 from pathlib import Path
@@ -22,7 +23,9 @@ SETTINGS = (
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory, engine_of_runs: EngineAddress) -> attempts.World:
+def world(
+    tmp_path_factory: pytest.TempPathFactory, engine_of_runs: EngineAddress
+) -> attempts.World:
     return attempts.make_world(tmp_path_factory.mktemp("engines"), engine_of_runs)
 
 
@@ -48,9 +51,13 @@ def test_the_only_engine_lies(world: attempts.World, undisturbed: Path) -> None:
     assert sum(row["rollout/engine_failures"] for row in rows) == 1
 
 
-def test_after_bounded_failures_the_run_is_saved_and_ends_with_the_cause(world: attempts.World) -> None:
+def test_bounded_failures_save_the_run_and_end_it_with_the_cause(
+    world: attempts.World,
+) -> None:
     config = config_of(world, "given_up", "rollout.health.max_failures=0")
     faults = {7: ("scheduler", signal.SIGKILL)}  # in the second step
     end = attempts.live(world, config, 2, prepare=lambda: disturb(faults), own_engines=True)
     assert end.code == 75 and "an engine failed 1 times in a row" in end.said, end
-    assert [path.name for path in (Path(config.run.directory) / "checkpoints").iterdir()] == ["step_000001"]
+    assert [path.name for path in (Path(config.run.directory) / "checkpoints").iterdir()] == [
+        "step_000001"
+    ]

@@ -1,10 +1,11 @@
-"""An engine whose experts are in FP8: each with scales of its own, and each in its own place."""
+"""An engine whose experts are in FP8: each with its scales, and each in its place."""
 
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from specs import spec_of
 from tiny_qwen3 import largest_difference, make_moe, token_logprobs
 from transformers import Qwen3MoeForCausalLM
 
@@ -23,11 +24,15 @@ from vapo_megatron.weights.hf_files import HFTensors
 
 pytestmark = pytest.mark.full
 
-RECIPE = BlockFp8()
+RECIPE = BlockFp8.of(spec_of("qwen3_moe"))
 CONFIG = RolloutConfig(
-    quantization="fp8", load_format="dummy", max_running_requests=8, max_total_tokens=2048, start_timeout_s=240
+    quantization="fp8",
+    load_format="dummy",
+    max_running_requests=8,
+    max_total_tokens=2048,
+    start_timeout_s=240,
 )
-DEADLINE = 120.0
+DEADLINE = 240.0
 TOKENS = list(range(10, 60))
 EXPERT = "model.layers.1.mlp.experts.{}.{}_proj.weight"
 
@@ -50,12 +55,16 @@ def moe_path(moe: Qwen3MoeForCausalLM, tmp_path_factory: pytest.TempPathFactory)
 @pytest.fixture(scope="module")
 def server(moe_path: Path) -> Iterator[EngineServer]:
     device = range(1) if torch.cuda.is_available() else None
-    with EngineServer(moe_path, CONFIG, "bfloat16", moe_path / "engine.log", device, fp8=RECIPE) as running:
+    with EngineServer(
+        moe_path, CONFIG, "bfloat16", moe_path / "engine.log", device, fp8=RECIPE
+    ) as running:
         yield running
 
 
 @pytest.fixture(params=["shared_memory", "distributed"])
-def sync(request: pytest.FixtureRequest, server: EngineServer, tmp_path: Path) -> Iterator[WeightSync]:
+def sync(
+    request: pytest.FixtureRequest, server: EngineServer, tmp_path: Path
+) -> Iterator[WeightSync]:
     client = EngineClient(server.address, DEADLINE)
     transports: dict[str, Transport] = {
         "shared_memory": SharedMemoryTransport(client, 1),
@@ -79,7 +88,9 @@ def weights(originals: Weights) -> Weights:
 
 
 @pytest.fixture(scope="module")
-def rounded(moe: Qwen3MoeForCausalLM, originals: Weights, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+def rounded(
+    moe: Qwen3MoeForCausalLM, originals: Weights, tmp_path_factory: pytest.TempPathFactory
+) -> list[float]:
     """Log-probs of the model whose weights went through FP8 and back."""
     path = tmp_path_factory.mktemp("rounded")
     moe.save_pretrained(path)
@@ -90,13 +101,21 @@ def rounded(moe: Qwen3MoeForCausalLM, originals: Weights, tmp_path_factory: pyte
         for name, tensor in originals.items()
     }
     save_file(state, path / "model.safetensors", metadata={"format": "pt"})
-    return token_logprobs(Qwen3MoeForCausalLM.from_pretrained(path, dtype=torch.float32).eval(), TOKENS)
+    return token_logprobs(
+        Qwen3MoeForCausalLM.from_pretrained(path, dtype=torch.float32).eval(), TOKENS
+    )
 
 
 def pairs(weights: Weights, one: int, other: int) -> list[tuple[str, str]]:
     """The names of all that two experts have, values and scales."""
-    names = [EXPERT.format("{}", part) + suffix for part in ("gate", "up", "down") for suffix in ("", SCALE_SUFFIX)]
-    assert all(name.format(one) in weights for name in names), "experts are not quantised one by one"
+    names = [
+        EXPERT.format("{}", part) + suffix
+        for part in ("gate", "up", "down")
+        for suffix in ("", SCALE_SUFFIX)
+    ]
+    assert all(name.format(one) in weights for name in names), (
+        "experts are not quantised one by one"
+    )
     return [(name.format(one), name.format(other)) for name in names]
 
 
@@ -107,16 +126,21 @@ def test_experts_in_each_others_place_are_noticed_and_named(
     assert sync.differing_tensors([list(weights.items())]) == []
     right = largest_difference(sync, [TOKENS], [rounded])
     assert right < 0.2
-    swapped, names = dict(weights), pairs(weights, 0, 3)
+    swapped = dict(weights)
+    names = pairs(weights, 0, 3)
     for one, other in names:
         swapped[one], swapped[other] = weights[other], weights[one]
     sync.load([list(swapped.items())], version=2)
     assert largest_difference(sync, [TOKENS], [rounded]) > 3 * right
     differing = sync.differing_tensors([list(weights.items())])
-    assert differing == [f"{name} differs" for name in weights if name in {n for pair in names for n in pair}]
+    assert differing == [
+        f"{name} differs" for name in weights if name in {n for pair in names for n in pair}
+    ]
 
 
 def test_a_scale_of_an_expert_left_out_is_named(sync: WeightSync, weights: Weights) -> None:
     del weights[EXPERT.format(2, "up") + SCALE_SUFFIX]
-    with pytest.raises(RunFailed, match=r"layers\.1\.mlp\.experts\.w13_weight_scale_inv .* 14 of 16 elements"):
+    with pytest.raises(
+        RunFailed, match=r"layers\.1\.mlp\.experts\.w13_weight_scale_inv .* 14 of 16 elements"
+    ):
         sync.load([list(weights.items())], version=3)

@@ -29,12 +29,19 @@ def test_servers_that_start_at_once_share_no_port() -> None:
     assert len(ports) > 4 and len(taken) == len(set(taken))
 
 
-@pytest.mark.parametrize(("server_args", "beside"), [({}, ()), ({"attn_dp_size": 2}, BESIDE_SERVER)])
+@pytest.mark.parametrize(
+    ("server_args", "beside"), [({}, ()), ({"attn_dp_size": 2}, BESIDE_SERVER)]
+)
 def test_a_servers_port_is_none_that_the_kernel_hands_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, server_args: dict[str, int], beside: tuple[int, ...]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    server_args: dict[str, int],
+    beside: tuple[int, ...],
 ) -> None:
     asked: list[tuple[int, ...]] = []
-    monkeypatch.setattr(process, "free_port", lambda beside: asked.append(beside) or free_port(beside))
+    monkeypatch.setattr(
+        process, "free_port", lambda beside: asked.append(beside) or free_port(beside)
+    )
     config = RolloutConfig.model_validate({"tp": 2, "server_args": server_args})
     with EngineServer("model", config, "float32", tmp_path / "log")._bound() as listener:
         port = listener.getsockname()[1]

@@ -1,4 +1,5 @@
-"""What engines and trainers say to each other, as the version of it that an engine is asked for stands for."""
+"""What engines and trainers say to each other, held to the protocol version that it
+stands for."""
 
 import asyncio
 import json
@@ -21,7 +22,14 @@ SAID: dict[int, dict[str, Any]] = {
         "bucket": ["first", "last", "places", "purpose", "size"],
         "place": ["name", "dtype", "shape", "start"],
         "loaded": ["problems", "seconds", "checksums"],
-        "ways": ["vapo_strict", "vapo_weights", "vapo_generate", "vapo_abort", "vapo_health", "vapo_end"],
+        "ways": [
+            "vapo_strict",
+            "vapo_weights",
+            "vapo_generate",
+            "vapo_abort",
+            "vapo_health",
+            "vapo_end",
+        ],
         "health": ["lost", "requests", "silent_s", "paused", "batches"],
         "asked": [
             *("expert_choices", "input_ids", "return_logprob", "return_routed_experts", "rid"),
@@ -42,14 +50,18 @@ def said() -> dict[str, Any]:
     asked: dict[str, Any] = {}
 
     class Client(EngineClient):
-        async def _call(self, path: str, body: dict[str, Any] | None) -> Any:
+        async def _call(self, path: str, body: dict[str, Any] | None, **_: Any) -> Any:
             asked.update(body or {})
             return columns.join([])
 
     choices = ExpertChoices(*(1 for _ in fields(ExpertChoices)))
     asyncio.run(Client(EngineAddress("", ""), 1.0).generate([], [], choices, ids=[]))
-    one = columns.Columns({"a": 1}, np.array([7], "<i4"), np.array([0.5], "<f4"), np.array([2, 3], np.uint8))
-    arrays = {name: (array["dtype"], array["data"]) for name, array in deserialize(columns.join([one]))}
+    one = columns.Columns(
+        {"a": 1}, np.array([7], "<i4"), np.array([0.5], "<f4"), np.array([2, 3], np.uint8)
+    )
+    arrays = {
+        name: (array["dtype"], array["data"]) for name, array in deserialize(columns.join([one]))
+    }
     meta = json.loads(arrays.pop("meta")[1])
     return {
         "bucket": sorted(announce(None, "load", first=True, last=True)),
@@ -62,9 +74,12 @@ def said() -> dict[str, Any]:
         "health": list(asyncio.run(heartbeat.Heartbeat(tuple).health())),
         "asked": sorted(asked),
         "choices": [f.name for f in fields(ExpertChoices)],
-        "answer": {name: f"{dtype} {data.hex()}" for name, (dtype, data) in arrays.items()} | {"meta": meta},
+        "answer": {name: f"{dtype} {data.hex()}" for name, (dtype, data) in arrays.items()}
+        | {"meta": meta},
     }
 
 
 def test_what_is_said_is_that_of_the_version() -> None:
-    assert said() == SAID[PROTOCOL], "raise remote_engines.PROTOCOL, and write here what is said now"
+    assert said() == SAID[PROTOCOL], (
+        "raise remote_engines.PROTOCOL, and write here what is said now"
+    )

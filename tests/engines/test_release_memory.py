@@ -1,4 +1,5 @@
-"""An engine is asked for its memory only once it has nothing to do: told so earlier, it ends itself."""
+"""An engine must release its memory only when idle: a busy one would end
+itself."""
 
 import asyncio
 import threading
@@ -13,7 +14,8 @@ from vapo_megatron.errors import RunFailed, TryAgain
 
 
 class BusyServer(HTTPServer):
-    """Answers as SGLang does: 400 to flush_cache while it is at work, which it is for some requests."""
+    """Answers as SGLang does: 400 to flush_cache while it is at work, which it is for some
+    requests."""
 
     busy = 0
     refusal = 400
@@ -69,7 +71,9 @@ def test_memory_is_asked_for_once_the_server_is_idle(server: BusyServer) -> None
     assert server.asked == ["/flush_cache"] * 4 + ["/release_memory_occupation"]
 
 
-def test_a_server_that_stays_at_work_is_told_of_in_one_line_and_keeps_its_memory(server: BusyServer) -> None:
+def test_busy_server_is_named_in_one_line_and_keeps_its_memory(
+    server: BusyServer,
+) -> None:
     server.busy = 10_000
     with pytest.raises(TryAgain, match=r"was not idle within 0\.4 s") as told:
         release(server, deadline=0.4)
@@ -77,7 +81,8 @@ def test_a_server_that_stays_at_work_is_told_of_in_one_line_and_keeps_its_memory
 
 
 def test_another_refusal_is_not_waited_out(server: BusyServer) -> None:
-    server.busy, server.refusal = 10_000, 403
+    server.busy = 10_000
+    server.refusal = 403
     with pytest.raises(RunFailed, match=r"flush_cache was refused \(HTTP 403\)"):
         release(server, deadline=20.0)
     assert server.asked == ["/flush_cache"]

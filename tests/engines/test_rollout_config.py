@@ -26,14 +26,20 @@ def test_server_args_that_are_not_the_users_are_refused(name: str) -> None:
         RolloutConfig(server_args={name: 1})
 
 
-def test_engines_are_deterministic_where_it_costs_little_unless_told() -> None:
+def test_engines_are_deterministic_by_default_where_it_is_cheap() -> None:
     auto = RolloutConfig()
-    assert auto.is_deterministic("float32", on_gpus=False) and auto.is_deterministic("bfloat16", on_gpus=False)
+    assert auto.is_deterministic("float32", on_gpus=False) and auto.is_deterministic(
+        "bfloat16", on_gpus=False
+    )
     assert not auto.is_deterministic("bfloat16", on_gpus=True)
     assert auto.is_deterministic("float32", on_gpus=True)
     for choice in (True, False):
         told = RolloutConfig(deterministic=choice)
-        assert all(told.is_deterministic(d, g) is choice for d in ("float32", "bfloat16") for g in (True, False))
+        assert all(
+            told.is_deterministic(d, g) is choice
+            for d in ("float32", "bfloat16")
+            for g in (True, False)
+        )
 
 
 @pytest.mark.parametrize(
@@ -44,12 +50,15 @@ def test_engines_are_deterministic_where_it_costs_little_unless_told() -> None:
         ({"external_urls": ["http://10.0.0.7"]}, "not of the form http://host:port"),
         ({"external_urls": ["http://10.0.0.7:30000/v1"]}, "not of the form http://host:port"),
         ({"external_urls": ["http://a:1", "http://a:1"]}, "given twice"),
-        ({"external_urls": ["http://a:1"], "sync": {"transport": "ipc"}}, "sync.transport=ipc with external_urls"),
+        (
+            {"external_urls": ["http://a:1"], "sync": {"transport": "ipc"}},
+            "sync.transport=ipc with external_urls",
+        ),
         ({"external_urls": ["http://a:1"], "num_engines": 2}, "num_engines=2 with external_urls"),
         ({"server_args": {"api_key": "1"}}, "rollout.api_key_variable"),
     ],
 )
-def test_engines_elsewhere_are_given_by_address_and_share_nothing(values: dict, told: str) -> None:
+def test_engines_elsewhere_given_by_address_and_share_nothing(values: dict, told: str) -> None:
     with pytest.raises(ValidationError, match=told):
         RolloutConfig(**values)
 
@@ -57,7 +66,10 @@ def test_engines_elsewhere_are_given_by_address_and_share_nothing(values: dict, 
 def test_a_key_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     config = RolloutConfig(external_urls=("http://[::1]:30000",), api_key_variable="VAPO_NO_KEY")
     monkeypatch.delenv("VAPO_NO_KEY", raising=False)
-    with pytest.raises(BadInput, match=r"rollout\.api_key_variable=VAPO_NO_KEY: the environment has no such variable"):
+    with pytest.raises(
+        BadInput,
+        match=r"rollout\.api_key_variable=VAPO_NO_KEY: the environment has no such variable",
+    ):
         config.api_key()
     monkeypatch.setenv("VAPO_NO_KEY", "k")
     assert config.api_key() == "k"
@@ -80,6 +92,6 @@ def test_a_size_that_the_trainer_reads_has_one_name() -> None:
 @pytest.mark.parametrize(("tp", "fits"), [(1, True), (4, True), (3, False), (16, False)])
 def test_an_engine_has_a_part_of_a_node(tp: int, fits: bool) -> None:
     if fits:
-        return check_engine_size(tp, 8)
+        return check_engine_size(RolloutConfig(tp=tp), 8)
     with pytest.raises(BadInput, match=rf"rollout\.tp={tp} does not divide the 8 GPUs of a node"):
-        check_engine_size(tp, 8)
+        check_engine_size(RolloutConfig(tp=tp), 8)

@@ -1,29 +1,30 @@
-"""Watches one server: ends it when it is dead, stopped, silent or wrong, and has it restarted.
+"""Watches one server: kills it when it is dead, stopped, silent or wrong, and has it restarted.
 
-The server belongs to this run (EngineServer) or to another owner (ExternalServer), who then restarts it; until then it
-gets no work. The address stays the same. Requests to a server that is ended fail at once, by a broken connection. A
-restarted server has no weights of this run (NO_WEIGHTS) until the next weight sync.
+The server belongs to this run (EngineServer) or to another owner (ExternalServer), who restarts it;
+until then it gets no work. The address stays the same. Requests to a killed server fail at once
+with a broken connection. A restarted server has no weights of this run (NO_WEIGHTS) until the next
+weight sync.
 """
 
 import contextlib
-import http.client
-import json
 import logging
 import re
 import threading
 import time
 import urllib.parse
-import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any, Literal
 
 from vapo_megatron.config.rollout import RolloutConfig
+from vapo_megatron.deadlines import NO_ANSWER, ask
 from vapo_megatron.engines.inside.heartbeat import END_PATH, HEALTH_PATH
 from vapo_megatron.engines.server.client import REQUEST_SECONDS
-from vapo_megatron.engines.server.process import DIRECT, EngineAddress, EngineServer
+from vapo_megatron.engines.server.process import EngineAddress, EngineServer
 from vapo_megatron.errors import BadInput, VapoError
+from vapo_megatron.files import parse_json
 
 _logger = logging.getLogger(__name__)
 
@@ -31,21 +32,26 @@ State = Literal["starting", "serving", "waiting", "given up"]
 
 _POLL_SECONDS = 0.1
 LOOK_SECONDS = 0.5
-"""Between two looks at a server and its processes."""
-# The longest time without a batch while there are requests.
+"""Seconds between two looks at a server and its processes."""
+# The longest time without a batch while requests are waiting.
 _PROGRESS_SECONDS = 120.0
-# Kernels are compiled on first use, which takes minutes without a cache; SGLang does not report it.
+# Kernels are compiled on first use, which takes minutes without a cache and is not reported by
+# SGLang.
 _FIRST_BATCHES = 100
-NO_ANSWER = (OSError, ValueError, http.client.HTTPException)
-"""Raised when a server does not answer, or not completely."""
+_END_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
-class Kept:
+class EngineStatus:
     """State of a server, to be sent to other ranks.
 
-    failures: so far. in_a_row: the latest of them, between which the server neither survived from one sync to the
-    next nor served correctly for rollout.start_timeout_s. cause: of the latest failure.
+    Attributes:
+        url: the server's URL.
+        state: what its keeper does with it.
+        failures: number of failures since the run started.
+        in_a_row: the latest of them, between which the server neither survived from one sync to the
+            next nor served correctly for rollout.start_timeout_s.
+        cause: cause of the latest failure.
     """
 
     url: str
@@ -56,26 +62,37 @@ class Kept:
 
 
 class ExternalServer:
-    """An engine that somebody else starts, and starts again.
+    """An engine started and restarted by another process.
 
-    take_back: called with its address once it answers again; raises a VapoError if it does not fit this run any more.
+    Args:
+        address: the engine's address.
+        take_back: called with the address once the engine answers again; raises a VapoError if it
+            no longer fits this run.
     """
 
     def __init__(self, address: EngineAddress, take_back: Callable[[EngineAddress], None]) -> None:
-        self.address, self._take_back, self._refusal = address, take_back, ""
+        self.address = address
+        self._take_back = take_back
+        self._refusal = ""
+        self.leads = True
 
     def _leave_to_owner(self) -> None: ...
 
-    # Its owner sees its process, starts it and ends it.
-    start = wait_until_ready = ended = lost = start_again = stop = _leave_to_owner
+    # Its owner watches, starts and stops its process.
+    start = wait_until_ready = start_again = stop = close = _leave_to_owner
+    ended = lost = lost_elsewhere = _leave_to_owner
+
+    def is_closed(self) -> bool:
+        """Its owner may start it again at any time."""
+        return False
 
     def end(self, cause: str) -> Path:
-        """Ask it to end."""
+        """Ask the engine to exit."""
         end_server(self.address, cause)
         return Path(self.address.log_file)
 
     def is_ready(self) -> bool:
-        """Whether it is back and taken over; an engine that does not fit this run any more is not."""
+        """Whether the engine is back and taken over. One that no longer fits this run is not."""
         health = ask_health(self.address, LOOK_SECONDS)
         if health is None or health["lost"]:
             return False
@@ -83,227 +100,305 @@ class ExternalServer:
             self._take_back(self.address)
         except VapoError as error:
             if str(error) != self._refusal:
-                _logger.warning("engine %s is not taken back: %s", self.address.url, error)
+                _logger.warning("engine %s cannot be used again: %s", self.address.url, error)
             self._refusal = str(error)
             return False
         return True
 
 
 class EngineKeeper:
-    """A thread of the process that owns or feeds a server. Its methods may be called from any thread.
+    """A thread that keeps one server running, in the process that owns or feeds it.
+
+    Its methods may be called from any thread.
 
     Args:
-        server: the server to keep, not started yet.
+        server: the server, not started yet.
         config: the rollout section.
-        start_timeout_s: seconds until a server that was started again must serve.
+        start_timeout_s: seconds until a restarted server must serve; None: rollout.start_timeout_s.
 
     Attributes:
-        when_lost: called with the server's URL when it fails, from any thread.
+        on_lost: called with the server's URL when it fails, from any thread.
     """
 
     def __init__(
-        self, server: EngineServer | ExternalServer, config: RolloutConfig, start_timeout_s: float | None = None
+        self,
+        server: EngineServer | ExternalServer,
+        config: RolloutConfig,
+        start_timeout_s: float | None = None,
     ) -> None:
-        self._start_seconds = config.start_timeout_s if start_timeout_s is None else start_timeout_s
-        self.when_lost: Callable[[str], None] | None = None
-        self._server, self._config, self._health = server, config, config.health
-        self._lock, self._first, self._stop = threading.RLock(), threading.Lock(), threading.Event()
+        if start_timeout_s is None:
+            start_timeout_s = config.start_timeout_s
+        self._start_seconds = start_timeout_s
+        self.on_lost: Callable[[str], None] | None = None
+        self._server = server
+        self._config = config
+        self._health = config.health
+        self._lock = threading.RLock()
+        self._first_start = threading.Lock()
+        self._stop = threading.Event()
         self._begun = False
         self._thread = threading.Thread(target=self._keep, name="engine-keeper", daemon=True)
         self._state: State = "starting"
         self._may_start = True
-        self._failures = self._in_a_row = 0
+        self._failures = 0
+        self._in_a_row = 0
         self._cause = ""
-        self._answered = self._started = self._served = self._ended = 0.0
+        # Times of the latest such event (time.monotonic()).
+        self._answered = 0.0
+        self._started = 0.0
+        self._served = 0.0
+        self._ended = 0.0
+
+    @property
+    def leads(self) -> bool:
+        """Whether requests go to the server; not to a part on a further node."""
+        return self._server.leads
 
     @property
     def address(self) -> EngineAddress:
-        """The server's address, valid once started; it stays the same when the server is started again."""
+        """The server's address, valid once started. Restarts do not change it."""
         return self._server.address
 
     def start(self) -> None:
-        """Begin to start the server, once; wait_until_ready() follows."""
+        """Start the server unless it was started, and return at once. wait_until_ready()
+        follows."""
         with self._lock:
             if not self._begun:
                 self._server.start()
                 self._begun = True
 
     def wait_until_ready(self) -> None:
-        """Return when the server answers or is given up; from then on it is kept.
+        """Return when the server answers or is given up. From then on it is watched.
 
         Raises:
-            RunFailed: see EngineServer.wait_until_ready. A server whose first start fails is not started again.
+            RunFailed: see EngineServer.wait_until_ready. A server whose first start fails is not
+                restarted.
         """
-        with self._first:
+        with self._first_start:
             if not self._thread.is_alive():
                 self._server.wait_until_ready()
-                self._state = "serving"
-                self._served = self._answered = time.monotonic()
+                self._note_serving()
                 self._thread.start()
         while self._state in ("starting", "waiting") and not self._stop.wait(_POLL_SECONDS):
             pass
 
-    def look(self) -> Kept:
+    def _note_serving(self) -> None:
+        self._state = "serving"
+        if not self._server.leads:  # the first part's keeper counts the server's failures
+            self._in_a_row = 0
+        self._served = time.monotonic()
+        self._answered = self._served
+
+    def status(self) -> EngineStatus:
         """State of the server."""
         with self._lock:
-            return Kept(self.address.url, self._state, self._failures, self._in_a_row, self._cause)
+            return EngineStatus(
+                self.address.url, self._state, self._failures, self._in_a_row, self._cause
+            )
 
     def is_unhealthy(self) -> bool:
         """Whether the server reports a problem or does not answer."""
+        if not self._server.leads:  # the first part's keeper asks the server
+            return False
         health = ask_health(self.address, LOOK_SECONDS)
-        return health is None or what_is_wrong(health, self._config) is not None
+        return health is None or fault_of(health, self._config) is not None
 
     def fail(self, cause: str, served: bool = True) -> None:
-        """End a server that is wrong, and start it again.
+        """Kill a server that is wrong, and restart it.
 
-        served: whether it worked correctly until now; one with wrong answers did not, however long it ran.
+        Args:
+            cause: the fault, in words.
+            served: whether it worked correctly until now. One with wrong answers did not, however
+                long it ran.
         """
         with self._lock:
             if self._state == "serving":
                 self._replace(cause, served)
 
     def survived(self) -> None:
-        """The server has served from one weight sync to the next: forget earlier failures."""
+        """The server served from one weight sync to the next: its earlier failures no longer
+        count."""
         with self._lock:
             self._in_a_row = 0
 
     def let_start(self, allowed: bool) -> None:
-        """Allow or forbid starts; a server that is starting and may not is ended, to be started later."""
+        """Allow or forbid starts. If forbidden, a server that is starting is stopped, to be started
+        later."""
         with self._lock:
             self._may_start = allowed
             if not allowed and self._state == "starting":
-                self._server.stop()
+                self._server.end("it may not start now")
                 self._state = "waiting"
 
     def stop(self) -> None:
-        """End the server for good."""
+        """Stop the server; it is not restarted."""
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join()
-        self._server.stop()
+        self._server.close()
 
     def _keep(self) -> None:
         try:
             while not self._stop.wait(LOOK_SECONDS):
                 self._look()
-        except Exception as error:  # else callers would wait for the server for ever
-            _logger.exception("engine %s is not kept any more", self.address.url)
+        except Exception as error:  # otherwise callers would wait for the server forever
+            _logger.exception("engine %s is no longer watched", self.address.url)
             with self._lock:
                 self._failures += 1
                 self._in_a_row += 1
-                self._cause = f"{self.address.url}: its keeper failed ({type(error).__name__}: {error})"
+                self._cause = (
+                    f"{self.address.url}: its keeper failed ({type(error).__name__}: {error})"
+                )
                 try:
                     self._server.stop()
                 except Exception:
-                    _logger.exception("engine %s could not be ended", self.address.url)
+                    _logger.exception("engine %s could not be stopped", self.address.url)
                 self._state = "given up"
-            if self.when_lost is not None:
-                self.when_lost(self.address.url)
+            if self.on_lost is not None:
+                self.on_lost(self.address.url)
 
     def _look(self) -> None:
-        is_ready = self._state == "starting" and self._server.is_ready()  # may take seconds: not under the lock
+        # May take seconds, so not under the lock.
+        is_ready = self._state == "starting" and self._server.is_ready()
         with self._lock:
-            if self._state == "waiting" and self._may_start:
+            if self._state != "given up" and self._server.is_closed():
+                self._give_up("its part on another node has ended for good")
+            elif self._state == "waiting" and self._may_start:
                 self._start_again()
             elif self._state == "starting":
                 self._look_at_start(is_ready)
-        if self._state == "serving" and (cause := self._wrong()) is not None:
+        if self._state == "serving" and (cause := self._fault()) is not None:
             self.fail(cause)
 
-    def _wrong(self) -> str | None:
-        """The fault of a serving server; None if it has none. Not under the lock: it may take seconds."""
+    def _fault(self) -> str | None:
+        """The fault of a serving server; None if it has none.
+
+        May take seconds, so not under the lock.
+        """
         if (ended := self._server.ended()) is not None:
-            return f"its HTTP server ended ({ended})"
+            return f"its HTTP server exited ({ended})"
         if (lost := self._server.lost()) is not None:
             return lost
+        if not self._server.leads:
+            return None
         now = time.monotonic()
         health = ask_health(self.address, LOOK_SECONDS)
         if health is None:
             silent = now - self._answered
             limit = self._health.answer_s
-            return f"it has not answered for {silent:.0f} s (limit {limit:g} s)" if silent > limit else None
+            if silent > limit:
+                return f"it has not answered for {silent:.0f} s (limit {limit:g} s)"
+            return None
         self._answered = now
-        return what_is_wrong(health, self._config)
+        return fault_of(health, self._config)
 
     def _replace(self, cause: str, served: bool = True) -> None:
-        if served and self._state == "serving" and time.monotonic() - self._served > self._config.start_timeout_s:
+        seconds_served = time.monotonic() - self._served
+        if served and self._state == "serving" and seconds_served > self._config.start_timeout_s:
             self._in_a_row = 0
         self._failures += 1
         self._in_a_row += 1
         self._cause = cause if is_named(self.address.url, cause) else f"{self.address.url}: {cause}"
         given_up = self._in_a_row > self._health.max_failures
-        then = "it is given up" if given_up else "other engines get its groups until it serves again"
-        if self.when_lost is not None:
-            self.when_lost(self.address.url)
+        consequence = "other engines take over its groups until it serves again"
+        if given_up:
+            consequence = "it will not be restarted"
+        if self.on_lost is not None:
+            self.on_lost(self.address.url)
         log = self._server.end(cause)
         self._ended = time.monotonic()
         _logger.warning(
-            "engine %s; it was ended (log: %s) and %s; failures in a row: %d", self._cause, log, then, self._in_a_row
+            "engine %s; it was killed (log: %s) and %s; failures in a row: %d",
+            self._cause,
+            log,
+            consequence,
+            self._in_a_row,
         )
         self._state = "given up" if given_up else "waiting"
         if not given_up and self._may_start:
             self._start_again()
 
+    def _give_up(self, cause: str) -> None:
+        self._cause = f"{self.address.url}: {cause}"
+        if self.on_lost is not None:
+            self.on_lost(self.address.url)
+        self._server.stop()
+        self._state = "given up"
+
     def _start_again(self) -> None:
-        self._state, self._started = "starting", time.monotonic()
+        self._state = "starting"
+        self._started = time.monotonic()
         try:
             self._server.start_again()
-        except (BadInput, OSError) as error:  # its port, which the old server may have for a moment; a full disk
+        except (BadInput, OSError) as error:
+            # Its port, which the old server may hold for a moment longer; a full disk.
             _logger.info("engine %s: %s", self.address.url, error)
             self._state = "waiting"
             if time.monotonic() > self._ended + self._start_seconds:
                 self._replace(str(error))
 
     def _look_at_start(self, is_ready: bool) -> None:
-        seconds, limit = time.monotonic() - self._started, self._start_seconds
+        seconds = time.monotonic() - self._started
+        limit = self._start_seconds
         if (ended := self._server.ended()) is not None:
-            self._replace(f"it ended while starting ({ended})")
+            self._replace(f"it exited while starting ({ended})")
+        elif (elsewhere := self._server.lost_elsewhere()) is not None:
+            self._replace(elsewhere)
         elif is_ready:
-            self._state = "serving"
-            self._served = self._answered = time.monotonic()
+            self._note_serving()
             _logger.info("engine %s serves again after %.1f s", self.address.url, seconds)
         elif seconds > limit:
             self._replace(f"it did not answer within rollout.start_timeout_s={limit:g} s")
 
 
-def what_is_wrong(health: dict[str, Any], config: RolloutConfig) -> str | None:
-    """The problem in a server's own report (inside/heartbeat.py), in words; None if all is well."""
+def fault_of(health: dict[str, Any], config: RolloutConfig) -> str | None:
+    """The problem in a server's own report (inside/heartbeat.py), in words; None without one."""
     if health["lost"]:
         return str(health["lost"][0])
-    limit, which = _PROGRESS_SECONDS, ""
+    limit = _PROGRESS_SECONDS
+    situation = ""
     if health["batches"] < _FIRST_BATCHES:
-        limit, which = max(limit, config.start_timeout_s), f", in its first {_FIRST_BATCHES} batches"
+        limit = max(limit, config.start_timeout_s)
+        situation = f", in its first {_FIRST_BATCHES} batches"
     if health["paused"]:
-        limit, which = max(limit, config.start_timeout_s, REQUEST_SECONDS), ", paused for a weight sync"
-    requests, silent = health["requests"], health["silent_s"]
+        limit = max(limit, config.start_timeout_s, REQUEST_SECONDS)
+        situation = ", paused for a weight sync"
+    silent = health["silent_s"]
     if silent > limit:
-        return f"{requests} requests wait and no batch has ended for {silent:.0f} s (limit {limit:g} s{which})"
+        return (
+            f"{health['requests']} requests are waiting and no batch has finished for {silent:.0f} "
+            f"s (limit {limit:g} s{situation})"
+        )
     return None
 
 
 def is_named(url: str, cause: str) -> bool:
-    """Whether a cause names the server at this URL, not one whose port begins with the same digits."""
+    """Whether a cause names the server at this URL, not one whose port starts with the same
+    digits."""
     return re.search(rf"{re.escape(url)}(?!\d)", cause) is not None
 
 
 def ask_health(address: EngineAddress, timeout: float) -> dict[str, Any] | None:
-    """A server's report about itself; None if it does not answer in time (seconds)."""
+    """A server's report about itself; None if it does not answer within timeout (seconds)."""
     try:
-        with DIRECT.open(_request(address, HEALTH_PATH), timeout=max(timeout, 1.0)) as answer:
-            health = json.load(answer)
-            return health if isinstance(health, dict) and "lost" in health else None
+        url = f"{address.url}/{HEALTH_PATH}"
+        answer = ask(url, max(timeout, 1.0), headers=_headers(address))
+        health = parse_json(answer.content)
     except NO_ANSWER:
         return None
+    if answer.status == HTTPStatus.OK and isinstance(health, dict) and "lost" in health:
+        return health
+    return None
 
 
 def end_server(address: EngineAddress, cause: str) -> None:
-    """Ask a server that is wrong to end; its owner starts it again."""
-    request = _request(address, f"{END_PATH}?{urllib.parse.urlencode({'cause': cause})}")
-    request.method = "POST"
-    with contextlib.suppress(*NO_ANSWER):  # it ended before it could answer
-        DIRECT.open(request, timeout=5).close()
+    """Ask a server that is wrong to exit; its owner restarts it."""
+    url = f"{address.url}/{END_PATH}?{urllib.parse.urlencode({'cause': cause})}"
+    with contextlib.suppress(*NO_ANSWER):  # it exited before it could answer
+        ask(url, _END_SECONDS, method="POST", headers=_headers(address))
 
 
-def _request(address: EngineAddress, path: str) -> urllib.request.Request:
-    headers = {"Authorization": f"Bearer {address.key}"} if address.key else {}
-    return urllib.request.Request(f"{address.url}/{path}", headers=headers)
+def _headers(address: EngineAddress) -> dict[str, str]:
+    if address.key:
+        return {"Authorization": f"Bearer {address.key}"}
+    return {}

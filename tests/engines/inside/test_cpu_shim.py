@@ -33,7 +33,8 @@ def test_murmur_gives_the_published_hashes(message: bytes, expected: int) -> Non
 
 def reference_murmur(words: list[int]) -> int:
     """MurmurHash3_x86_32, seed 0, on Python's unbounded integers."""
-    mask, state = 0xFFFFFFFF, 0
+    mask = 0xFFFFFFFF
+    state = 0
     for word in words:
         word = word * 0xCC9E2D51 & mask
         word = (word << 15 | word >> 17) & mask
@@ -46,11 +47,13 @@ def reference_murmur(words: list[int]) -> int:
     return state ^ state >> 16
 
 
-def test_murmur_of_a_row_and_a_column_hashes_seed_position_and_column() -> None:
+def test_murmur_hashes_seed_position_and_column() -> None:
     seeds = [0, 1, 2**40 + 7, 2**63 - 1]
     positions = [0, 5, 4095, 2**31 - 1]
     columns = [0, 3, 151935]
-    hashes = murmur_hash32(torch.tensor(seeds, dtype=torch.uint64), torch.tensor(positions), torch.tensor(columns))
+    hashes = murmur_hash32(
+        torch.tensor(seeds, dtype=torch.uint64), torch.tensor(positions), torch.tensor(columns)
+    )
     assert hashes.dtype == torch.uint32
     expected = [
         [reference_murmur([seed & 0xFFFFFFFF, seed >> 32, position, column]) for column in columns]
@@ -61,40 +64,54 @@ def test_murmur_of_a_row_and_a_column_hashes_seed_position_and_column() -> None:
 
 @pytest.fixture
 def cache() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Keys and values [slots, kv_heads, d]; the slots of four requests, out of order; their places in the pool."""
+    """Keys and values [slots, kv_heads, d]; the slots of four requests, out of order; their places
+    in the pool."""
     torch.manual_seed(0)
     keys, values = torch.randn(2, 200, 2, 16)
     req_to_token = torch.randperm(200)[: 4 * 40].view(4, 40).to(torch.int32)
     return keys, values, req_to_token, torch.tensor([2, 0, 3, 1])
 
 
-def attend_one(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, prefix: int) -> torch.Tensor:
+def attend_one(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, prefix: int
+) -> torch.Tensor:
     """Causal attention of one request's new tokens [t, heads, d], head by head."""
     visible = torch.arange(len(keys))[None, :] <= prefix + torch.arange(len(query))[:, None]
     group = query.shape[1] // keys.shape[1]
     heads = []
     for head in range(query.shape[1]):
         scores = 0.3 * query[:, head] @ keys[:, head // group].T
-        heads.append(F.softmax(scores.masked_fill(~visible, -torch.inf), -1) @ values[:, head // group])
+        heads.append(
+            F.softmax(scores.masked_fill(~visible, -torch.inf), -1) @ values[:, head // group]
+        )
     return torch.stack(heads, 1)
 
 
-def test_batched_decode_equals_attention_request_by_request(cache: tuple[torch.Tensor, ...]) -> None:
+def test_batched_decode_equals_attention_request_by_request(
+    cache: tuple[torch.Tensor, ...],
+) -> None:
     keys, values, req_to_token, pool = cache
     lengths = torch.tensor([1, 17, 40, 5])
     query = torch.randn(4, 4, 16)
-    batched = decode_attention(query, keys, values, *padded_slots(req_to_token, pool, lengths), scaling=0.3)
+    batched = decode_attention(
+        query, keys, values, *padded_slots(req_to_token, pool, lengths), scaling=0.3
+    )
     for i in range(4):
         slots = req_to_token[pool[i], : lengths[i]].long()
         alone = attend_one(query[i : i + 1], keys[slots], values[slots], prefix=int(lengths[i]) - 1)
         torch.testing.assert_close(batched[i : i + 1], alone)
 
 
-def test_batched_extend_equals_attention_request_by_request(cache: tuple[torch.Tensor, ...]) -> None:
+def test_batched_extend_equals_attention_request_by_request(
+    cache: tuple[torch.Tensor, ...],
+) -> None:
     keys, values, req_to_token, pool = cache
-    prefixes, new = torch.tensor([0, 7, 0, 30]), torch.tensor([12, 1, 3, 10])
+    prefixes = torch.tensor([0, 7, 0, 30])
+    new = torch.tensor([12, 1, 3, 10])
     query = torch.randn(int(new.sum()), 4, 16)
-    batched = extend_attention(query, keys, values, req_to_token, pool, prefixes + new, prefixes, new, scaling=0.3)
+    batched = extend_attention(
+        query, keys, values, req_to_token, pool, prefixes + new, prefixes, new, scaling=0.3
+    )
     start = 0
     for i in range(4):
         end = start + int(new[i])

@@ -1,4 +1,5 @@
-"""Tokens that are on their way when weights come in place are marked with the weights that computed them."""
+"""Tokens that are on their way when weights come in place are marked with the weights that computed
+them."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +12,8 @@ class Request(SimpleNamespace):
 
     def __init__(self, tokens: int, chunks: int = 0) -> None:
         super().__init__(output_ids=list(range(tokens)), weight_version_events=[], extra_key=None)
-        self.is_retracted, self.inflight_middle_chunks = False, chunks
+        self.is_retracted = False
+        self.inflight_middle_chunks = chunks
 
     def finished(self) -> bool:
         return False
@@ -28,13 +30,20 @@ class Request(SimpleNamespace):
     ids=["decoded", "nothing on its way", "prompt just read", "prompt read in part"],
 )
 def test_a_token_on_its_way_has_the_version_of_its_weights(
-    monkeypatch: pytest.MonkeyPatch, tokens: int, chunks: int, pending: bool, spans: list[tuple[str, int, int]]
+    monkeypatch: pytest.MonkeyPatch,
+    tokens: int,
+    chunks: int,
+    pending: bool,
+    spans: list[tuple[str, int, int]],
 ) -> None:
     from sglang.srt.utils import weight_versions as versions
 
-    from vapo_megatron.engines.inside import processes  # imports SGLang, for which it prepares this process
+    from vapo_megatron.engines.inside import (
+        processes,  # imports SGLang, for which it prepares this process
+    )
 
-    serving, request = SimpleNamespace(weight_version="0"), Request(tokens, chunks)
+    serving = SimpleNamespace(weight_version="0")
+    request = Request(tokens, chunks)
     monkeypatch.setattr(processes, "get_serving", lambda: serving)
 
     class Scheduler:

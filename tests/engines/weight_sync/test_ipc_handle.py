@@ -1,4 +1,5 @@
-"""A CUDA IPC handle as SGLang's processes read it, with what CUDA itself would say put in by hand."""
+"""A CUDA IPC handle as SGLang's processes read it, with what CUDA itself would say put in by
+hand."""
 
 import pickle
 from io import BytesIO
@@ -27,8 +28,26 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> bytes:
     def reduce_tensor(shared: torch.Tensor) -> tuple:
         assert shared is tensor
         storage = shared._typed_storage()
-        place = (type(shared), shared.size(), shared.stride(), shared.storage_offset(), type(storage), shared.dtype)
-        return reductions.rebuild_cuda_tensor, (*place, 2, b"handle", 24, 0, False, b"counter", 0, b"event", True)
+        place = (
+            type(shared),
+            shared.size(),
+            shared.stride(),
+            shared.storage_offset(),
+            type(storage),
+            shared.dtype,
+        )
+        return reductions.rebuild_cuda_tensor, (
+            *place,
+            2,
+            b"handle",
+            24,
+            0,
+            False,
+            b"counter",
+            0,
+            b"event",
+            True,
+        )
 
     monkeypatch.setattr(reductions, "reduce_tensor", reduce_tensor)
     monkeypatch.setattr(torch.cuda, "get_device_properties", properties(GPUS))
@@ -39,9 +58,16 @@ def test_an_engine_finds_the_gpu_by_its_uuid(sent: bytes, monkeypatch: pytest.Mo
     opened = []
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_properties", properties(["GPU-d", "GPU-c"]))
-    monkeypatch.setattr(reductions, "_rebuild_cuda_tensor_original", lambda *args: opened.append(args), raising=False)
+    monkeypatch.setattr(
+        reductions,
+        "_rebuild_cuda_tensor_original",
+        lambda *args: opened.append(args),
+        raising=False,
+    )
     # As in an engine, where SGLang has put its own in torch's place.
-    monkeypatch.setattr(reductions, "rebuild_cuda_tensor", patch_torch._rebuild_cuda_tensor_modified)
+    monkeypatch.setattr(
+        reductions, "rebuild_cuda_tensor", patch_torch._rebuild_cuda_tensor_modified
+    )
     message = SafeUnpickler(BytesIO(sent)).load()
     assert message["size"] == 24
     (arguments,) = opened

@@ -1,5 +1,6 @@
-"""Training at one layout, engines at another, by every transport of a machine without GPUs: after each update the
-engine computes what the trainer does, and nothing that goes wrong on the way goes unnoticed."""
+"""Training at one layout, engines at another, by every transport of a machine without GPUs: after
+each update the engine computes what the trainer does, and nothing that goes wrong on the way goes
+unnoticed."""
 
 import asyncio
 from collections.abc import Iterator
@@ -14,11 +15,15 @@ from ranks import run_ranks
 from tiny_qwen3 import largest_difference, make_model, token_logprobs
 from transformers import Qwen3ForCausalLM
 
-from vapo_megatron.config.model import ActorConfig, AdapterConfig, LayoutConfig, ModelConfig, OptimizerSettings
+from vapo_megatron.config.model import (
+    ActorConfig,
+    AdapterConfig,
+    LayoutConfig,
+    ModelConfig,
+    OptimizerSettings,
+)
 from vapo_megatron.config.rollout import RolloutConfig, SamplingConfig
 from vapo_megatron.data.sample import Prompt
-from vapo_megatron.engines.dispatcher import Dispatcher
-from vapo_megatron.engines.request import GenerationRequest
 from vapo_megatron.engines.server.client import EngineClient
 from vapo_megatron.engines.server.process import EngineAddress, EngineServer
 from vapo_megatron.engines.weight_sync.logprob_difference import probe_batch, split_logprobs
@@ -31,13 +36,15 @@ from vapo_megatron.engines.weight_sync.transports import (
 from vapo_megatron.errors import RunFailed
 from vapo_megatron.megatron.mesh import make_mesh
 from vapo_megatron.megatron.trainable import Trainable
+from vapo_megatron.models.registry import read_spec
+from vapo_megatron.rollout.dispatcher import Dispatcher
+from vapo_megatron.rollout.request import GenerationRequest
 from vapo_megatron.weights.bucket import Bucket, SharedSlots, pack
 from vapo_megatron.weights.export import make_slots, stream_hf
 from vapo_megatron.weights.load import load_hf
-from vapo_megatron.weights.spec import read_spec
 
 KINDS = ["shared_memory", "distributed"]
-DEADLINE = 120.0
+DEADLINE = 240.0
 VOCAB = 128
 SEQUENCES = random_sequences(3, 24, VOCAB, seed=1)
 UP = "model.layers.{}.mlp.up_proj.weight"
@@ -51,7 +58,9 @@ def wide_server(
 ) -> Iterator[EngineServer]:
     """Two tensor-parallel ranks."""
     log_file = tmp_path_factory.mktemp("logs") / "wide.log"
-    with EngineServer(model_path, config.model_copy(update={"tp": 2}), "float32", log_file) as running:
+    with EngineServer(
+        model_path, config.model_copy(update={"tp": 2}), "float32", log_file
+    ) as running:
         yield running
 
 
@@ -76,36 +85,55 @@ def make_sync(kind: str, address: EngineAddress, engine_tp: int) -> WeightSync:
 class LikelihoodLoss:
     """Minus the mean log-prob of response tokens."""
 
-    sums, maxima = ("loss",), ()
+    sums = ("loss",)
+    maxima = ()
 
     def __init__(self, tokens: int) -> None:
         self._weights = torch.full((tokens,), 1.0 / tokens)
 
-    def __call__(self, outputs: torch.Tensor, local: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def __call__(
+        self, outputs: torch.Tensor, local: Any
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         loss = -(outputs[:, 0] * local.gather(self._weights)).sum()
         return loss, {"loss": loss.detach()}
 
 
 def train_and_send(
-    model_path: Path, layout: LayoutConfig, engines: list[tuple[EngineAddress, int]], kind: Any = "model"
+    model_path: Path,
+    layout: LayoutConfig,
+    engines: list[tuple[EngineAddress, int]],
+    kind: Any = "model",
 ) -> dict[str, Any]:
-    """Three updates, after each a weight sync by every transport to every engine; rank 0 speaks to all of them. kind:
-    what is trained; the trainer adds what adapters compute, and an engine has them in its weights."""
-    spec, mesh = read_spec(model_path), make_mesh(layout)
+    """Three updates, after each a weight sync by every transport to every engine; rank 0 speaks to
+    all of them. kind: model or adapters; the trainer adds what adapters compute, and an engine has
+    them in its weights."""
+    spec = read_spec(model_path)
+    mesh = make_mesh(layout)
     model = ModelConfig(path=str(model_path), dtype="float32", adapter=AdapterConfig(rank=4))
-    section = ActorConfig(kind=kind, layout=layout, optimizer=OptimizerSettings(lr=1e-2, warmup_steps=0))
+    section = ActorConfig(
+        kind=kind, layout=layout, optimizer=OptimizerSettings(lr=1e-2, warmup_steps=0)
+    )
     actor = Trainable(spec, model, section, mesh, "lm", name="actor", seed=1)
     load_hf(actor.chunks, spec, model_path, mesh, "lm")
     actor.prepare()
     slots = make_slots(torch.device("cpu"))
     batch = probe_batch(SEQUENCES)
     leads = dist.get_rank() == 0
-    syncs = [(kind, address, make_sync(kind, address, tp)) for address, tp in engines for kind in KINDS if leads]
+    syncs = [
+        (kind, address, make_sync(kind, address, tp))
+        for address, tp in engines
+        for kind in KINDS
+        if leads
+    ]
     differences: list[float] = []
-    losses, versions, version = [], [], 0
+    losses = []
+    versions = []
+    version = 0
     for _ in range(3):
         losses.append(
-            actor.train_step(batch, range(batch.samples), LikelihoodLoss(batch.response_tokens)).metrics["loss"]
+            actor.train_step(
+                batch, range(batch.samples), LikelihoodLoss(batch.response_tokens)
+            ).metrics["loss"]
         )
         ours = split_logprobs(batch, actor.score(batch, temperature=1.0)[:, 0])
         for i in range(len(engines) * len(KINDS)):
@@ -133,13 +161,17 @@ def sampled_version(address: EngineAddress, version: int) -> bool:
     prompts = [Prompt("p", "", "", tuple(SEQUENCES[0][:5]))]
     with Dispatcher([address], config, stop_token_ids=[1]) as dispatcher:
         samples = dispatcher.collect(
-            GenerationRequest(prompts, 2, SamplingConfig(max_new_tokens=4), 0, weight_version=version)
+            GenerationRequest(
+                prompts, 2, SamplingConfig(max_new_tokens=4), 0, weight_version=version
+            )
         )
-    return all(sample.weight_version == sample.weight_version_oldest == version for sample in samples)
+    return all(
+        sample.weight_version == sample.weight_version_oldest == version for sample in samples
+    )
 
 
 @pytest.mark.parametrize("wide", [False, pytest.param(True, marks=pytest.mark.full)])
-def test_after_every_update_engines_of_other_layouts_compute_what_the_trainer_does(
+def test_engines_of_other_layouts_agree_after_every_update(
     model_path: Path, restored: EngineServer, request: pytest.FixtureRequest, wide: bool
 ) -> None:
     """TP2 PP2 to an engine of one rank, and to it beside one of two."""
@@ -152,26 +184,31 @@ def test_after_every_update_engines_of_other_layouts_compute_what_the_trainer_do
 
 
 @pytest.mark.full
-def test_a_trainer_of_one_rank_feeds_an_engine_of_two(model_path: Path, wide_server: EngineServer) -> None:
+def test_a_trainer_of_one_rank_feeds_an_engine_of_two(
+    model_path: Path, wide_server: EngineServer
+) -> None:
     engines = [(wide_server.address, 2)]
     answers = run_ranks(1, train_and_send, model_path, LayoutConfig(), engines, deadline=240)
     check(answers[0], weight_syncs=6)
 
 
 @pytest.mark.parametrize("wide", [False, pytest.param(True, marks=pytest.mark.full)])
-def test_after_every_update_an_engine_has_the_adapters_in_its_weights(
+def test_engine_has_adapters_in_its_weights_after_every_update(
     model_path: Path, request: pytest.FixtureRequest, wide: bool
 ) -> None:
     """TP2 to an engine of one rank and to one of two."""
     engine: EngineServer = request.getfixturevalue("wide_server" if wide else "restored")
-    engines, layout = [(engine.address, 1 + wide)], LayoutConfig(tp=2, sequence_parallel=True)
+    engines = [(engine.address, 1 + wide)]
+    layout = LayoutConfig(tp=2, sequence_parallel=True)
     answers = run_ranks(2, train_and_send, model_path, layout, engines, "adapter", deadline=240)
     check(answers[0], weight_syncs=6)
 
 
 def check(answer: dict[str, Any], weight_syncs: int) -> None:
     assert len(answer["differences"]) == weight_syncs and max(answer["differences"]) < 1e-4
-    assert answer["losses"][0] > answer["losses"][1] > answer["losses"][2], "the updates changed nothing"
+    assert answer["losses"][0] > answer["losses"][1] > answer["losses"][2], (
+        "the updates changed nothing"
+    )
     assert answer["versions"] == [True] * weight_syncs
 
 
@@ -213,13 +250,17 @@ def test_a_bucket_damaged_on_its_way_is_named(sync: WeightSync, others: Tensors)
                     tensor.view(torch.int32)[3, 5] ^= 1
             yield bucket
 
-    with pytest.raises(RunFailed, match=rf"weights were not accepted: {UP.format(1)} arrived damaged[^;]*$"):
+    with pytest.raises(
+        RunFailed, match=rf"weights were not accepted: {UP.format(1)} arrived damaged[^;]*$"
+    ):
         sync.load(damage(in_slots(others)), version=1)
 
 
 def test_a_tensor_dropped_on_its_way_is_named(sync: WeightSync, others: Tensors) -> None:
     dropped = [(name, tensor) for name, tensor in others if name != UP.format(0)]
-    with pytest.raises(RunFailed, match=r"layers\.0\.mlp\.gate_up_proj\.weight .* was not sent in full"):
+    with pytest.raises(
+        RunFailed, match=r"layers\.0\.mlp\.gate_up_proj\.weight .* was not sent in full"
+    ):
         sync.load(in_slots(dropped), version=1)
 
 
@@ -227,17 +268,24 @@ def test_a_tensor_dropped_on_its_way_is_named(sync: WeightSync, others: Tensors)
 def test_a_name_or_shape_that_the_engine_does_not_take_is_named(
     kind: str, restored: EngineServer, others: Tensors
 ) -> None:
-    """Of an engine that pads no dimensions: one that does fills up what is short (strict_loading)."""
+    """Of an engine that pads no dimensions: one that does fills up what is short
+    (strict_loading)."""
     sync = make_sync(kind, restored.address, 1)
     wrong = [(name.replace("1.mlp.up", "1.mlp.upp"), t) for name, t in others]
-    with pytest.raises(RunFailed, match=r"model\.layers\.1\.mlp\.upp_proj\.weight of shape \[96, 64\] is not known"):
+    with pytest.raises(
+        RunFailed, match=r"model\.layers\.1\.mlp\.upp_proj\.weight of shape \[96, 64\] is not known"
+    ):
         sync.load(in_slots(wrong), version=1)
-    cut = [(name, t[:-2] if name.endswith("1.self_attn.k_proj.weight") else t) for name, t in others]
+    cut = [
+        (name, t[:-2] if name.endswith("1.self_attn.k_proj.weight") else t) for name, t in others
+    ]
     with pytest.raises(RunFailed, match=r"1\.self_attn\.k_proj\.weight (of shape )?\[30, 64\]"):
         sync.load(in_slots(cut), version=1)
 
 
-def test_a_session_that_was_broken_off_ends_with_the_next_one(restored: EngineServer, others: Tensors) -> None:
+def test_a_session_that_was_broken_off_ends_with_the_next_one(
+    restored: EngineServer, others: Tensors
+) -> None:
     """The server is one of several, and another one failed in the middle of a weight sync."""
     client = EngineClient(restored.address, DEADLINE)
     with asyncio.Runner() as runner:
@@ -247,14 +295,19 @@ def test_a_session_that_was_broken_off_ends_with_the_next_one(restored: EngineSe
         sync.load(in_slots(others), version=1)
 
 
-def test_layers_in_each_others_place_are_noticed_and_named(sync: WeightSync, others: Tensors) -> None:
+def test_layers_in_each_others_place_are_noticed_and_named(
+    sync: WeightSync, others: Tensors
+) -> None:
     model = make_model(7)
     weights = dict(others)
     swapped = weights | {UP.format(0): weights[UP.format(1)], UP.format(1): weights[UP.format(0)]}
     expected = [token_logprobs(model, sequence) for sequence in SEQUENCES]
     sync.load(in_slots(list(swapped.items())), version=2)
     assert largest_difference(sync, SEQUENCES, expected) > 1e-4
-    assert sync.differing_tensors(in_slots(others)) == [f"{UP.format(0)} differs", f"{UP.format(1)} differs"]
+    assert sync.differing_tensors(in_slots(others)) == [
+        f"{UP.format(0)} differs",
+        f"{UP.format(1)} differs",
+    ]
     sync.load(in_slots(others), version=3)
     assert largest_difference(sync, SEQUENCES, expected) < 1e-4
     assert sync.differing_tensors(in_slots(others)) == []

@@ -1,8 +1,9 @@
-"""A process group of one trainer rank and the ranks of some servers, independent of all other groups.
+"""A process group of one trainer rank and the ranks of some servers, independent of all other
+groups.
 
-torch.distributed allows one world per process, so these groups are built from its parts. gloo moves bytes through host
-memory and TCP; NCCL moves them from GPU to GPU but refuses two ranks on one GPU, so it is used for engines whose GPUs
-the trainer does not use.
+torch.distributed allows one world per process, so these groups are built from its parts. gloo moves
+bytes through host memory and TCP; NCCL moves them from GPU to GPU but refuses two ranks on one GPU,
+so it is used for engines whose GPUs the trainer does not use.
 """
 
 import os
@@ -29,11 +30,19 @@ class BroadcastGroup:
     """
 
     def __init__(
-        self, store: dist.Store, rank: int, size: int, deadline: float, host: str, device: torch.device
+        self,
+        store: dist.Store,
+        rank: int,
+        size: int,
+        deadline: float,
+        host: str,
+        device: torch.device,
     ) -> None:
-        self._store, self.device = store, device
+        self._store = store
+        self.device = device
         if backend_of(device) == "nccl":
-            with torch.cuda.device(device):  # the caller may be a thread that knows of no device yet
+            # The caller may be a thread that knows of no device yet
+            with torch.cuda.device(device):
                 self._group: Any = _nccl(store, rank, size, deadline)
         else:
             self._group = _gloo(store, rank, size, deadline, host)
@@ -41,7 +50,14 @@ class BroadcastGroup:
     @staticmethod
     def listen(host: str, size: int, deadline: float) -> dist.TCPStore:
         """Open a store on a free port of this machine's address; returns at once."""
-        return dist.TCPStore(host, 0, size, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=deadline))
+        return dist.TCPStore(
+            host,
+            0,
+            size,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=deadline),
+        )
 
     @staticmethod
     def connect(host: str, port: int, size: int, deadline: float) -> dist.TCPStore:
@@ -49,10 +65,12 @@ class BroadcastGroup:
         return dist.TCPStore(host, port, size, is_master=False, timeout=timedelta(seconds=deadline))
 
     def broadcast(self, buffer: torch.Tensor) -> None:
-        """Broadcast rank 0's bytes (uint8 [n], contiguous, on `device`); returns once they have arrived.
+        """Broadcast rank 0's bytes (uint8 [n], contiguous, on `device`); returns once they have
+        arrived.
 
         Raises:
-            RuntimeError: another rank is gone, or the deadline has passed. The group is broken then.
+            RuntimeError: another rank is gone, or the deadline has passed. The group is broken
+                then.
         """
         if backend_of(self.device) == "gloo":
             self._group.broadcast(buffer, root=0).wait()
@@ -64,11 +82,14 @@ class BroadcastGroup:
 
 def backend_of(device: torch.device) -> Backend:
     """The backend for buffers on a device."""
-    return "nccl" if device.type == "cuda" else "gloo"
+    if device.type == "cuda":
+        return "nccl"
+    return "gloo"
 
 
 def address_towards(host: str) -> str:
-    """This machine's address on the route to a host; its own name may resolve to 127.0.1.1. Nothing is sent."""
+    """This machine's address on the route to a host; its own name may resolve to 127.0.1.1. Nothing
+    is sent."""
     family, kind, protocol, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as route:
         route.connect(address)

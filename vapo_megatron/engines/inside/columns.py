@@ -1,7 +1,8 @@
-"""Responses as a server sends them to the trainer: arrays instead of JSON, which takes rank 0 forty times as long.
+"""Responses as a server sends them to the trainer: arrays instead of JSON, which takes rank 0 forty
+times as long.
 
-A message is a safetensors file: "meta" (JSON, one entry per response), and for response i the arrays "i/token_ids",
-"i/logprobs" and, if they were asked for, "i/experts".
+A message is a safetensors file: "meta" (JSON, one entry per response), and for response i the
+arrays "i/token_ids", "i/logprobs" and, if requested, "i/experts".
 """
 
 import base64
@@ -28,7 +29,8 @@ MEDIA_TYPE = "application/octet-stream"
 class Columns:
     """One response.
 
-    meta: SGLang's finish_reason and weight_versions, and `wrong_experts`: what is wrong with the experts, if anything.
+    meta: SGLang's finish_reason and weight_versions, and `wrong_experts`: why the experts are
+        invalid, if they are.
     experts: what ExpertChoices.decode returned; None without.
     """
 
@@ -39,17 +41,22 @@ class Columns:
 
 
 def pack(
-    answers: Sequence[dict[str, Any]], choices: ExpertChoices | None = None, prompts: Sequence[Sequence[int]] = ()
+    answers: Sequence[dict[str, Any]],
+    choices: ExpertChoices | None = None,
+    prompts: Sequence[Sequence[int]] = (),
 ) -> bytes:
     """The message of SGLang's answers to a list of prompts. A missing log-prob becomes NaN.
 
-    choices: of the model whose experts were asked for; prompts are needed then. If they are invalid, meta says why.
+    choices: the model's, if experts were requested; prompts are needed then. If the experts are
+        invalid, meta says why.
     """
     rows = []
     for place, answer in enumerate(answers):
         meta = answer["meta_info"]
         ids = np.array(answer["output_ids"], dtype=np.int32)
-        logprobs = np.array([entry[0] for entry in meta.get("output_token_logprobs", ())], dtype=np.float32)
+        logprobs = np.array(
+            [entry[0] for entry in meta.get("output_token_logprobs", ())], dtype=np.float32
+        )
         meta_kept = {name: meta[name] for name in ("finish_reason", "weight_versions")}
         experts = None
         if choices is not None:
@@ -92,4 +99,6 @@ def unpack(message: bytes) -> list[Columns]:
 
 def _numbers(encoded: str | None) -> NDArray[np.int32] | None:
     """SGLang's experts, int32 in base64."""
-    return None if encoded is None else np.frombuffer(base64.b64decode(encoded), dtype="<i4")
+    if encoded is None:
+        return None
+    return np.frombuffer(base64.b64decode(encoded), dtype="<i4")

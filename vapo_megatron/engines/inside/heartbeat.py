@@ -1,7 +1,8 @@
 """A server's report on whether all of its processes are alive and make progress.
 
-Each process of a server has a file in the server's folder of temporary files, into which a scheduler writes the time
-and the number of its batches. The HTTP process reads them for HEALTH_PATH, and ends the server on END_PATH.
+Each process of a server has a file in the server's folder of temporary files, into which a
+scheduler writes the time and the number of its batches. The HTTP process reads them for
+HEALTH_PATH, and ends the server on END_PATH.
 """
 
 import functools
@@ -24,8 +25,8 @@ _STATES = {"T": "stopped", "t": "stopped by a debugger", "Z": "dead", "X": "dead
 
 
 def register(role: str) -> Callable[[int], None]:
-    """Register this process as one of the server's. Returns a function to call at every sign of progress, with the
-    number of finished batches."""
+    """Register this process as one of the server's. Returns a function to call at every sign of
+    progress, with the number of finished batches."""
     path = Path(tempfile.gettempdir()) / f"{_PREFIX}{role}-{os.getpid()}"
     path.write_bytes(_BEAT.pack(time.monotonic(), 0))
     with path.open("r+b") as file:
@@ -38,7 +39,8 @@ def register(role: str) -> Callable[[int], None]:
 
 
 def processes_in(scratch: str) -> Iterator[tuple[str, int, Path]]:
-    """Role, pid and file of each process of the server with this folder of temporary files, dead ones included."""
+    """Role, pid and file of each process of the server with this folder of temporary files, dead
+    ones included."""
     for path in Path(scratch).glob(f"{_PREFIX}*"):
         _, role, pid = path.name.split("-")
         yield role, int(pid), path
@@ -47,7 +49,9 @@ def processes_in(scratch: str) -> Iterator[tuple[str, int, Path]]:
 def lost_processes(scratch: str) -> list[str]:
     """A line for each dead or stopped process of the server with this folder of temporary files."""
     states = [(role, pid, stands_still(pid)) for role, pid, _ in processes_in(scratch)]
-    return sorted(f"its {role} (process {pid}) is {state}" for role, pid, state in states if state is not None)
+    return sorted(
+        f"its {role} (process {pid}) is {state}" for role, pid, state in states if state is not None
+    )
 
 
 def stands_still(pid: int) -> str | None:
@@ -61,7 +65,8 @@ def stands_still(pid: int) -> str | None:
 
 def beats_with(scheduler: Any, beat: Callable[[int], None]) -> None:
     """Have SGLang's scheduler class call beat before and after each batch."""
-    run_batch, ended = scheduler.run_batch, 0
+    run_batch = scheduler.run_batch
+    ended = 0
 
     @functools.wraps(run_batch)
     def watched(*args: Any, **kwargs: Any) -> Any:
@@ -84,28 +89,44 @@ class Heartbeat:
         is_paused: returns whether the server is paused for a weight sync.
     """
 
-    def __init__(self, requests: Callable[[], Sized], is_paused: Callable[[], bool] = lambda: False) -> None:
-        self._requests, self._is_paused, self._was_paused = requests, is_paused, False
+    def __init__(
+        self, requests: Callable[[], Sized], is_paused: Callable[[], bool] = lambda: False
+    ) -> None:
+        self._requests = requests
+        self._is_paused = is_paused
+        self._was_paused = False
         self._idle_at = time.monotonic()
 
     async def health(self) -> dict[str, Any]:
-        """lost: a line for each dead or stopped process. requests: number of open ones. silent_s: seconds in which no
-        batch has begun or ended although there were requests, since the last pause. paused: whether it is paused.
+        """lost: a line for each dead or stopped process. requests: number of open ones. silent_s:
+        seconds in which no batch has begun or ended although there were requests, since the last
+        pause. paused: whether it is paused.
         batches: number of finished ones."""
-        now, beats, batches = time.monotonic(), [self._idle_at], 0
+        now = time.monotonic()
+        beats = [self._idle_at]
+        batches = 0
         for _, _, path in processes_in(tempfile.gettempdir()):
             beat, ended = _BEAT.unpack(path.read_bytes())
             beats.append(beat)
             batches = max(batches, ended)
-        requests, paused = len(self._requests()), self._is_paused()
+        requests = len(self._requests())
+        paused = self._is_paused()
         if requests == 0 or (self._was_paused and not paused):
             self._idle_at = now
             beats.append(now)
-        self._was_paused, silent = paused, now - max(beats)
+        self._was_paused = paused
+        silent = now - max(beats)
         lost = lost_processes(tempfile.gettempdir())
-        return {"lost": lost, "requests": requests, "silent_s": silent, "paused": paused, "batches": batches}
+        return {
+            "lost": lost,
+            "requests": requests,
+            "silent_s": silent,
+            "paused": paused,
+            "batches": batches,
+        }
 
     async def end(self, cause: str) -> None:
-        """End all processes of the server, after writing the cause to the log; its owner starts it again."""
+        """End all processes of the server, after writing the cause to the log; its owner starts it
+        again."""
         print(f"EndedForError: {cause}", flush=True)
         os.killpg(os.getpgrp(), signal.SIGKILL)

@@ -1,9 +1,10 @@
-"""A server must not outlive its owner, however that ended: kill -9 and the out-of-memory killer included.
+"""A server must not outlive its owner, however that ended: kill -9 and the out-of-memory killer
+included.
 
     python -m vapo_megatron.engines.inside.owner_guard OWNER_PID GROUP SCRATCH
 
-The guard is a separate process, because a stopped server (SIGSTOP) could not end itself. The server waits for it before
-it does anything, and reports on it as on its own processes (heartbeat).
+The guard is a separate process, because a stopped server (SIGSTOP) could not end itself. The server
+waits for it before it does anything, and reports on it as on its own processes (heartbeat).
 """
 
 import os
@@ -27,12 +28,15 @@ _START_POLL_SECONDS = 0.02
 _REMOVAL_SECONDS = 5.0
 
 
-def start_guard(group: int, scratch: str, environment: Mapping[str, str]) -> "subprocess.Popen[bytes]":
-    """Start the guard of one of this process's servers. Once this process is gone, it kills the server's process group
-    and removes the directory scratch and the server's shared memory.
+def start_guard(
+    group: int, scratch: str, environment: Mapping[str, str]
+) -> "subprocess.Popen[bytes]":
+    """Start the guard of one of this process's servers. Once this process is gone, it kills the
+    server's process group and removes the directory scratch and the server's shared memory.
 
-    This process holds the write end of a pipe, so its death is an end of file at the other end. A process that it
-    forked may hold the pipe open, so the guard also checks its parent once a second.
+    This process holds the write end of a pipe, so its death is an end of file at the other end. A
+    process that it forked may hold the pipe open, so the guard also checks its parent once a
+    second.
     """
     with stop_signals_blocked():  # Slurm sends them to every process of a job
         return subprocess.Popen(
@@ -51,7 +55,8 @@ def start_guard(group: int, scratch: str, environment: Mapping[str, str]) -> "su
 
 
 def is_guarded(owner: int, scratch: str) -> bool:
-    """In a server: wait for its guard. If the owner died before starting it, remove scratch and return False."""
+    """In a server: wait for its guard. If the owner died before starting it, remove scratch and
+    return False."""
     while not any(role == _ROLE for role, _, _ in processes_in(scratch)):
         if os.getppid() != owner:
             shutil.rmtree(scratch, ignore_errors=True)
@@ -61,7 +66,8 @@ def is_guarded(owner: int, scratch: str) -> bool:
 
 
 def remove_shared_memory(group: int) -> None:
-    """Remove a server's files in /dev/shm, which its processes cannot remove when they are killed."""
+    """Remove a server's files in /dev/shm, which its processes cannot remove when they are
+    killed."""
     for path in Path("/dev/shm").glob(f"sgl_shm_*_{group}_*"):
         path.unlink(missing_ok=True)
 
@@ -78,7 +84,8 @@ def main(owner: int, group: int, scratch: str) -> None:
     with suppress(ProcessLookupError):
         os.killpg(group, signal.SIGKILL)
     end = time.monotonic() + _REMOVAL_SECONDS
-    while os.path.exists(scratch) and time.monotonic() < end:  # the last of its processes still write
+    # The last of its processes still write
+    while os.path.exists(scratch) and time.monotonic() < end:
         shutil.rmtree(scratch, ignore_errors=True)
     remove_shared_memory(group)
 

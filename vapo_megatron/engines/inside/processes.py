@@ -1,6 +1,7 @@
 """The functions that SGLang runs in the child processes of a server.
 
-They are pickled by name: a spawned child imports this module, and with it the CPU shim, before it uses SGLang.
+They are pickled by name: a spawned child imports this module, and with it the CPU shim, before it
+uses SGLang.
 """
 
 import gc
@@ -46,7 +47,8 @@ def install_cpu_fp8() -> None:
 
 
 def _leave_as_loaded(self: Any, layer: torch.nn.Module) -> None:
-    """Kernels need other layouts; without kernels the parameters stay as in the checkpoint and can be loaded again."""
+    """Kernels need other layouts; without kernels the parameters stay as in the checkpoint and can
+    be loaded again."""
 
 
 def _apply_block(self: Any, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -65,14 +67,18 @@ def _apply_experts(self: Any, layer: Any, dispatch_output: Any) -> Any:
     x = dispatch_output.hidden_states
 
     def spread(values: Tensor, scales: Tensor) -> Tensor:
-        return torch.stack([dequantize(*expert) for expert in zip(values, scales, strict=True)]).to(x.dtype)
+        return torch.stack([dequantize(*expert) for expert in zip(values, scales, strict=True)]).to(
+            x.dtype
+        )
 
     experts = SimpleNamespace(
         num_experts=layer.num_experts,
         w13_weight=spread(layer.w13_weight, layer.w13_weight_scale_inv),
         w2_weight=spread(layer.w2_weight, layer.w2_weight_scale_inv),
     )
-    output = moe_forward_native(experts, _rounded_in_groups(x), dispatch_output.topk_output, layer.moe_runner_config)
+    output = moe_forward_native(
+        experts, _rounded_in_groups(x), dispatch_output.topk_output, layer.moe_runner_config
+    )
     return StandardCombineInput(hidden_states=output)
 
 
@@ -83,7 +89,8 @@ def _rounded_in_groups(x: Tensor) -> Tensor:
 
 
 def _apply_modelopt(self: Any, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
-    """weight_scale and input_scale have one number for each of the layers that are stacked in the weight."""
+    """weight_scale and input_scale have one number for each of the layers that are stacked in the
+    weight."""
     widths = torch.tensor(layer.logical_widths)
     weight = layer.weight.float() * layer.weight_scale.repeat_interleave(widths)[:, None]
     scale = layer.input_scale.max()
@@ -92,13 +99,16 @@ def _apply_modelopt(self: Any, layer: Any, x: Tensor, bias: Tensor | None = None
 
 
 def keep_versions_apart(scheduler: Any) -> None:
-    """Keep apart what different weight versions have cached and computed, in SGLang's scheduler class.
+    """Keep apart what different weight versions have cached and computed, in SGLang's scheduler
+    class.
 
-    A weight sync in place keeps the cache. A request that is still waiting would then read what the old weights made of
-    its prompt for an earlier request, and be marked with the new version. So would tokens that the overlapped scheduler
-    has computed under the old weights and not recorded yet.
+    A weight sync in place keeps the cache. A request that is still waiting would then read what the
+    old weights made of its prompt for an earlier request, and be marked with the new version. So
+    would tokens that the overlapped scheduler has computed under the old weights and not recorded
+    yet.
     """
-    add, record = scheduler._add_request_to_queue, scheduler.record_weight_version_change
+    add = scheduler._add_request_to_queue
+    record = scheduler.record_weight_version_change
 
     def add_request(self: Any, req: Any, *args: Any, **kwargs: Any) -> None:
         req.extra_key = get_serving().weight_version
@@ -115,16 +125,20 @@ def keep_versions_apart(scheduler: Any) -> None:
             for req in batch.reqs:
                 # As in process_batch_result_prefill: the requests that get a token.
                 if not req.finished() and not req.is_retracted and req.inflight_middle_chunks <= 0:
-                    event = WeightVersionEvent(old_version=old_version, num_output_tokens=len(req.output_ids) + 1)
+                    event = WeightVersionEvent(
+                        old_version=old_version, num_output_tokens=len(req.output_ids) + 1
+                    )
                     req.weight_version_events.append(event)
 
-    scheduler._add_request_to_queue, scheduler.record_weight_version_change = add_request, record_change
+    scheduler._add_request_to_queue = add_request
+    scheduler.record_weight_version_change = record_change
 
 
-# Servers are killed, so a file in /dev/shm would stay; the folder of temporary files is removed with the server.
+# Servers are killed, so a file in /dev/shm would stay; the folder of temporary files is removed
+# with the server.
 load_snapshot.shm_path_for = lambda instance: f"{tempfile.gettempdir()}/loads_{instance}.shm"
-# Shared memory needs a name in /dev/shm. It contains the server's process group, by which it is found and removed
-# (owner_guard.remove_shared_memory).
+# Shared memory needs a name in /dev/shm. It contains the server's process group, by which it is
+# found and removed (owner_guard.remove_shared_memory).
 shm_broadcast.make_shm_name = parallel_state.make_shm_name = lambda kind: (
     f"sgl_shm_{kind}_{os.getpgrp()}_{uuid.uuid4().hex[:8]}"
 )
@@ -141,10 +155,13 @@ def run_scheduler(*args: Any, **kwargs: Any) -> None:
     run = Scheduler.run_event_loop
 
     def run_frozen(scheduler: Any) -> None:
-        # Else each full collection walks through all modules: a fifth of the time of a small model's tokens. Not
-        # earlier: SGLang unfreezes where it has captured its CUDA graphs.
+        # Else each full collection walks through all modules: a fifth of the time of a small
+        # model's tokens. Not earlier: SGLang unfreezes where it has captured its CUDA graphs.
         gc.freeze()
-        print(f"{gc.get_freeze_count()} objects are frozen; garbage collection: {gc.isenabled()}", flush=True)
+        print(
+            f"{gc.get_freeze_count()} objects are frozen; garbage collection: {gc.isenabled()}",
+            flush=True,
+        )
         run(scheduler)
 
     Scheduler.run_event_loop = run_frozen
@@ -152,7 +169,8 @@ def run_scheduler(*args: Any, **kwargs: Any) -> None:
 
 
 def run_idle_detokenizer(*_: Any, **__: Any) -> None:
-    """Takes the place of SGLang's detokenizer, to which a server without a tokenizer sends nothing."""
+    """Takes the place of SGLang's detokenizer, to which a server without a tokenizer sends
+    nothing."""
     setproctitle.setproctitle("sglang::detokenizer")
     kill_itself_when_parent_died()
     register("detokenizer")

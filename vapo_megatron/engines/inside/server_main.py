@@ -1,15 +1,16 @@
 """Entry of a server subprocess:
 
-    python -m vapo_megatron.engines.inside.server_main LISTEN_FD OWNER_PID SCRATCH IDENTITY [SGLang args]
-    python -m vapo_megatron.engines.inside.server_main check [SGLang args]
+    python -m vapo_megatron.engines.inside.server_main LISTEN_FD OWNER_PID SCRATCH IDENTITY [SGLang
+    args] python -m vapo_megatron.engines.inside.server_main check [SGLang args]
 
-LISTEN_FD is a bound TCP socket, inherited from the owner so that no other process can take the port in between. The
-owner's guard (owner_guard) ends this process with the owner, and removes the directory SCRATCH. IDENTITY, JSON, is the
-answer at IDENTITY_PATH; HEALTH_PATH reports on the server's processes (heartbeat.py). The key that requests must
-carry is in the environment; SGLang does not get it, as it would write it into its log.
+LISTEN_FD is a bound TCP socket, inherited from the owner so that no other process can take the port
+in between. The owner's guard (owner_guard) ends this process with the owner, and removes the
+directory SCRATCH. IDENTITY, JSON, is the answer at IDENTITY_PATH; HEALTH_PATH reports on the
+server's processes (heartbeat.py). The key that requests must carry is in the environment; SGLang
+does not get it, as it would write it into its log.
 
-With `check` no server starts: the exit code is 0 if SGLang takes the arguments; if not, the reason is the last line of
-standard error.
+With `check` no server starts: the exit code is 0 if SGLang takes the arguments; if not, the reason
+is the last line of standard error.
 """
 
 import argparse
@@ -35,8 +36,9 @@ IDENTITY_PATH = "vapo_engine"
 def main(argv: list[str]) -> None:
     listen_fd, owner_pid, scratch, identity, *engine_args = argv
     key = os.environ.pop(KEY_VARIABLE, "")
-    # Slurm sends its signals to every process of a job; the owner decides when a server ends. They are blocked rather
-    # than ignored because SGLang sets its own handlers, and its children inherit this.
+    # Slurm sends its signals to every process of a job; the owner decides when a server ends. They
+    # are blocked rather than ignored because SGLang sets its own handlers, and its children inherit
+    # this.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP})
     if not is_guarded(int(owner_pid), scratch):
         return
@@ -82,7 +84,8 @@ def main(argv: list[str]) -> None:
 
 
 def _answer_in_columns(app: Any, manager: Callable[[], Any]) -> None:
-    """Routes to generate with an answer in columns instead of JSON (columns.py), and to abort many requests at once."""
+    """Routes to generate with an answer in columns instead of JSON (columns.py), and to abort many
+    requests at once."""
     import orjson
     from fastapi import Request, Response
     from sglang.srt.managers.io_struct import GenerateReqInput
@@ -91,7 +94,8 @@ def _answer_in_columns(app: Any, manager: Callable[[], Any]) -> None:
     from vapo_megatron.weights.routed_experts import ExpertChoices
 
     async def generate(request: Request) -> Response:
-        """Takes the JSON that SGLang's /generate takes for a list of prompts of token ids; a refusal is JSON as well.
+        """Takes the JSON that SGLang's /generate takes for a list of prompts of token ids; a
+        refusal is JSON as well.
 
         expert_choices: the fields of an ExpertChoices, if experts are requested.
         """
@@ -102,13 +106,18 @@ def _answer_in_columns(app: Any, manager: Callable[[], Any]) -> None:
         except (ValueError, TypeError) as error:
             refusal = orjson.dumps({"error": {"message": str(error)}})
             return Response(refusal, status_code=400, media_type="application/json")
-        # In a thread: the experts of a group take a second, during which other requests go on.
-        experts = None if choices is None else ExpertChoices(**choices)
+        # In a thread: packing a group's experts takes a second, which must not block other
+        # requests.
+        if choices is None:
+            experts = None
+        else:
+            experts = ExpertChoices(**choices)
         message = await asyncio.to_thread(columns.pack, answers, experts, body["input_ids"])
         return Response(message, media_type=columns.MEDIA_TYPE)
 
     async def abort(request: Request) -> None:
-        """Takes a JSON list of names of responses and ends those that run; SGLang's own route takes one name."""
+        """Takes a JSON list of names of responses and ends those that run; SGLang's own route takes
+        one name."""
         for name in orjson.loads(await request.body()):
             manager().abort_request(name)
 
@@ -117,7 +126,8 @@ def _answer_in_columns(app: Any, manager: Callable[[], Any]) -> None:
 
 
 def _then_fork(set_envs_and_config: Callable[[object], None]) -> Callable[[object], None]:
-    """SGLang spawns its children because of CUDA; without CUDA, a fork saves importing everything again."""
+    """SGLang spawns its children because of CUDA; without CUDA, a fork saves importing everything
+    again."""
 
     def run(server_args: object) -> None:
         set_envs_and_config(server_args)
@@ -133,7 +143,8 @@ def check_arguments(argv: Sequence[str]) -> None:
     cpu_shim.install()
     from sglang.srt.server_args import ServerArgs, prepare_server_args
 
-    parser = argparse.ArgumentParser(allow_abbrev=False)  # the trainer reads arguments by their whole names
+    # The trainer reads arguments by their whole names
+    parser = argparse.ArgumentParser(allow_abbrev=False)
     ServerArgs.add_cli_args(parser)
     parser.parse_args(argv)
     prepare_server_args(list(argv))

@@ -32,21 +32,31 @@ T = TypeVar("T")
 _OWNER_END = ":"
 _IDLE_POLL_SECONDS = 0.05
 REQUEST_SECONDS = 600.0
-"""Deadline of an answer that is not a rollout: a bucket of weights, say."""
+"""Deadline of an answer other than responses, such as that to a bucket of weights."""
 
 MemoryTag = Literal["weights", "kv_cache", "cuda_graph"]
-# Running responses end, are recomputed later, or continue later with the cache as it is.
+# Running responses end, are recomputed later, or continue later with the cache as it is then.
 PauseMode = Literal["abort", "retract", "in_place"]
 
 
 class EngineWrong(RunFailed):
-    """The server's answer is invalid: another server, or this one after a restart, may do better."""
+    """The server's answer is invalid: another server, or this one after a restart, may answer
+    correctly."""
 
 
 @dataclass(slots=True)
 class Completion:
-    """One response. logprobs, routed_experts: see EngineClient.generate. weight_version_oldest and weight_version are
-    those of its first and last token; versions has each version with its number of tokens."""
+    """One response.
+
+    Attributes:
+        token_ids: int32 [response].
+        logprobs: float32 [response]; see EngineClient.generate.
+        finish_reason: why the response ended.
+        weight_version_oldest: weight version of the first token.
+        weight_version: weight version of the last token.
+        routed_experts: see EngineClient.generate.
+        versions: each weight version with its number of tokens.
+    """
 
     token_ids: NDArray[np.int32]
     logprobs: NDArray[np.float32]
@@ -61,8 +71,10 @@ class Completion:
 class LoadAnswer:
     """A server's answer to a bucket of weights.
 
-    problems: one line each. seconds: taken to load or compare the bucket. checksums: of the tensors as they arrived
-    (weights.bucket.checksum), a list for each of its ranks.
+    Attributes:
+        problems: one line each.
+        seconds: time to load or compare the bucket.
+        checksums: of the tensors as they arrived (weights.bucket.checksum), one list per rank.
     """
 
     problems: list[str]
@@ -73,19 +85,33 @@ class LoadAnswer:
 class EngineClient:
     """Sends requests to one server from one event loop.
 
-    Every method raises TryAgain if the server is gone or silent for longer than the deadline (seconds), RunFailed if it
-    refuses (EngineWrong if it is at fault); the message names its address and its log.
+    Every method raises TryAgain if the server is gone or silent for longer than the deadline, and
+    RunFailed if it refuses (EngineWrong if it is at fault). The message names its address and its
+    log.
+
+    Args:
+        address: the server's address.
+        deadline: seconds until each request must be answered.
+        limits_responses: whether the deadline applies to generate() as well; if not, its caller
+            limits how long it waits.
     """
 
-    def __init__(self, address: EngineAddress, deadline: float = REQUEST_SECONDS) -> None:
+    def __init__(
+        self,
+        address: EngineAddress,
+        deadline: float = REQUEST_SECONDS,
+        limits_responses: bool = True,
+    ) -> None:
         self.address = address
         self._deadline = deadline
+        self._limits_responses = limits_responses
         self._session: aiohttp.ClientSession | None = None
         self._keeps_cache = False
 
     async def close(self) -> None:
         """Close its connections; the next call opens new ones."""
-        session, self._session = self._session, None  # at once, so that no later call uses it
+        session = self._session
+        self._session = None  # before the await, so that no later call uses it
         if session is not None:
             await session.close()
 
@@ -97,17 +123,23 @@ class EngineClient:
         ids: Sequence[str] | None = None,
         unfinished: bool = False,
     ) -> list[Completion]:
-        """One response to each prompt of token ids, in one request that returns when all are done.
+        """One response to each prompt, in one request that returns when all are done.
 
-        ids: names of the responses, for abort(). unfinished: return aborted responses as far as they got; else an
-        aborted response is an error.
+        Args:
+            prompts: token ids.
+            sampling_params: SGLang's, one dict per prompt.
+            routed_experts: asks for the experts of each token from its `start` on except the last
+                one (needs rollout.router_replay).
+            ids: names of the responses, for abort().
+            unfinished: return the tokens of aborted responses. Otherwise an aborted response is an
+                error.
 
-        sampling_params are SGLang's, one dict a prompt. logprobs has one natural logarithm per response token: under
-        the softmax of logits / temperature over the whole vocabulary, whatever top_p and top_k cut away from sampling
-        (at temperature 0, of the plain logits). Source: sglang/srt/layers/sampler.py, Sampler.forward.
-
-        routed_experts (needs rollout.router_replay) asks for the experts of each token from its `start` on but the
-        last: uint8 or int16 [prompt + response - 1 - start, layers * experts per token], layer by layer.
+        Returns:
+            logprobs has one natural logarithm per response token: under the softmax of logits /
+            temperature over the whole vocabulary, regardless of what top_p and top_k remove from
+            sampling (at temperature 0, of the plain logits). Source: sglang/srt/layers/sampler.py,
+            Sampler.forward. routed_experts is uint8 or int16
+            [prompt + response - 1 - start, layers * experts per token], layer by layer.
         """
         body: dict[str, Any] = {
             "input_ids": [list(prompt) for prompt in prompts],
@@ -116,10 +148,13 @@ class EngineClient:
             "return_routed_experts": routed_experts is not None,
         }
         if routed_experts is not None:
-            body |= {"expert_choices": asdict(routed_experts), "routed_experts_start_len": routed_experts.start}
+            body |= {
+                "expert_choices": asdict(routed_experts),
+                "routed_experts_start_len": routed_experts.start,
+            }
         if ids is not None:
             body["rid"] = list(ids)
-        message = await self._call(columns.PATH, body)
+        message = await self._call(columns.PATH, body, limited=self._limits_responses)
         with self._readable(columns.PATH):
             answers = columns.unpack(message)
             if len(answers) != len(prompts):
@@ -134,20 +169,24 @@ class EngineClient:
         return completions
 
     async def abort(self, ids: Sequence[str]) -> None:
-        """Stop responses by the names that generate() was given; finished ones stay as they are."""
+        """Stop responses by the names that generate() was given. Finished ones are not affected."""
         await self._call(columns.ABORT_PATH, list(ids))
 
     async def parse_tool_calls(
         self, text: str, tools: Sequence[dict[str, Any]], parser: str
     ) -> tuple[str, list[dict[str, Any]]]:
-        """A response's text without its tool calls, and the calls (name, parameters), by one of SGLang's parsers."""
+        """A response's text without its tool calls, and the calls (name, parameters).
+
+        parser: the name of one of SGLang's tool-call parsers.
+        """
         body = {"text": text, "tools": list(tools), "tool_call_parser": parser}
         answer = await self._call("parse_function_call", body)
         with self._readable("parse_function_call"):
             return answer["normal_text"], answer["calls"]
 
     async def prompt_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Log-prob of each token given those before it, at temperature 1: one value less than tokens, per sequence."""
+        """Log-probs at temperature 1 of each sequence's tokens, except the first, given those
+        before."""
         body = {
             "input_ids": [list(sequence) for sequence in sequences],
             "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
@@ -161,39 +200,45 @@ class EngineClient:
                 for row in (answer["meta_info"]["input_token_logprobs"] for answer in answers)
             ]
             if [len(row) + 1 for row in logprobs] != [len(sequence) for sequence in sequences]:
-                raise ValueError(f"{list(map(len, logprobs))} log-probs of {list(map(len, sequences))} tokens")
+                raise ValueError(
+                    f"{list(map(len, logprobs))} log-probs of {list(map(len, sequences))} tokens"
+                )
         return logprobs
 
     async def identity(self) -> dict[str, Any] | None:
-        """The identity of an engine on its own devices (remote_engines); None from any other server.
+        """The identity of an engine on its own devices (remote_engines); None from any other
+        server.
 
         Raises:
-            BadInput: it does not take our key.
+            BadInput: it does not accept our key.
         """
         status, answer = await self._request(IDENTITY_PATH, None)
         if status in (401, 403):
             raise BadInput(
-                f"{self.address.url}: the engine does not take our key: rollout.api_key_variable must name an "
-                "environment variable with the key that the engine was started with"
+                f"{self.address.url}: the engine does not accept our key: rollout.api_key_variable "
+                "must name an environment variable with the key that the engine was started with"
             )
-        return answer if status == 200 and isinstance(answer, dict) else None
+        if status == 200 and isinstance(answer, dict):
+            return answer
+        return None
 
     async def take_over(self) -> None:
-        """End requests and a session that an earlier trainer may have begun. The server stays paused."""
+        """End requests and a session that an earlier trainer may have started. The server stays
+        paused."""
         await self.pause()
         await self._request("end_weight_update", {})  # refused where no session is open
 
     async def pause(self, mode: PauseMode = "abort") -> None:
-        """Generate nothing until resume(); requests wait."""
+        """Generate nothing until resume(). Requests wait."""
         await self._call("pause_generation", {"mode": mode})
         self._keeps_cache = mode == "in_place"
 
     async def resume(self) -> None:
-        """Take requests again."""
+        """Accept requests again."""
         await self._call("continue_generation", {})
 
     async def begin_weight_update(self) -> None:
-        """Open the session in which send_bucket() is allowed, in place of one that was broken off."""
+        """Open the session in which send_bucket() is allowed, replacing an interrupted one."""
         await self._request("end_weight_update", {})  # refused where no session is open
         await self._call("begin_weight_update", {})
 
@@ -201,21 +246,32 @@ class EngineClient:
         """Close the session."""
         await self._call("end_weight_update", {})
 
-    async def send_bucket(self, payloads: Sequence[bytes], *, version: int | None = None) -> LoadAnswer:
-        """Send one bucket: a pickled weights.bucket.announce() for each tensor-parallel rank, with the "path" or
-        the "buffer" (CUDA IPC) of its bytes.
+    async def send_bucket(
+        self, payloads: Sequence[bytes], *, version: int | None = None
+    ) -> LoadAnswer:
+        """Send one bucket.
 
-        A version ends the weight sync: it marks what is generated from now on, and the cache of the old weights is
-        dropped unless responses need it (pause in_place). receive_broadcast() answers alike.
+        Args:
+            payloads: a pickled weights.bucket.announce() for each tensor-parallel rank, with the
+                "path" or the "buffer" (CUDA IPC) of its bytes.
+            version: ends the weight sync. It marks all tokens generated from now on, and the cache
+                of the old weights is dropped unless responses need it (pause in_place).
         """
         body = {
-            "serialized_named_tensors": [base64.b64encode(payload).decode() for payload in payloads],
+            "serialized_named_tensors": [
+                base64.b64encode(payload).decode() for payload in payloads
+            ],
             "load_format": LOAD_FORMAT,
         }
         return await self._load("update_weights_from_tensor", body, version)
 
-    async def join_broadcast_group(self, host: str, port: int, first: int, size: int, backend: Backend) -> None:
-        """Have the server join a broadcast_group that rank 0 opened at host:port: its ranks are first, first + 1 ..."""
+    async def join_broadcast_group(
+        self, host: str, port: int, first: int, size: int, backend: Backend
+    ) -> None:
+        """Have the server join a broadcast_group that rank 0 opened at host:port.
+
+        Its ranks are first, first + 1 and so on.
+        """
         body = {
             "master_address": host,
             "master_port": port,
@@ -226,8 +282,13 @@ class EngineClient:
         }
         await self._call("init_weights_update_group", body)
 
-    async def receive_broadcast(self, message: dict[str, Any], *, version: int | None = None) -> LoadAnswer:
-        """Announce one bucket, whose bytes (if any) follow in the broadcast group."""
+    async def receive_broadcast(
+        self, message: dict[str, Any], *, version: int | None = None
+    ) -> LoadAnswer:
+        """Announce one bucket, whose bytes (if any) follow in the broadcast group.
+
+        The answer, and version: see send_bucket.
+        """
         body = {
             "names": [],
             "dtypes": [],
@@ -238,7 +299,7 @@ class EngineClient:
         return await self._load("update_weights_from_distributed", body, version)
 
     async def release_memory(self, tags: Sequence[MemoryTag]) -> None:
-        """Give GPU memory back to the trainer; frees nothing without a GPU. The cache is dropped in any case.
+        """Return GPU memory to the trainer. Without a GPU, only the cache is dropped.
 
         Raises:
             TryAgain: the server is still busy at the deadline.
@@ -247,20 +308,23 @@ class EngineClient:
         await self._call("release_memory_occupation", {"tags": list(tags)})
 
     async def resume_memory(self, tags: Sequence[MemoryTag]) -> None:
-        """Allocate GPU memory again. Weights are then undefined: send them before anything is generated."""
+        """Allocate GPU memory again. Weights are undefined until they are sent."""
         await self._call("resume_memory_occupation", {"tags": list(tags)})
 
     async def _wait_until_idle(self) -> None:
-        """Return once the server is idle, shown by its dropping its cache, which it does only when idle. Answers arrive
-        before the scheduler's step has ended, and a server told to release memory within that step ends itself."""
+        """Return once the server drops its cache, which it does only when idle.
+
+        Answers arrive before the scheduler's step has ended, and a server that is told to release
+        memory within that step exits.
+        """
         end = time.monotonic() + self._deadline
         while (reply := await self._request("flush_cache", {}))[0] != HTTPStatus.OK:
             if reply[0] != HTTPStatus.BAD_REQUEST:
                 raise self._refused("flush_cache", *reply)
             if time.monotonic() > end:
                 raise TryAgain(
-                    f"{self.address}: the server was not idle within {self._deadline:g} s and keeps its memory: "
-                    f"{self.address.cause()}"
+                    f"{self.address}: the server was not idle within {self._deadline:g} s and "
+                    f"keeps its memory: {self.address.cause()}"
                 )
             await asyncio.sleep(_IDLE_POLL_SECONDS)
 
@@ -269,33 +333,42 @@ class EngineClient:
         if reason not in ("stop", "length") and not (unfinished and reason == "abort"):
             message = answer.meta["finish_reason"].get("message", "")
             raise TryAgain(f"{self.address}: a response was not finished ({reason}: {message})")
-        token_ids, logprobs = answer.token_ids, answer.logprobs
+        token_ids = answer.token_ids
+        logprobs = answer.logprobs
         if len(logprobs) != len(token_ids) or not np.isfinite(logprobs).all():
             raise EngineWrong(
-                f"{self.address}: {len(token_ids)} response tokens came with {len(logprobs)} log-probs, "
-                "expected one finite value each: the engine's weights or logits are broken"
+                f"{self.address}: {len(token_ids)} response tokens came with {len(logprobs)} "
+                "log-probs, expected one finite value each: the engine's weights or logits are "
+                "broken"
             )
         spans = answer.meta["weight_versions"]
         oldest, newest = (self._version(spans[index]["version"]) for index in (0, -1))
         versions: tuple[tuple[int, int], ...] = ((newest, len(token_ids)),)
         if len(spans) > 1:
-            versions = tuple((self._version(span["version"]), span["end"] - span["start"]) for span in spans)
+            versions = tuple(
+                (self._version(span["version"]), span["end"] - span["start"]) for span in spans
+            )
         return Completion(token_ids, logprobs, reason, oldest, newest, versions=versions)
 
     def _version(self, text: str) -> int:
         """The number in a version, after the mark of the trainer that sent the weights."""
         if text == str(NO_WEIGHTS):
-            raise TryAgain(f"{self.address}: the server was restarted and does not have our weights yet")
+            raise TryAgain(
+                f"{self.address}: the server was restarted and does not have our weights yet"
+            )
         owner, _, number = text.rpartition(_OWNER_END)
         if owner != self.address.owner:
             raise RunFailed(
-                f"{self.address}: it runs weights that another trainer has synced: an engine serves one run at a "
-                "time, give each run its own engines in rollout.external_urls"
+                f"{self.address}: it runs weights that another trainer has synced: an engine "
+                "serves one run at a time, give each run its own engines in rollout.external_urls"
             )
         return int(number)
 
     async def _load(self, path: str, body: dict[str, Any], version: int | None) -> LoadAnswer:
-        mark = f"{self.address.owner}{_OWNER_END}" if self.address.owner else ""
+        if self.address.owner:
+            mark = f"{self.address.owner}{_OWNER_END}"
+        else:
+            mark = ""
         body |= {
             "flush_cache": version is not None and not self._keeps_cache,
             "weight_version": None if version is None else f"{mark}{version}",
@@ -308,67 +381,95 @@ class EngineClient:
 
     @contextmanager
     def _readable(self, path: str) -> Iterator[None]:
-        """Raises EngineWrong if an answer cannot be read in here: the server is broken, not the run."""
+        """Raises EngineWrong if an answer cannot be read inside this context: the server is broken,
+        not the run."""
         try:
             yield
         except (ValueError, TypeError, LookupError, AttributeError) as error:
-            raise EngineWrong(f"{self.address}: its answer to {path} cannot be read ({reason_of(error)})") from None
+            raise EngineWrong(
+                f"{self.address}: its answer to {path} cannot be read ({reason_of(error)})"
+            ) from None
 
-    async def _call(self, path: str, body: dict[str, Any] | list[str]) -> Any:
-        status, answer = await self._request(path, body)
+    async def _call(self, path: str, body: dict[str, Any] | list[str], limited: bool = True) -> Any:
+        status, answer = await self._request(path, body, limited)
         if status != 200:
             raise self._refused(path, status, answer)
         return answer
 
-    async def _request(self, path: str, body: dict[str, Any] | list[str] | None) -> tuple[int, Any]:
-        """Status and answer of a POST, or of a GET where there is no body: bytes of a message of columns, else JSON."""
+    def _open_session(self) -> aiohttp.ClientSession:
+        # A new connection for each request: the server may close a kept one while a request is on
+        # its way.
+        connector = aiohttp.TCPConnector(limit=0, force_close=True)
+        headers = {"Content-Type": "application/json"}
+        if self.address.key:
+            headers["Authorization"] = f"Bearer {self.address.key}"
+        return aiohttp.ClientSession(connector=connector, headers=headers)
+
+    async def _request(
+        self, path: str, body: dict[str, Any] | list[str] | None, limited: bool = True
+    ) -> tuple[int, Any]:
+        """Status and answer of a POST, or of a GET if body is None.
+
+        The answer is the bytes of a message of columns, otherwise JSON.
+        """
         if self._session is None:
-            # A new connection each time: a kept one may be closed by the server while a request is on its way.
-            connector = aiohttp.TCPConnector(limit=0, force_close=True)
-            timeout = aiohttp.ClientTimeout(total=self._deadline)
-            headers = {"Content-Type": "application/json"}
-            if self.address.key:
-                headers["Authorization"] = f"Bearer {self.address.key}"
-            self._session = aiohttp.ClientSession(connector=connector, timeout=timeout, headers=headers)
+            self._session = self._open_session()
         url = f"{self.address.url}/{path}"
         method = "GET" if body is None else "POST"
+        data = None if body is None else orjson.dumps(body)
+        timeout = aiohttp.ClientTimeout(total=self._deadline if limited else None)
         try:
-            data = None if body is None else orjson.dumps(body)
-            async with self._session.request(method, url, data=data) as answer:
+            async with self._session.request(method, url, data=data, timeout=timeout) as answer:
                 content = await answer.read()
-                return answer.status, content if answer.content_type == columns.MEDIA_TYPE else _decoded(content)
+                if answer.content_type == columns.MEDIA_TYPE:
+                    return answer.status, content
+                return answer.status, _decoded(content)
         except TimeoutError:
             raise TryAgain(
-                f"{self.address}: no answer to {path} within {self._deadline:g} s: {self.address.cause()}"
+                f"{self.address}: no answer to {path} within {self._deadline:g} s: "
+                f"{self.address.cause()}"
             ) from None
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if task is not None and task.cancelling():
                 raise
-            raise TryAgain(f"{self.address}: its connections were closed before {path} was asked for") from None
+            raise TryAgain(
+                f"{self.address}: its connections were closed before {path} was requested"
+            ) from None
         except aiohttp.ClientError as error:
             if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
                 raise RunFailed(
-                    f"{self.address}: no connection for {path}: {error.strerror}; each group on its way takes one, "
-                    "raise the limit (ulimit -Hn; LimitNOFILE of slurmd)"
+                    f"{self.address}: no connection for {path}: {error.strerror}; each group in "
+                    "flight takes one, raise the limit (ulimit -Hn; LimitNOFILE of slurmd)"
                 ) from None
             raise TryAgain(
-                f"{self.address}: the server is gone ({type(error).__name__} on {path}): {self.address.cause()}"
+                f"{self.address}: the server is gone ({type(error).__name__} on {path}): "
+                f"{self.address.cause()}"
             ) from None
 
     def _refused(self, path: str, status: int, answer: Any) -> VapoError:
-        error = answer.get("error", answer) if isinstance(answer, dict) else answer
-        message = error.get("message", error) if isinstance(error, dict) else error
+        if isinstance(answer, dict):
+            error = answer.get("error", answer)
+        else:
+            error = answer
+        if isinstance(error, dict):
+            message = error.get("message", error)
+        else:
+            message = error
         first_line = (str(message).splitlines() or ["no reason given"])[0]
-        # A broadcast broke off: its sender or another receiver is gone.
-        kind: type[VapoError] = TryAgain if first_line.startswith("Failed to receive weights") else RunFailed
+        kind: type[VapoError] = RunFailed
+        if first_line.startswith("Failed to receive weights"):
+            # The broadcast was interrupted: its sender or another receiver is gone.
+            kind = TryAgain
         if status >= HTTPStatus.INTERNAL_SERVER_ERROR:
             kind = EngineWrong
         return kind(f"{self.address}: {path} was refused (HTTP {status}): {first_line[:400]}")
 
 
-def ask(
-    address: EngineAddress, call: Callable[[EngineClient], Coroutine[Any, Any, T]], deadline: float = REQUEST_SECONDS
+def call_once(
+    address: EngineAddress,
+    call: Callable[[EngineClient], Coroutine[Any, Any, T]],
+    deadline: float = REQUEST_SECONDS,
 ) -> T:
     """One call to a server, for callers without an event loop."""
 
@@ -383,7 +484,8 @@ def ask(
 
 
 def _decoded(content: bytes) -> Any:
-    """JSON if it is JSON; some answers are empty, errors may be plain text."""
+    """Parsed JSON, or the text if it is not JSON: some answers are empty, errors may be plain
+    text."""
     try:
         return orjson.loads(content)
     except ValueError:
@@ -391,9 +493,11 @@ def _decoded(content: bytes) -> Any:
 
 
 def _load_answer(answer: Any) -> LoadAnswer | None:
-    """The answer of strict_loading, if it is one; the server may append further words."""
+    """The answer of strict_loading, if it is one. The server may append further words."""
     try:
         parsed, _ = json.JSONDecoder().raw_decode(answer["message"])
-        return LoadAnswer(list(parsed["problems"]), float(parsed["seconds"]), list(parsed["checksums"]))
+        return LoadAnswer(
+            list(parsed["problems"]), float(parsed["seconds"]), list(parsed["checksums"])
+        )
     except (ValueError, KeyError, TypeError):
         return None

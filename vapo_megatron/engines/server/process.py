@@ -2,7 +2,6 @@
 
 import contextlib
 import fcntl
-import http.client
 import json
 import logging
 import os
@@ -15,20 +14,31 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from http import HTTPStatus
 from pathlib import Path
 from typing import IO
 
 from pydantic import JsonValue
 
 from vapo_megatron.config.rollout import RolloutConfig
+from vapo_megatron.deadlines import NO_ANSWER, ask
 from vapo_megatron.engines.inside.heartbeat import lost_processes, stands_still
 from vapo_megatron.engines.inside.owner_guard import remove_shared_memory, start_guard
 from vapo_megatron.engines.inside.server_main import KEY_VARIABLE
-from vapo_megatron.engines.server.environment import BESIDE_SERVER, engine_arguments, engine_environment, free_port
+from vapo_megatron.engines.server.environment import (
+    BESIDE_MEETING,
+    BESIDE_SERVER,
+    engine_arguments,
+    engine_environment,
+    free_port,
+)
+from vapo_megatron.engines.server.model_directory import engine_directory
+from vapo_megatron.engines.server.node_part import NodePart
 from vapo_megatron.errors import BadInput, RunFailed
+from vapo_megatron.models.model_files import has_quantised_files
+from vapo_megatron.models.registry import engine_arguments_of
 from vapo_megatron.weights.fp8 import BlockFp8
 
 _logger = logging.getLogger(__name__)
@@ -37,21 +47,23 @@ _PREFIX = "vapo-engine-"
 _LOCK = "lock"  # in the folder of temporary files; held while its owner lives
 _LONGEST_SOCKET = 107  # bytes in a path that is the name of a socket
 _POLL_SECONDS = 0.1
-# Bytes read from the end of a log: it grows for days, and is read for each request that an engine fails to answer.
+# Bytes read from the end of a log: it grows for days, and is read for each request that an engine
+# fails to answer.
 _LOG_END = 1 << 17
 # Processes of a server that was killed hold its port until the kernel has ended them.
 _PORT_SECONDS = 2.0
-DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-"""Servers are never behind a proxy, whatever http_proxy says."""
+_READY_SECONDS = 10.0
 NO_WEIGHTS = -1
-"""The weight version of a server that was started again: its answers are refused until the next weight sync."""
+"""The weight version of a server that was started again: its answers are refused until the next
+weight sync."""
 
 
 @dataclass(frozen=True)
 class EngineAddress:
     """URL and log of a server, to be sent to other ranks.
 
-    key: carried by requests; empty: none is needed. owner: a mark in the versions of the weights that this trainer
+    key: carried by requests; empty: none is needed. owner: a mark in the versions of the weights
+        that this trainer
     sends; needed by a server that other trainers could send weights to as well.
     """
 
@@ -76,14 +88,19 @@ def cause_in_log(log_file: Path) -> str:
             lines = log.read().decode(errors="replace").splitlines()[-400:]
     except OSError as error:
         return f"its log cannot be read: {error.strerror}"
-    exceptions = [line.strip() for line in lines if re.match(r"\s*[\w.]*(Error|Exception|Killed)\b", line)]
-    return f'its log says "{exceptions[-1][:400]}"' if exceptions else f"no exception is in its log, {log_file}"
+    exceptions = [
+        line.strip() for line in lines if re.match(r"\s*[\w.]*(Error|Exception|Killed)\b", line)
+    ]
+    if exceptions:
+        return f'its log says "{exceptions[-1][:400]}"'
+    return f"no exception is in its log, {log_file}"
 
 
 class EngineServer:
     """One SGLang server, from start to end.
 
-    The subprocess leads a process group. A guard beside it ends that group with this process (owner_guard).
+    The subprocess leads a process group. A guard beside it ends that group with this process
+    (owner_guard).
 
     Args:
         model_path: Hugging Face directory.
@@ -92,12 +109,14 @@ class EngineServer:
         log_file: receives the server's output.
         devices: indices of its GPUs, as this process counts them; None without GPUs.
         weight_version: version of the weights in model_path.
-        host: address of this machine to listen on; not the default if ranks of other machines use the server.
+        host: address of this machine to listen on; not the default if ranks of other machines use
+            the server.
         fp8: how the weights that are sent to it are quantised; None: not at all.
         port: to listen on; 0: a free one.
         key: required of requests; None makes one, which is in the address; empty: none is needed.
         identity: reported to trainers that did not start the server; see remote_engines.
         offloads: whether it shares its GPUs with a trainer and lends it their memory.
+        part: this node's part of a server on several nodes; None: the whole server is on this one.
     """
 
     def __init__(
@@ -114,10 +133,19 @@ class EngineServer:
         key: str | None = None,
         identity: Mapping[str, JsonValue] | None = None,
         offloads: bool = False,
+        part: NodePart | None = None,
     ) -> None:
-        self._model_path, self._config, self._dtype = Path(model_path), config, dtype
-        self._log_file, self._devices, self._offloads = log_file, devices, offloads
-        self._weight_version, self._host, self._fp8 = weight_version, host, fp8
+        self._model_path = Path(model_path)
+        self._config = config
+        self._dtype = dtype
+        self._log_file = log_file
+        self._devices = devices
+        self._offloads = offloads
+        self._part = part
+        self._meeting = ""
+        self._weight_version = weight_version
+        self._host = host
+        self._fp8 = fp8
         self._scratch: Path | None = None
         self._lock: IO[bytes] | None = None
         self._process: subprocess.Popen[bytes] | None = None
@@ -131,8 +159,16 @@ class EngineServer:
     @property
     def address(self) -> EngineAddress:
         """Valid once started."""
-        host = f"[{self._host}]" if ":" in self._host else self._host
+        if ":" in self._host:
+            host = f"[{self._host}]"
+        else:
+            host = self._host
         return EngineAddress(f"http://{host}:{self._port}", str(self._log_file), self._key)
+
+    @property
+    def leads(self) -> bool:
+        """Whether requests go to it: of a server on several nodes, to the first part alone."""
+        return self._part is None or self._part.leads
 
     @property
     def pid(self) -> int:
@@ -144,30 +180,45 @@ class EngineServer:
     def start(self) -> None:
         """Start the subprocess and return at once; wait_until_ready() follows.
 
+        A part of a server on several nodes waits for the first one to begin.
+
         Raises:
-            BadInput: the host is not this machine's, or the port is in use.
+            BadInput: the host is not this machine's, or the port is in use; or the first part has
+                not begun within rollout.start_timeout_s.
         """
+        self._start(self._config.start_timeout_s)
+
+    def _start(self, wait_s: float) -> None:
+        """wait_s: seconds within which the first of several parts must begin."""
         self._log_file.parent.mkdir(parents=True, exist_ok=True)
         temporary = _short_temporary()
         remove_left_folders(Path(temporary or tempfile.gettempdir()))
         self._scratch = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=temporary))
         self._lock = _locked(self._scratch)
         self._started_at = time.monotonic()
-        scratch, environment = str(self._scratch), self._environment(self._scratch)
+        scratch = str(self._scratch)
+        environment = self._environment(self._scratch)
         try:
             self._set_log_aside()  # of an engine that ended with its rank
             with self._bound() as listener, self._log_file.open("wb") as log:
                 self._port = listener.getsockname()[1]
+                self._meet(wait_s)
                 self._process = subprocess.Popen(
                     [
                         *(sys.executable, "-m", "vapo_megatron.engines.inside.server_main"),
-                        *(str(listener.fileno()), str(os.getpid()), scratch, json.dumps(self._identity)),
-                        *self._engine_args(),
+                        *(
+                            str(listener.fileno()),
+                            str(os.getpid()),
+                            scratch,
+                            json.dumps(self._identity),
+                        ),
+                        *self._engine_args(self._scratch),
                     ],
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,
-                    env=environment | {KEY_VARIABLE: self._key},  # not an argument: every user can see those
+                    env=environment
+                    | {KEY_VARIABLE: self._key},  # not an argument: every user can see those
                     pass_fds=[listener.fileno()],
                     start_new_session=True,
                 )
@@ -176,8 +227,19 @@ class EngineServer:
             self.stop()
             raise
 
+    def _meet(self, wait_s: float) -> None:
+        """Agree on a start with the other parts of a server on several nodes."""
+        if self._part is None:
+            return
+        if self._part.leads:
+            beside = BESIDE_MEETING if self._config.attention_parts > 1 else ()
+            self._meeting = self._part.begin(free_port(beside))
+        else:
+            self._meeting = self._part.join(wait_s)
+
     def check_arguments(self) -> None:
-        """Have SGLang read the arguments of rollout.server_args, if any, in a process that starts no server.
+        """Have SGLang read the arguments of rollout.server_args, if any, in a process that starts
+        no server.
 
         Raises:
             BadInput: SGLang refuses them.
@@ -187,7 +249,13 @@ class EngineServer:
             return
         with tempfile.TemporaryDirectory(prefix=_PREFIX) as scratch:
             ended = subprocess.run(
-                [sys.executable, "-m", "vapo_megatron.engines.inside.server_main", "check", *self._engine_args()],
+                [
+                    sys.executable,
+                    "-m",
+                    "vapo_megatron.engines.inside.server_main",
+                    "check",
+                    *self._engine_args(Path(scratch)),
+                ],
                 env=self._environment(Path(scratch)),
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
@@ -196,44 +264,74 @@ class EngineServer:
         if ended.returncode:
             lines = [line.strip() for line in ended.stderr.splitlines() if line.strip()]
             reason = (lines or [_describe(ended.returncode)])[-1][:400]
-            written = ", ".join(f"{name}={value}" for name, value in self._config.server_args.items())
+            written = ", ".join(
+                f"{name}={value}" for name, value in self._config.server_args.items()
+            )
             if parser is not None and "tool-call-parser" in reason:
-                raise BadInput(f"rollout.episode.tool_parser={parser}: SGLang has no such parser ({reason})")
-            raise BadInput(f"rollout.server_args: SGLang does not take {written} ({reason}): see `sglang serve --help`")
+                raise BadInput(
+                    f"rollout.episode.tool_parser={parser}: SGLang has no such parser ({reason})"
+                )
+            raise BadInput(
+                f"rollout.server_args: SGLang does not take {written} ({reason}): see `sglang "
+                "serve --help`"
+            )
 
     def ended(self) -> str | None:
         """Why the server ended; None while it runs."""
-        code = None if self._process is None else self._process.poll()
-        return None if code is None else f"{_describe(code)}; {self.address.cause()}"
+        if self._process is None or self.is_closed():
+            code = None
+        else:
+            code = self._process.poll()
+        if code is None:
+            return None
+        return f"{_describe(code)}; {self.address.cause()}"
 
     def lost(self) -> str | None:
-        """A dead or stopped process of the server, in words; None if there is none. Sends no request."""
-        process, scratch = self._process, self._scratch
-        if process is None or scratch is None:
+        """A dead or stopped process of the server, in words, or why another part of it failed; None
+        if there is none. Sends no request."""
+        process = self._process
+        scratch = self._scratch
+        if process is None or scratch is None or self.is_closed():
             return None
+        if (elsewhere := self.lost_elsewhere()) is not None:
+            return elsewhere
         if (state := stands_still(process.pid)) is not None:
             return f"its HTTP server (process {process.pid}) is {state}"
         return next(iter(lost_processes(str(scratch))), None)
 
+    def lost_elsewhere(self) -> str | None:
+        """Why another node's part of the server failed, in words; None if it did not."""
+        return None if self._part is None else self._part.look()
+
+    def is_closed(self) -> bool:
+        """Whether another node's part of the server has ended for good."""
+        return self._part is not None and self._part.is_closed()
+
     def is_ready(self) -> bool:
         """Whether the server answers."""
+        if self._part is not None and not self._part.leads:
+            return self._part.is_ready()
         try:
-            with DIRECT.open(f"{self.address.url}/health", timeout=10) as answer:
-                return bool(answer.status == 200)
-        except (OSError, http.client.HTTPException):
+            answer = ask(f"{self.address.url}/health", _READY_SECONDS)
+            is_ready = answer.status == HTTPStatus.OK
+        except NO_ANSWER:
             return False
+        if is_ready and self._part is not None:
+            self._part.note_ready()
+        return is_ready
 
     def start_again(self) -> None:
-        """Start the server again after end(), at the same address. It has none of the trainer's weights.
+        """Start the server again after end(), at the same address. It has none of the trainer's
+        weights.
 
         Raises:
-            BadInput: the port is in use.
+            BadInput: the port is in use, or the first of several parts has not begun again yet.
         """
         self._weight_version = NO_WEIGHTS
         end = time.monotonic() + _PORT_SECONDS
         while True:
             try:
-                return self.start()
+                return self._start(_PORT_SECONDS)
             except BadInput:
                 if time.monotonic() > end:
                     raise
@@ -243,7 +341,8 @@ class EngineServer:
         """Return when the server answers.
 
         Raises:
-            RunFailed: it ended or did not answer within config.start_timeout_s; the message quotes its log.
+            RunFailed: it ended or did not answer within config.start_timeout_s; the message quotes
+                its log.
         """
         if self._process is None:
             self.start()
@@ -252,18 +351,23 @@ class EngineServer:
             problem = None
             if (ended := self.ended()) is not None:
                 problem = f"the server ended while starting ({ended})"
+            elif (elsewhere := self.lost_elsewhere()) is not None:
+                problem = f"the server did not start: {elsewhere}"
             elif time.monotonic() > self._started_at + limit:
                 problem = (
-                    f"the server did not answer within rollout.start_timeout_s={limit:g} s (raise it for a large "
-                    f"model): {self.address.cause()}"
+                    f"the server did not answer within rollout.start_timeout_s={limit:g} s (raise "
+                    f"it for a large model): {self.address.cause()}"
                 )
             if problem is not None:
-                self.stop()
+                self.end(problem)
                 raise RunFailed(f"{self._log_file}: {problem}")
             time.sleep(_POLL_SECONDS)
 
     def end(self, cause: str) -> Path:
-        """End a server that is wrong, before it is started again. Returns the path under which its log is kept."""
+        """End a server that is wrong, before it is started again. Returns the path under which its
+        log is kept. The parts on other nodes end as well."""
+        if self._part is not None:
+            self._part.fail(cause)
         self.stop()
         with contextlib.suppress(OSError):  # start_again() tries it again
             return self._set_log_aside()
@@ -271,16 +375,27 @@ class EngineServer:
 
     def _set_log_aside(self) -> Path:
         number = 1
-        while (aside := self._log_file.with_suffix(f".ended{number}{self._log_file.suffix}")).exists():
+        while (
+            aside := self._log_file.with_suffix(f".ended{number}{self._log_file.suffix}")
+        ).exists():
             number += 1
         if self._log_file.exists():
             self._log_file.rename(aside)
         return aside
 
+    def close(self) -> None:
+        """End the server for good; the keepers of its parts on other nodes do not start it
+        again."""
+        if self._part is not None:
+            self._part.close()
+        self.stop()
+
     def stop(self) -> None:
         """End the server and all its processes. May be called at any time, any number of times."""
-        process, self._process = self._process, None
-        guard, self._guard = self._guard, None
+        process = self._process
+        self._process = None
+        guard = self._guard
+        self._guard = None
         if process is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
@@ -308,12 +423,16 @@ class EngineServer:
         self.stop()
 
     def _bound(self) -> socket.socket:
-        """The bound port, to be inherited so that nobody else takes it. Not listening yet: early calls are refused."""
+        """The bound port, to be inherited so that nobody else takes it. Not listening yet: early
+        calls are refused."""
         listener = None
-        if not self._port:  # a port that the kernel gives to nobody while the server is started again
+        # A port that the kernel gives to nobody while the server is started again
+        if not self._port:
             self._port = free_port(BESIDE_SERVER if self._config.attention_parts > 1 else ())
         try:
-            family, kind, protocol, _, address = socket.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)[0]
+            family, kind, protocol, _, address = socket.getaddrinfo(
+                self._host, self._port, type=socket.SOCK_STREAM
+            )[0]
             listener = socket.socket(family, kind, protocol)
             # The port may be taken again right after its last server has ended.
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -322,8 +441,8 @@ class EngineServer:
             if listener is not None:
                 listener.close()
             raise BadInput(
-                f"an engine cannot listen on {self._host}, port {self._port} ({error.strerror}): give an address of "
-                "this machine and a free port"
+                f"an engine cannot listen on {self._host}, port {self._port} ({error.strerror}): "
+                "give an address of this machine and a free port"
             ) from None
         return listener
 
@@ -336,24 +455,41 @@ class EngineServer:
             offloads=self._offloads,
             elsewhere=bool(self._identity),
             tp=self._config.tp,
+            nodes=1 if self._part is None else self._part.of,
+            host=self._host,
+            cpu_threads=self._config.cpu_threads,
         )
 
-    def _engine_args(self) -> list[str]:
+    def _engine_args(self, scratch: Path) -> list[str]:
         return engine_arguments(
             self._config,
             self._dtype,
             self._fp8,
             on_gpus=self._devices is not None,
             offloads=self._offloads,
-            model_path=self._model_path,
+            family=engine_arguments_of(self._model_path),
+            quantised=has_quantised_files(self._model_path),
+            model_path=engine_directory(self._model_path, scratch),
             host=self._host,
             port=self._port,
             weight_version=self._weight_version,
+            **self._place(),
         )
+
+    def _place(self) -> dict[str, object]:
+        """SGLang's arguments for a part of a server on several nodes."""
+        if self._part is None:
+            return {}
+        return {
+            "nnodes": self._part.of,
+            "node_rank": self._part.index,
+            "dist_init_addr": self._meeting,
+        }
 
 
 def _short_temporary() -> str | None:
-    """A directory for a server's sockets, whose names the system bounds; None: the default one is short enough."""
+    """A directory for a server's sockets, whose names the system bounds; None: the default one is
+    short enough."""
     temporary = tempfile.gettempdir()
     if len(os.fsencode(temporary)) + len(f"/{_PREFIX}12345678/tmp12345678") <= _LONGEST_SOCKET:
         return None
@@ -371,7 +507,8 @@ def _locked(scratch: Path) -> IO[bytes]:
 
 
 def remove_left_folders(temporary: Path) -> None:
-    """Remove this user's folders of servers whose owner and guard were both killed: nobody holds their locks."""
+    """Remove this user's folders of servers whose owner and guard were both killed: nobody holds
+    their locks."""
     for path in temporary.glob(f"{_PREFIX}*/{_LOCK}"):
         with contextlib.suppress(OSError), path.open("rb") as lock:
             if path.stat().st_uid == os.getuid():
@@ -380,4 +517,6 @@ def remove_left_folders(temporary: Path) -> None:
 
 
 def _describe(code: int) -> str:
-    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+    if code < 0:
+        return f"killed by {signal.Signals(-code).name}"
+    return f"exit code {code}"

@@ -19,22 +19,24 @@ T = TypeVar("T")
 
 
 class EngineLost(TryAgain):
-    """A server failed in the middle of a weight sync; others may serve on."""
+    """A server failed during a weight sync; the others may continue to serve."""
 
 
 class WeightSync:
-    """Sends weights from trainer ranks to one server, or the same bytes to several, by one transport.
+    """Sends weights from trainer ranks to one server, or the same bytes to several, by one
+    transport.
 
-    Every rank calls load() and differing_tensors() with the same buckets, which may come from a stream that uses two
-    buffers in turn.
+    Every rank calls load() and differing_tensors() with the same buckets, which may come from a
+    stream that reuses two buffers in turn.
 
     Args:
-        transport: to the servers. Its clients are closed with this object.
-        pause: what happens to running responses at a weight sync.
+        transport: carries buckets to the servers. Its clients are closed with this object.
+        pause: what a weight sync does to running responses.
     """
 
     def __init__(self, transport: Transport, pause: PauseMode = "abort") -> None:
-        self._transport, self._pause = transport, pause
+        self._transport = transport
+        self._pause = pause
         self._known = transport.clients
         self._starts: dict[str, int] = {}
         self._runner = asyncio.Runner()
@@ -46,51 +48,74 @@ class WeightSync:
 
     @property
     def sends(self) -> bool:
-        """Whether this rank's buckets are read; if not, it only takes part in the collectives that make them."""
+        """Whether this rank's buckets are read. If not, it only takes part in the collectives that
+        make them."""
         return self._transport.sends
 
     def serve(self, starts: Mapping[str, int]) -> None:
-        """Feed the servers at these URLs from now on; a number changes when its server was started again."""
+        """Feed the servers at these URLs from now on.
+
+        Args:
+            starts: a number for each URL, which changes when that server is restarted.
+        """
         if any(starts.get(url) != number for url, number in self._starts.items()):
-            self._transport.serve(())  # connections to a server that is gone are of no use
+            self._transport.serve(())  # drops the connections to servers that are gone
         self._starts = dict(starts)
         self._transport.serve([client for client in self._known if client.address.url in starts])
 
-    def load(self, buckets: Iterable[NamedTensors], version: int, times: PartTimes | None = None) -> None:
-        """Replace the servers' weights; responses from now on are marked with version.
+    def load(
+        self, buckets: Iterable[NamedTensors], version: int, times: PartTimes | None = None
+    ) -> None:
+        """Replace the servers' weights. Responses from now on are marked with the version.
 
-        buckets are (Hugging Face name, whole tensor) pairs. times gets the owner's seconds of "load" (in the server)
-        and "send" (the rest of sending).
+        Args:
+            buckets: (Hugging Face name, whole tensor) pairs.
+            version: of these weights.
+            times: gets the owner's seconds of "load" (in the server) and "send" (the rest of
+                sending).
 
         Raises:
-            RunFailed: an unknown name, a shape that does not fit, parameters that were not sent, or tensors that
-                arrived damaged. The server then takes no requests until a later load succeeds.
-            EngineLost: a server is gone, silent or refuses to go on. All buckets were iterated nevertheless, as other
-                ranks depend on it. No server is fed any more until serve().
+            RunFailed: an unknown name, a shape that does not fit, parameters that were not sent, or
+                tensors that arrived damaged. The server then takes no requests until a later load
+                succeeds.
+            EngineLost: a server is gone, silent or refuses to continue. All buckets were iterated
+                nevertheless, because other ranks depend on it. No server is fed until serve().
         """
         self._stream(buckets, "load", version, times or PartTimes())
 
     def differing_tensors(self, buckets: Iterable[NamedTensors]) -> list[str]:
-        """Compare without changing anything: one line for each tensor that is not bitwise equal to the server's.
+        """Compare without changing anything: one line for each tensor that is not bitwise equal to
+        the server's.
 
-        Unknown names and parameters missing from buckets get lines as well. On ranks that do not own the server the
-        list is empty.
+        Unknown names and parameters missing from the buckets get lines as well. The list is empty
+        on ranks that do not own the server.
         """
         return self._stream(buckets, "compare", None, PartTimes())
 
     def logprob_differences(
-        self, sequences: Sequence[Sequence[int]], trainer_logprobs: Sequence[Sequence[float]], quantile: float
+        self,
+        sequences: Sequence[Sequence[int]],
+        trainer_logprobs: Sequence[Sequence[float]],
+        quantile: float,
     ) -> dict[str, LogprobDifference]:
-        """By URL, how far a server's log-probs of some sequences are from the trainer's; empty on ranks that own none.
+        """How far each server's log-probs of some sequences are from the trainer's, by URL.
 
-        trainer_logprobs: of every token but the first, at temperature 1. quantile: see compare_logprobs.
+        Args:
+            sequences: token ids.
+            trainer_logprobs: of every token but the first, at temperature 1.
+            quantile: see compare_logprobs.
+
+        Returns:
+            Empty on ranks that own no server.
         """
-        answers = self._runner.run(self._transport.each(lambda client: client.prompt_logprobs(sequences)))
+        answers = self._runner.run(
+            self._transport.each(lambda client: client.prompt_logprobs(sequences))
+        )
         differences = [compare_logprobs(trainer_logprobs, answer, quantile) for answer in answers]
         return dict(zip(self.served, differences, strict=True))
 
     def close(self) -> None:
-        """Close the connection and give the buffers back."""
+        """Close the connections and release the buffers."""
         self._transport.close()
         self._transport.serve(self._known)
         self._runner.run(self._transport.each(EngineClient.close))
@@ -103,13 +128,18 @@ class WeightSync:
         self.close()
 
     def _stream(
-        self, buckets: Iterable[NamedTensors], purpose: Purpose, version: int | None, times: PartTimes
+        self,
+        buckets: Iterable[NamedTensors],
+        purpose: Purpose,
+        version: int | None,
+        times: PartTimes,
     ) -> list[str]:
         transport = self._transport
         lost: list[VapoError] = []
 
         def run(call: Callable[[], Coroutine[Any, Any, T]]) -> T | None:
-            """The result of a call; if a server fails, this rank goes on without it, for the sake of the others."""
+            """The result of a call. If a server fails, this rank continues without it: the other
+            ranks wait in the collectives that make the buckets."""
             try:
                 return self._runner.run(call())
             except VapoError as error:
@@ -123,11 +153,14 @@ class WeightSync:
         run(transport.begin_session)
         problems: list[str] = []
         first = True
-        # Nothing ends the weight sync: to know which bucket is the last one would be to hold two.
+        # The sync ends with an empty bucket: marking the last one would mean holding two at a time.
         for bucket in itertools.chain(buckets, [None]):
-            ends = version if bucket is None else None
+            final_version = version if bucket is None else None
+            deliver = partial(
+                transport.deliver, bucket, purpose, first=first, version=final_version
+            )
             with times.part("send"):
-                answer = run(partial(transport.deliver, bucket, purpose, first=first, version=ends)) or NOTHING
+                answer = run(deliver) or NOTHING
             times.add("load", answer.seconds)
             times.add("send", -answer.seconds)
             problems += answer.problems
@@ -142,10 +175,12 @@ class WeightSync:
 
     def _rejected(self, problems: Sequence[str]) -> RunFailed:
         addresses = ", ".join(str(client.address) for client in self._transport.clients)
-        return RunFailed(f"{addresses}: weights were not accepted: {some_of(problems)}")
+        return RunFailed(f"{addresses}: weights were not accepted: {shorten(problems)}")
 
 
-def some_of(problems: Sequence[str]) -> str:
+def shorten(problems: Sequence[str]) -> str:
     """The first problems in one line, and the number of further ones."""
-    more = [f"and {len(problems) - _NAMED_IN_AN_ERROR} more"] if len(problems) > _NAMED_IN_AN_ERROR else []
-    return "; ".join([*problems[:_NAMED_IN_AN_ERROR], *more])
+    named = list(problems[:_NAMED_IN_AN_ERROR])
+    if len(problems) > len(named):
+        named.append(f"and {len(problems) - len(named)} more")
+    return "; ".join(named)

@@ -1,4 +1,5 @@
-"""The ways by which a bucket of weights reaches servers. All end in engines/inside/strict_loading.py."""
+"""The ways by which a bucket of weights reaches servers. All end in
+engines/inside/strict_loading.py."""
 
 import asyncio
 import contextlib
@@ -19,18 +20,27 @@ from vapo_megatron.engines.inside.broadcast_group import BroadcastGroup, address
 from vapo_megatron.engines.server.client import EngineClient, LoadAnswer
 from vapo_megatron.errors import TryAgain
 from vapo_megatron.megatron.platform import current_platform
-from vapo_megatron.weights.bucket import Bucket, DeviceSlots, NamedTensors, Purpose, SharedSlots, announce, pack
+from vapo_megatron.weights.bucket import (
+    Bucket,
+    DeviceSlots,
+    NamedTensors,
+    Purpose,
+    SharedSlots,
+    announce,
+    pack,
+)
 
-# Place of the GPU's index among the arguments that reduce_tensor makes for rebuild_cuda_tensor (torch.multiprocessing).
+# Position of the GPU's index among the arguments that reduce_tensor makes for rebuild_cuda_tensor
+# (torch.multiprocessing).
 _DEVICE = 6
 
 
 class IpcHandle:
     """Pickles a CUDA tensor as a CUDA IPC handle, which an engine unpickles as a tensor.
 
-    Sender and engine may number GPUs differently, so the GPU's UUID takes the place of its index; SGLang's processes
-    look it up (sglang/srt/utils/patch_torch.py). SGLang's patch of torch is not applied on this side: it would break
-    sending tensors in host memory to other processes.
+    Sender and engine may number GPUs differently, so the GPU's UUID replaces its index; SGLang's
+    processes look it up (sglang/srt/utils/patch_torch.py). SGLang's patch of torch is not applied
+    on this side: it would break sending tensors in host memory to other processes.
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
@@ -52,18 +62,23 @@ NOTHING = LoadAnswer([], 0.0, [])
 class Transport(ABC):
     """Sends weights to one server, or the same bytes to several.
 
-    Every rank that feeds them calls begin_session(), deliver() for each bucket and a last time with None, then
-    end_session(), with the same arguments. A bucket in other memory is copied; the copy's memory is released between
-    sessions.
+    Every rank that feeds them calls begin_session(), then deliver() for each bucket and once more
+    with None, then end_session(), all with the same arguments. A bucket in other memory is copied;
+    the copy's memory is released between sessions.
 
     Args:
-        clients: of the servers on the rank that owns them; none on the other ranks.
+        clients: clients of the servers on the rank that owns them; none on the other ranks.
         device: the device whose memory is sent; None: shared host memory.
     """
 
     def __init__(self, clients: Sequence[EngineClient], device: torch.device | None) -> None:
-        self.clients, self._device = tuple(clients), device
-        self._slots: DeviceSlots | SharedSlots = SharedSlots() if device is None else DeviceSlots(device)
+        self.clients = tuple(clients)
+        self._device = device
+        self._slots: DeviceSlots | SharedSlots
+        if device is None:
+            self._slots = SharedSlots()
+        else:
+            self._slots = DeviceSlots(device)
 
     @property
     def sends(self) -> bool:
@@ -71,11 +86,12 @@ class Transport(ABC):
         return bool(self.clients)
 
     def serve(self, clients: Sequence[EngineClient]) -> None:
-        """On the owner: feed these servers from now on; without any it only takes part in collective calls."""
+        """On the owner: feed these servers from now on. Without any, it only takes part in
+        collective calls."""
         self.clients = tuple(clients)
 
     async def each(self, call: Callable[[EngineClient], Awaitable[T]]) -> list[T]:
-        """The answers of all servers to a call, made at once."""
+        """Call all servers concurrently and return their answers."""
         return await asyncio.gather(*(call(client) for client in self.clients))
 
     async def begin_session(self) -> None:
@@ -83,11 +99,17 @@ class Transport(ABC):
         await self.each(EngineClient.begin_weight_update)
 
     async def deliver(
-        self, bucket: NamedTensors | None, purpose: Purpose, *, first: bool, version: int | None = None
+        self,
+        bucket: NamedTensors | None,
+        purpose: Purpose,
+        *,
+        first: bool,
+        version: int | None = None,
     ) -> LoadAnswer:
-        """Send a bucket; None ends the weight sync, and a version then marks all later responses.
+        """Send a bucket. None ends the weight sync, and a version then marks all later responses.
 
-        The bucket's memory may be overwritten after the return. On ranks without a client the answer is empty.
+        The bucket's memory may be overwritten afterwards. The answer is empty on ranks without a
+        client.
         """
         if not self.sends:
             return NOTHING
@@ -95,7 +117,8 @@ class Transport(ABC):
         if bucket is not None and not (isinstance(bucket, Bucket) and self._can_send(bucket)):
             placed = pack(bucket, self._slots)
         assert placed is None or isinstance(placed, Bucket)
-        return await self._send(placed, announce(placed, purpose, first=first, last=bucket is None), version)
+        message = announce(placed, purpose, first=first, last=bucket is None)
+        return await self._send(placed, message, version)
 
     async def end_session(self) -> None:
         """End the sessions."""
@@ -108,10 +131,14 @@ class Transport(ABC):
         self._slots.close()
 
     def _can_send(self, bucket: Bucket) -> bool:
-        return bucket.memory.path is not None if self._device is None else bucket.buffer.device == self._device
+        if self._device is None:
+            return bucket.memory.path is not None
+        return bucket.buffer.device == self._device
 
     @abstractmethod
-    async def _send(self, placed: Bucket | None, message: dict[str, Any], version: int | None) -> LoadAnswer:
+    async def _send(
+        self, placed: Bucket | None, message: dict[str, Any], version: int | None
+    ) -> LoadAnswer:
         """Send a bucket in the right memory, with its announcement."""
 
 
@@ -123,10 +150,14 @@ class SharedMemoryTransport(Transport):
         self._engine_tp = engine_tp
 
     @override
-    async def _send(self, placed: Bucket | None, message: dict[str, Any], version: int | None) -> LoadAnswer:
+    async def _send(
+        self, placed: Bucket | None, message: dict[str, Any], version: int | None
+    ) -> LoadAnswer:
         message["path"] = None if placed is None else placed.memory.path
         payloads = [pickle.dumps(message)] * self._engine_tp
-        return await _checked(placed, self.each(lambda client: client.send_bucket(payloads, version=version)))
+        return await _checked(
+            placed, self.each(lambda client: client.send_bucket(payloads, version=version))
+        )
 
 
 class IpcTransport(Transport):
@@ -134,10 +165,13 @@ class IpcTransport(Transport):
 
     Args:
         device: this rank's GPU.
-        group: the trainer ranks that share the server's GPUs, the owner first; None for a server of one rank.
+        group: the trainer ranks that share the server's GPUs, the owner first; None for a server of
+            one rank.
     """
 
-    def __init__(self, client: EngineClient | None, device: torch.device, group: dist.ProcessGroup | None) -> None:
+    def __init__(
+        self, client: EngineClient | None, device: torch.device, group: dist.ProcessGroup | None
+    ) -> None:
         super().__init__([] if client is None else [client], device)
         self._group = group
 
@@ -147,20 +181,30 @@ class IpcTransport(Transport):
         return True
 
     @override
-    async def _send(self, placed: Bucket | None, message: dict[str, Any], version: int | None) -> LoadAnswer:
+    async def _send(
+        self, placed: Bucket | None, message: dict[str, Any], version: int | None
+    ) -> LoadAnswer:
         if placed is not None:
             message["buffer"] = IpcHandle(placed.buffer)
-            # Only this stream: the next bucket is gathered on another one.
+            # Not the whole device: the next bucket is gathered on another stream meanwhile.
             current_platform().synchronize_stream()
         payload = pickle.dumps(message)
         payloads = [payload]
         if self._group is not None:  # in the order of the server's tensor-parallel ranks
             payloads = [b""] * self._group.size()
-            dist.gather_object(payload, payloads if self._group.rank() == 0 else None, group=self._group, group_dst=0)
+            dist.gather_object(
+                payload,
+                payloads if self._group.rank() == 0 else None,
+                group=self._group,
+                group_dst=0,
+            )
         answer = NOTHING
         if self.clients:
-            answer = await _checked(placed, self.each(lambda client: client.send_bucket(payloads, version=version)))
-        if self._group is not None:  # no rank refills its buffer before the server has read it
+            answer = await _checked(
+                placed, self.each(lambda client: client.send_bucket(payloads, version=version))
+            )
+        if self._group is not None:
+            # No rank may refill its buffer before the server has read it.
             dist.barrier(self._group)
         return answer
 
@@ -174,16 +218,24 @@ class DistributedTransport(Transport):
     """One broadcast from the owner to all ranks of all servers, if no memory can be shared.
 
     Args:
+        clients: see Transport.
         engine_tp: number of ranks of each server.
         deadline: seconds for the ranks to meet, and for one broadcast.
-        device: the device whose memory is sent: the CPU (gloo, TCP), or this rank's GPU if no server uses it (NCCL).
+        device: the device whose memory is sent: the CPU (gloo, TCP), or this rank's GPU if no
+            server uses it (NCCL).
     """
 
     def __init__(
-        self, clients: Sequence[EngineClient], engine_tp: int, deadline: float, device: torch.device = _CPU
+        self,
+        clients: Sequence[EngineClient],
+        engine_tp: int,
+        deadline: float,
+        device: torch.device = _CPU,
     ) -> None:
         super().__init__(clients, device)
-        self._source, self._engine_tp, self._deadline = device, engine_tp, deadline
+        self._source = device
+        self._engine_tp = engine_tp
+        self._deadline = deadline
         self._group: BroadcastGroup | None = None
 
     @override
@@ -197,34 +249,49 @@ class DistributedTransport(Transport):
         """Same as in Transport; both sides meet at the first call."""
         if self.clients and self._group is None:
             hosts = [str(urlsplit(client.address.url).hostname) for client in self.clients]
-            # One address that all of them can reach: 127.0.0.1 only if every server is on this machine.
-            host = next((address for address in map(address_towards, hosts) if address != "127.0.0.1"), "127.0.0.1")
-            size, backend = 1 + self._engine_tp * len(self.clients), backend_of(self._source)
-            store = BroadcastGroup.listen(host, size, self._deadline)
-            group = _in_daemon(partial(BroadcastGroup, store, 0, size, self._deadline, host, self._source))
-            await asyncio.gather(
-                *(
-                    client.join_broadcast_group(host, store.port, 1 + i * self._engine_tp, size, backend)
-                    for i, client in enumerate(self.clients)
-                )
+            # One address that all of them can reach: 127.0.0.1 only if every server is on this
+            # machine.
+            host = next(
+                (address for address in map(address_towards, hosts) if address != "127.0.0.1"),
+                "127.0.0.1",
             )
+            size = 1 + self._engine_tp * len(self.clients)
+            backend = backend_of(self._source)
+            store = BroadcastGroup.listen(host, size, self._deadline)
+            group = _in_daemon(
+                partial(BroadcastGroup, store, 0, size, self._deadline, host, self._source)
+            )
+            joins = [
+                client.join_broadcast_group(
+                    host, store.port, 1 + i * self._engine_tp, size, backend
+                )
+                for i, client in enumerate(self.clients)
+            ]
+            await asyncio.gather(*joins)
             self._group = await group
         await super().begin_session()
 
     @override
-    async def _send(self, placed: Bucket | None, message: dict[str, Any], version: int | None) -> LoadAnswer:
+    async def _send(
+        self, placed: Bucket | None, message: dict[str, Any], version: int | None
+    ) -> LoadAnswer:
         broadcast = None
         if placed is not None:
             assert self._group is not None
-            current_platform().synchronize_stream()  # the broadcast is another thread's, on another stream
+            # The broadcast runs in another thread, on another stream.
+            current_platform().synchronize_stream()
             broadcast = _in_daemon(partial(self._group.broadcast, placed.buffer))
-        answer = await _checked(placed, self.each(lambda client: client.receive_broadcast(message, version=version)))
+        answer = await _checked(
+            placed, self.each(lambda client: client.receive_broadcast(message, version=version))
+        )
         if broadcast is not None:
             try:
                 await broadcast
             except RuntimeError as error:
                 reason = str(error).partition("\n")[0][:300]
-                raise TryAgain(f"weights could not be sent to the engines, one of them is gone: {reason}") from None
+                raise TryAgain(
+                    f"weights could not be sent to the engines, one of them is gone: {reason}"
+                ) from None
         return answer
 
     @override
@@ -234,19 +301,23 @@ class DistributedTransport(Transport):
 
 
 def _in_daemon(function: Callable[[], T]) -> "asyncio.Future[T]":
-    """Runs a function in a daemon thread: if a server refuses, the function may never return, and a thread of asyncio's
-    would then keep this process from ending.
+    """Runs a function in a daemon thread.
+
+    If a server refuses, the function may never return, and one of asyncio's own threads would then
+    keep this process from exiting.
     """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
-    future.add_done_callback(lambda done: done.cancelled() or done.exception())  # else a stack trace, if nobody waits
+    # Reads the exception; asyncio would otherwise print a stack trace if nobody waits for the
+    # future.
+    future.add_done_callback(lambda done: done.cancelled() or done.exception())
 
     def run() -> None:
         try:
             settle = partial(future.set_result, function())
         except Exception as error:
             settle = partial(future.set_exception, error)
-        with contextlib.suppress(RuntimeError):  # nobody waits any more: the loop is closed
+        with contextlib.suppress(RuntimeError):  # the loop is closed, so nobody waits
             loop.call_soon_threadsafe(lambda: None if future.done() else settle())
 
     threading.Thread(target=run, name="vapo-broadcast", daemon=True).start()
@@ -254,29 +325,44 @@ def _in_daemon(function: Callable[[], T]) -> "asyncio.Future[T]":
 
 
 async def _checked(placed: Bucket | None, answers: Awaitable[list[LoadAnswer]]) -> LoadAnswer:
-    """The servers' answer to a bucket with the result of comparing checksums, which are computed while servers load."""
+    """The servers' answer to a bucket, with a problem for each tensor whose checksum differs.
+
+    Checksums are computed here while the servers load.
+    """
     loading = asyncio.ensure_future(answers)
-    sums = [] if placed is None else await asyncio.to_thread(placed.checksums)
-    names = [] if placed is None else [name for name, _ in placed]
-    return _compared(_together(await loading), list(zip(names, sums, strict=True)))
+    expected: list[tuple[str, int]] = []
+    if placed is not None:
+        checksums = await asyncio.to_thread(placed.checksums)
+        names = [name for name, _ in placed]
+        expected = list(zip(names, checksums, strict=True))
+    return _compared(_merged(await loading), expected)
 
 
-def _together(answers: Sequence[LoadAnswer]) -> LoadAnswer:
-    """The answers of several servers as one: all problems, the longest time, the checksums of all ranks."""
+def _merged(answers: Sequence[LoadAnswer]) -> LoadAnswer:
+    """Several servers' answers as one: all problems, the longest time, all ranks' checksums."""
     problems = dict.fromkeys(problem for answer in answers for problem in answer.problems)
     seconds = max(answer.seconds for answer in answers)
-    return LoadAnswer(list(problems), seconds, [sums for answer in answers for sums in answer.checksums])
+    return LoadAnswer(
+        list(problems), seconds, [sums for answer in answers for sums in answer.checksums]
+    )
 
 
 def _compared(answer: LoadAnswer, expected: list[tuple[str, int]]) -> LoadAnswer:
-    """The answer, with a problem for each tensor that did not arrive at every rank of the server as it was sent.
+    """The answer, with a problem for each tensor that did not reach every rank as it was sent.
 
-    If the server reports problems itself, a missing checksum is their consequence and is not reported.
+    If the server reports problems itself, a missing checksum is their consequence and is not
+    reported.
     """
-    damaged = [
-        name
-        for i, (name, expected_sum) in enumerate(expected)
-        if any(came[i] != expected_sum if i < len(came) else not answer.problems for came in answer.checksums)
-    ]
+
+    def is_damaged(place: int, expected_checksum: int) -> bool:
+        for received in answer.checksums:
+            if place < len(received):
+                if received[place] != expected_checksum:
+                    return True
+            elif not answer.problems:
+                return True
+        return False
+
+    damaged = [name for i, (name, checksum) in enumerate(expected) if is_damaged(i, checksum)]
     problems = [f"{name} arrived damaged: its checksum is not the sender's" for name in damaged]
     return LoadAnswer(answer.problems + problems, answer.seconds, answer.checksums)

@@ -1,0 +1,160 @@
+"""Where a model's loader puts the tensors of a bucket: learnt while it is watched, and replayed as
+plain copies when the same names and shapes come again."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from vapo_megatron.weights.bucket import Place
+
+
+class Copied(NamedTuple):
+    """Part of an arriving tensor: elements from its first one on, shape and strides."""
+
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
+class Write(NamedTuple):
+    """One write to a parameter: a view of it, and what is copied there; or how it is filled."""
+
+    target: Tensor
+    source: Copied | None
+    fill: tuple[Any, tuple[Any, ...]] | None = None
+
+
+@dataclass
+class Placement:
+    """What a loader did with one tensor, or outside of any (tensor None).
+
+    Attributes:
+        writes: to parameters, in their order.
+        is_plain: whether it did nothing else than look at views. Anything more (a product, a copy
+            of its own, a value that was read) might differ the next time, or have an effect that
+            copies do not have.
+    """
+
+    tensor: Tensor | None
+    writes: list[Write] = field(default_factory=list)
+    is_plain: bool = True
+
+    def saw(self, function: Any, args: Sequence[Any], is_write: bool, keywords: bool) -> None:
+        """Note one operation; is_write: a copy to a parameter, or that one is filled."""
+        if not is_write:
+            self.is_plain &= _only_views(function)
+            return
+        if keywords or self.tensor is None:
+            self.is_plain = False
+        elif function is torch.ops.aten.copy_.default:
+            source = _part_of(self.tensor, args[1]) if len(args) == 2 else None
+            self.is_plain &= source is not None
+            self.writes.append(Write(args[0].detach(), source))
+        else:
+            self.is_plain &= not any(isinstance(value, Tensor) for value in args[1:])
+            self.writes.append(Write(args[0].detach(), None, (function, tuple(args[1:]))))
+
+
+def _only_views(function: Any) -> bool:
+    """Whether an operation neither writes nor computes: all that it returns are views."""
+    schema = function._schema
+    return (
+        not schema.is_mutable
+        and bool(schema.returns)
+        and all(value.alias_info is not None for value in schema.returns)
+    )
+
+
+def _part_of(tensor: Tensor, source: Any) -> Copied | None:
+    """Which part of a tensor a source is; None where it is none."""
+    if (
+        not isinstance(source, Tensor)
+        or source.dtype != tensor.dtype
+        or source.is_conj()
+        or source.is_neg()
+        or source.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr()
+    ):
+        return None
+    offset = source.storage_offset() - tensor.storage_offset()
+    last = offset + sum(
+        (size - 1) * stride for size, stride in zip(source.shape, source.stride(), strict=True)
+    )
+    if not source.numel() or offset < 0 or last >= tensor.numel():
+        return None
+    return Copied(int(offset), tuple(source.shape), tuple(source.stride()))
+
+
+@dataclass
+class BucketReplay:
+    """The writes of a bucket whose tensors stand at known places.
+
+    Attributes:
+        written: engine parameter name -> elements.
+        sources: engine parameter name -> the tensors that filled it, in words.
+        unknown: the problem lines of tensors that filled nothing on this rank.
+        runs: writes in their order: copies that follow one another, or one fill.
+    """
+
+    places: Sequence[Place]
+    written: Counter[str]
+    sources: Mapping[str, Sequence[str]]
+    unknown: Sequence[str]
+    runs: list[list[tuple[Place, Write]]]
+    compared: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        places: Sequence[Place],
+        placements: Sequence[Placement],
+        written: Counter[str],
+        sources: Mapping[str, Sequence[str]],
+        unknown: Sequence[str],
+    ) -> "BucketReplay | None":
+        """None where copies would not be all, or would not be in a certain order."""
+        if len(places) != len(placements) or not all(one.is_plain for one in placements):
+            return None
+        runs: list[list[tuple[Place, Write]]] = [[]]
+        targets = set()
+        for place, placement in zip(places, placements, strict=True):
+            for write in placement.writes:
+                view = write.target
+                if write.fill is not None:
+                    runs += [[(place, write)], []]
+                    continue
+                target = view.data_ptr(), tuple(view.shape), view.stride()
+                if target in targets:
+                    return None
+                targets.add(target)
+                runs[-1].append((place, write))
+        return cls(places, written, sources, unknown, [run for run in runs if run])
+
+    @torch.no_grad()
+    def run(self, buffer: Tensor) -> None:
+        """Write what is in a bucket's bytes to the parameters."""
+        typed: dict[str, Tensor] = {}
+        for run in self.runs:
+            if run[0][1].fill is not None:
+                ((_, write),) = run
+                assert write.fill is not None
+                function, arguments = write.fill
+                function(write.target, *arguments)
+                continue
+            targets = []
+            sources = []
+            for place, write in run:
+                assert write.source is not None
+                if place.dtype not in typed:
+                    dtype: torch.dtype = getattr(torch, place.dtype)
+                    whole = buffer.numel() // dtype.itemsize * dtype.itemsize
+                    typed[place.dtype] = buffer[:whole].view(dtype)
+                elements = typed[place.dtype]
+                offset = elements.storage_offset() + place.start // elements.itemsize
+                offset += write.source.offset
+                targets.append(write.target)
+                sources.append(elements.as_strided(write.source.shape, write.source.stride, offset))
+            torch._foreach_copy_(targets, sources)
