@@ -21,7 +21,9 @@ LENGTHS = [(3, 1), (5, 9), (1, 30), (7, 2), (2, 17), (4, 4)]  # prompt and respo
 def random_sequences(count: int, length: int, vocab_size: int, seed: int) -> list[list[int]]:
     """Token ids without any meaning."""
     generator = torch.Generator().manual_seed(seed)
-    rows: list[list[int]] = torch.randint(0, vocab_size, (count, length), generator=generator).tolist()
+    rows: list[list[int]] = torch.randint(
+        0, vocab_size, (count, length), generator=generator
+    ).tolist()
     return rows
 
 
@@ -39,24 +41,44 @@ def make_batch(
 ) -> ExperienceBatch:
     """Groups of one response each, every second one correct and rewarded.
 
-    Rollout log-probs lie evenly between highest and highest - spread. observed: by sample, after how many response
-    tokens it is given how many tokens of an observation.
+    Rollout log-probs lie evenly between highest and highest - spread. observed: by sample, after
+    how many response tokens it is given how many tokens of an observation.
     """
     generator = torch.Generator().manual_seed(5)
     samples = []
     for group, (p, r) in enumerate(lengths):
         ids = torch.randint(0, VOCAB, (p + r,), generator=generator).tolist()
-        prompt, correct = Prompt(str(group), "", "", tuple(ids[:p])), group % 2 == 1
+        prompt = Prompt(str(group), "", "", tuple(ids[:p]))
+        correct = group % 2 == 1
         logprobs = (highest - spread * torch.rand(r, generator=generator)).tolist()
-        sample = Sample(prompt, group, 0, 0, ids[p:], logprobs, "stop", 0, 0, reward=float(correct), correct=correct)  # type: ignore[arg-type]
-        samples.append(with_observation(sample, *observed[group]) if observed and group in observed else sample)
+        sample = Sample(
+            prompt,
+            group,
+            0,
+            0,
+            ids[p:],
+            logprobs,
+            "stop",
+            0,
+            0,
+            reward=float(correct),
+            correct=correct,
+        )  # type: ignore[arg-type]
+        samples.append(
+            with_observation(sample, *observed[group]) if observed and group in observed else sample
+        )
     return from_samples(samples)
 
 
 def with_observation(sample: Sample, after: int, count: int) -> Sample:
-    """A sample that is given `count` tokens after its first `after` ones; their log-probs are nobody's."""
+    """A sample that is given `count` tokens after its first `after` ones; their log-probs are
+    nobody's."""
     places = np.full(count, after)
-    mask = np.ones(len(sample.response_ids), dtype=bool) if sample.loss_mask is None else sample.loss_mask
+    mask = (
+        np.ones(len(sample.response_ids), dtype=bool)
+        if sample.loss_mask is None
+        else sample.loss_mask
+    )
     return replace(
         sample,
         response_ids=np.insert(sample.response_ids, places, np.arange(count) % 7),
@@ -66,26 +88,39 @@ def with_observation(sample: Sample, after: int, count: int) -> Sample:
 
 
 def with_segment(sample: Sample, after: int, prompt: int) -> Sample:
-    """A sample whose context begins anew after its first `after` tokens, with a prompt of so many tokens."""
+    """A sample whose context restarts after its first `after` tokens, with a prompt of so many
+    tokens."""
     observed = with_observation(sample, after, prompt)
-    return replace(observed, segment_starts=(*(s + prompt * (s >= after) for s in sample.segment_starts), after))
+    return replace(
+        observed,
+        segment_starts=(*(s + prompt * (s >= after) for s in sample.segment_starts), after),
+    )
 
 
 def in_segments(samples: Sequence[Sample]) -> list[Sample]:
-    """Every segment of some samples as a sample of its own."""
+    """Every segment of some samples as a separate sample."""
     parts = []
     for sample in samples:
-        ids, mask = [*sample.prompt.token_ids, *sample.response_ids.tolist()], sample.loss_mask
+        ids = [*sample.prompt.token_ids, *sample.response_ids.tolist()]
+        mask = sample.loss_mask
         assert mask is not None
-        bounds = [0, *(len(sample.prompt.token_ids) + start for start in sorted(sample.segment_starts)), len(ids)]
+        bounds = [
+            0,
+            *(len(sample.prompt.token_ids) + start for start in sorted(sample.segment_starts)),
+            len(ids),
+        ]
         written = np.concatenate([np.zeros(len(sample.prompt.token_ids), dtype=bool), mask])
-        logprobs = np.concatenate([np.zeros(len(sample.prompt.token_ids), np.float32), sample.rollout_logprobs])
+        logprobs = np.concatenate(
+            [np.zeros(len(sample.prompt.token_ids), np.float32), sample.rollout_logprobs]
+        )
         for first, end in pairwise(bounds):
             own = int(written[first:end].argmax())  # tokens of the segment's prompt
             part = slice(first + own, end)
             prompt = replace(sample.prompt, token_ids=tuple(ids[first : first + own]))
             fields: dict[str, Any] = {"response_ids": ids[part], "rollout_logprobs": logprobs[part]}
-            parts.append(replace(sample, prompt=prompt, **fields, loss_mask=written[part], segment_starts=()))
+            parts.append(
+                replace(sample, prompt=prompt, **fields, loss_mask=written[part], segment_starts=())
+            )
     return parts
 
 
@@ -97,8 +132,12 @@ def spread(batch: ExperienceBatch) -> ShardedBatch:
 def whole_of(batch: ShardedBatch) -> ExperienceBatch:
     """Collective: all fields of all samples, on every rank."""
     if not dist.is_initialized():
-        return batch.own
+        return batch.local
     parts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(parts, batch.own.tensors())
-    names = [name for name in parts[0] if name not in vars(batch.table) and not name.endswith("cu_seqlens")]
+    dist.all_gather_object(parts, batch.local.tensors())
+    names = [
+        name
+        for name in parts[0]
+        if name not in vars(batch.table) and not name.endswith("cu_seqlens")
+    ]
     return batch.table.batch(**{name: torch.cat([part[name] for part in parts]) for name in names})

@@ -15,26 +15,31 @@ from vapo_megatron.config.data import PromptTemplate
 from vapo_megatron.config.rollout import EpisodeConfig, RolloutConfig, SamplingConfig
 from vapo_megatron.data.sample import Prompt, Sample
 from vapo_megatron.data.tokenizer import TextTokenizer
-from vapo_megatron.engines.dispatcher import Dispatcher
-from vapo_megatron.engines.request import GroupRequest
 from vapo_megatron.engines.server.client import Completion
 from vapo_megatron.engines.server.process import EngineAddress
 from vapo_megatron.errors import TryAgain
+from vapo_megatron.rollout.dispatcher import Dispatcher
+from vapo_megatron.rollout.request import GroupRequest
 from vapo_megatron.weights.routed_experts import ExpertChoices
 from vapo_megatron.weights.tiny import word_tokenizer
 
 TEMPLATE = (
-    "{% for m in messages %}{{ '' if m['role'] == 'assistant' else '<bos> ' }}{{ m['content'] }} <eos> {% endfor %}"
+    "{% for m in messages %}"
+    "{{ '' if m['role'] == 'assistant' else '<bos> ' }}{{ m['content'] }} <eos> "
+    "{% endfor %}"
 )
 WRITTEN = 4
 
 
 class Engine:
-    """Writes four tokens that follow from the seed, or those of the script; the first call may hang, and a later one
-    may find it gone. Text before "add" is text, after each "add" are the arguments of a call. A token's experts are its
-    number and that of the call."""
+    """Writes four tokens that follow from the seed, or those of the script; the first call may
+    hang, and a later one may find it gone. Text before "add" is text, after each "add" are the
+    arguments of a call. A token's experts are its number and that of the call."""
 
-    hangs, gone_at, calls, aborted = False, 0, 0, 0
+    hangs = False
+    gone_at = 0
+    calls = 0
+    aborted = 0
     seconds = 0.0
     script: ClassVar[list[list[int]]] = []
     prompts: ClassVar[list[list[int]]] = []
@@ -50,14 +55,19 @@ class Engine:
         experts: ExpertChoices | None = None,
         *_: Any,
     ) -> list[Completion]:
-        completions, call = await self.completions(prompts, params), Engine.calls
+        completions = await self.completions(prompts, params)
+        call = Engine.calls
         for prompt, completion in zip(prompts, completions, strict=True):
             if experts is not None:
                 read = [*prompt, *completion.token_ids.tolist()][experts.start : -1]
-                completion.routed_experts = torch.tensor([[token, call] for token in read], dtype=torch.uint8)
+                completion.routed_experts = torch.tensor(
+                    [[token, call] for token in read], dtype=torch.uint8
+                )
         return completions
 
-    async def completions(self, prompts: list[list[int]], params: list[dict[str, Any]]) -> list[Completion]:
+    async def completions(
+        self, prompts: list[list[int]], params: list[dict[str, Any]]
+    ) -> list[Completion]:
         Engine.calls += 1
         if Engine.hangs and Engine.calls == 1:
             await asyncio.sleep(60)
@@ -69,18 +79,31 @@ class Engine:
         if Engine.script:
             ids = np.array(Engine.script.pop(0), np.int32)
             end = "stop" if ids[-1] == 2 else "length"
-            return [Completion(ids, -np.ones(len(ids), np.float32), end, 0, 0, versions=((0, len(ids)),))]
+            return [
+                Completion(
+                    ids, -np.ones(len(ids), np.float32), end, 0, 0, versions=((0, len(ids)),)
+                )
+            ]
         count = min(WRITTEN, params[0]["max_new_tokens"])
         drawn = [4 + (params[0]["sampling_seed"] >> place) % 90 for place in range(WRITTEN - 1)]
-        ids, end = np.array([*drawn, 2][:count], np.int32), "stop" if count == WRITTEN else "length"
-        return [Completion(ids, -np.ones(count, np.float32), end, 0, 0, versions=((0, count),)) for _ in prompts]
+        ids = np.array([*drawn, 2][:count], np.int32)
+        end = "stop" if count == WRITTEN else "length"
+        return [
+            Completion(ids, -np.ones(count, np.float32), end, 0, 0, versions=((0, count),))
+            for _ in prompts
+        ]
 
     async def abort(self, ids: list[str]) -> None:
         Engine.aborted += len(ids)
 
-    async def parse_tool_calls(self, text: str, tools: Any, parser: str) -> tuple[str, list[dict[str, Any]]]:
+    async def parse_tool_calls(
+        self, text: str, tools: Any, parser: str
+    ) -> tuple[str, list[dict[str, Any]]]:
         before, *calls = text.split("add ")
-        return before, [{"name": "add", "parameters": json.dumps({"a": arguments.strip()})} for arguments in calls]
+        return before, [
+            {"name": "add", "parameters": json.dumps({"a": arguments.strip()})}
+            for arguments in calls
+        ]
 
     async def close(self) -> None: ...
 
@@ -97,8 +120,14 @@ class Moody:
 
 def fresh_engine() -> None:
     """Make the engines as they are without a test's wishes."""
-    Engine.hangs, Engine.gone_at, Engine.calls, Engine.aborted, Engine.seconds = False, 0, 0, 0, 0.0
-    Engine.script, Engine.prompts, Engine.urls = [], [], []
+    Engine.hangs = False
+    Engine.gone_at = 0
+    Engine.calls = 0
+    Engine.aborted = 0
+    Engine.seconds = 0.0
+    Engine.script = []
+    Engine.prompts = []
+    Engine.urls = []
 
 
 def make_tokenizer(folder: Path, template: str, words: Sequence[str] = ()) -> TextTokenizer:
@@ -109,12 +138,20 @@ def make_tokenizer(folder: Path, template: str, words: Sequence[str] = ()) -> Te
 
 @contextmanager
 def agents_of(
-    tokenizer: TextTokenizer, agent: str, engines: int = 1, experts: ExpertChoices | None = None, **settings: Any
+    tokenizer: TextTokenizer,
+    agent: str,
+    engines: int = 1,
+    experts: ExpertChoices | None = None,
+    **settings: Any,
 ) -> Iterator[Callable[..., list[Sample]]]:
-    """Plays groups of episodes: called with their number of episodes, and further fields of the request. settings:
-    limits, and others of rollout."""
-    limits = {name: settings.pop(name) for name in list(settings) if name in EpisodeConfig.model_fields}
-    config = RolloutConfig(agent=agent, episode=EpisodeConfig(**{"max_tokens": 200} | limits), **settings)
+    """Plays groups of episodes: called with their number of episodes, and further fields of the
+    request. settings: limits, and others of rollout."""
+    limits = {
+        name: settings.pop(name) for name in list(settings) if name in EpisodeConfig.model_fields
+    }
+    config = RolloutConfig(
+        agent=agent, episode=EpisodeConfig(**{"max_tokens": 200} | limits), **settings
+    )
     stub: Any = Engine
     prompt = Prompt("row", "w3 w4", "w9", tuple(tokenizer.encode_prompt("w3 w4")), cursor=7)
     addresses = [EngineAddress(f"http://stub{number}", "") for number in range(engines)]
@@ -123,7 +160,9 @@ def agents_of(
         sampling = SamplingConfig(max_new_tokens=12)
         try:
             yield lambda samples, **fields: dispatcher.loop.run(
-                agents.generate(GroupRequest(prompt, samples, sampling, 12, 11, 0, experts, **fields))
+                agents.generate(
+                    GroupRequest(prompt, samples, sampling, 12, 11, 0, experts, **fields)
+                )
             )
         finally:
             agents.close()

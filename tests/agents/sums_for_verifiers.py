@@ -1,4 +1,5 @@
-"""An environment as packages of the library verifiers have it: two turns with a tool, and a rubric."""
+"""An environment as packages of the library verifiers have it: two turns with a tool, and a
+rubric."""
 
 from typing import Any
 

@@ -1,4 +1,5 @@
-"""Requests of an episode: streams that wait, clients in other processes, calls that take too long, the engine."""
+"""Requests of an episode: streams that wait, clients in other processes, calls that take too long,
+the engine."""
 
 import asyncio
 import json
@@ -20,19 +21,36 @@ pytestmark = pytest.mark.usefixtures("fresh")
 
 
 async def streams(task: dict[str, Any], base_url: str, http_client: Any) -> float:
-    """By OpenAI's client, over a socket or not, whose patience with silence is shorter than the engine takes."""
+    """By OpenAI's client, over a socket or not, whose patience with silence is shorter than the
+    engine takes."""
     patience = httpx.Timeout(0.3)
     async with httpx.AsyncClient(trust_env=False) as by_socket:
         for client in (http_client, by_socket):
-            policy = AsyncOpenAI(base_url=base_url, api_key="none", http_client=client, timeout=patience, max_retries=0)
-            asked: dict[str, Any] = {"model": "policy", "messages": task["messages"], "stream": True}
-            stream = await policy.chat.completions.create(**asked, stream_options={"include_usage": True})
+            policy = AsyncOpenAI(
+                base_url=base_url,
+                api_key="none",
+                http_client=client,
+                timeout=patience,
+                max_retries=0,
+            )
+            asked: dict[str, Any] = {
+                "model": "policy",
+                "messages": task["messages"],
+                "stream": True,
+            }
+            stream = await policy.chat.completions.create(
+                **asked, stream_options={"include_usage": True}
+            )
             parts = [part async for part in stream]
             assert "".join(part.choices[0].delta.content or "" for part in parts[:-1]).split()
             assert parts[-2].choices[0].finish_reason == "stop" and parts[-1].choices == []
             assert parts[-1].usage is not None and parts[-1].usage.completion_tokens == WRITTEN
         with pytest.raises(httpx.ReadTimeout):
-            await by_socket.post(f"{base_url}/chat/completions", json={"messages": task["messages"]}, timeout=patience)
+            await by_socket.post(
+                f"{base_url}/chat/completions",
+                json={"messages": task["messages"]},
+                timeout=patience,
+            )
     return 1.0
 
 
@@ -47,11 +65,14 @@ def test_a_stream_that_waits_gives_signs_of_life(tokenizer: TextTokenizer) -> No
     Engine.seconds = 0.6
     (sample,) = play(tokenizer, f"{__name__}:streams", samples=1)
     assert sample.reward == 1.0
-    assert sample.episode["turns"] == 2 and Engine.aborted == 1, "the request that was given up leaves no turn"
+    assert sample.episode["turns"] == 2 and Engine.aborted == 1, (
+        "the request that was given up leaves no turn"
+    )
 
 
 async def fails_late(task: dict[str, Any], base_url: str, http_client: Any) -> float:
-    """A second request at the same time waits for the first, and learns only then that there is no turn left."""
+    """A second request at the same time waits for the first, and learns only then that there is no
+    turn left."""
     async with httpx.AsyncClient(trust_env=False) as client:
         policy = AsyncOpenAI(base_url=base_url, api_key="none", http_client=client, max_retries=0)
         asked: dict[str, Any] = {"model": "policy", "messages": task["messages"], "stream": True}
@@ -74,7 +95,8 @@ CLIENT = """
 import json, sys, urllib.request
 url, messages = sys.argv[1], json.loads(sys.argv[2])
 for word in ("w7", "w8"):
-    request = urllib.request.Request(url + "/chat/completions", json.dumps({"messages": messages}).encode())
+    body = json.dumps({"messages": messages}).encode()
+    request = urllib.request.Request(url + "/chat/completions", body)
     message = json.load(urllib.request.urlopen(request))["choices"][0]["message"]
     messages += [message, {"role": "tool", "content": word}]
 print(len(messages))
@@ -85,7 +107,8 @@ async def in_a_process(task: dict[str, Any], base_url: str, http_client: Any) ->
     """An agent that is a program of its own and knows nothing of ours."""
 
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-I", "-c", CLIENT, base_url, json.dumps(task["messages"])), stdout=asyncio.subprocess.PIPE
+        *(sys.executable, "-I", "-c", CLIENT, base_url, json.dumps(task["messages"])),
+        stdout=asyncio.subprocess.PIPE,
     )
     output, _ = await process.communicate()
     return float(output)
@@ -100,18 +123,25 @@ async def in_this_process(task: dict[str, Any], base_url: str, http_client: Any)
 
 
 def test_an_agent_in_a_process_of_its_own_gives_the_same_samples(tokenizer: TextTokenizer) -> None:
-    theirs, ours = (play(tokenizer, f"{__name__}:{name}") for name in ("in_a_process", "in_this_process"))
+    theirs, ours = (
+        play(tokenizer, f"{__name__}:{name}") for name in ("in_a_process", "in_this_process")
+    )
     assert is_whole(theirs) and [sample.reward for sample in theirs] == [5.0] * 3
     for one, other in zip(theirs, ours, strict=True):
         assert one.response_ids.tolist() == other.response_ids.tolist()
-        assert one.loss_mask.tolist() == other.loss_mask.tolist() and one.loss_mask.sum() == 2 * WRITTEN
+        assert (
+            one.loss_mask.tolist() == other.loss_mask.tolist()
+            and one.loss_mask.sum() == 2 * WRITTEN
+        )
 
 
 def test_an_episode_stays_with_one_engine(tokenizer: TextTokenizer) -> None:
     Engine.seconds = 0.05
     samples = play(tokenizer, f"{__name__}:in_this_process", samples=8, engines=4)
     assert len(set(Engine.urls)) == 4, "episodes are spread over engines"
-    assert all(sample.engine and sample.episode["turns"] == 2 for sample in samples), "and each has one"
+    assert all(sample.engine and sample.episode["turns"] == 2 for sample in samples), (
+        "and each has one"
+    )
 
 
 async def is_slow(task: dict[str, Any], base_url: str, http_client: Any) -> float:
@@ -125,11 +155,14 @@ async def starts_late(task: dict[str, Any], base_url: str, http_client: Any) -> 
     return await in_this_process(task, base_url, http_client)
 
 
-@pytest.mark.parametrize(("name", "engine_seconds"), [("is_slow", 0.0), ("starts_late", 0.0), ("in_this_process", 5.0)])
+@pytest.mark.parametrize(
+    ("name", "engine_seconds"), [("is_slow", 0.0), ("starts_late", 0.0), ("in_this_process", 5.0)]
+)
 def test_a_call_that_takes_too_long_breaks_its_episode(
     tokenizer: TextTokenizer, name: str, engine_seconds: float
 ) -> None:
-    Engine.seconds, started = engine_seconds, time.monotonic()
+    Engine.seconds = engine_seconds
+    started = time.monotonic()
     (sample,) = play(tokenizer, f"{__name__}:{name}", samples=1, call_timeout_s=0.4, timeout_s=60.0)
     assert sample.grade_reason == "broken: call_timeout" and time.monotonic() - started < 4
     (sample,) = play(tokenizer, f"{__name__}:{name}", samples=1, call_timeout_s=60.0, timeout_s=0.4)
@@ -145,22 +178,33 @@ def test_calls_within_their_limit_may_take_longer_together(tokenizer: TextTokeni
 @pytest.mark.parametrize("limit", ["timeout_s", "call_timeout_s"])
 def test_waiting_for_room_on_an_engine_does_not_count(tokenizer: TextTokenizer, limit: str) -> None:
     """Twelve episodes of two turns in two places: some wait for longer than they may take."""
-    Engine.seconds, started = 0.15, time.monotonic()
-    samples = play(tokenizer, f"{__name__}:in_this_process", samples=12, max_running_requests=1, **{limit: 0.6})
+    Engine.seconds = 0.15
+    started = time.monotonic()
+    samples = play(
+        tokenizer, f"{__name__}:in_this_process", samples=12, max_running_requests=1, **{limit: 0.6}
+    )
     assert is_whole(samples) and time.monotonic() - started > 1.2
     Engine.seconds = 1.0
-    (sample,) = play(tokenizer, f"{__name__}:in_this_process", samples=1, max_running_requests=1, **{limit: 0.6})
-    assert sample.grade_reason == f"broken: {limit.removesuffix('_s')}", "and the engine's own time does"
+    (sample,) = play(
+        tokenizer, f"{__name__}:in_this_process", samples=1, max_running_requests=1, **{limit: 0.6}
+    )
+    assert sample.grade_reason == f"broken: {limit.removesuffix('_s')}", (
+        "and the engine's own time does"
+    )
 
 
 async def gives_up_and_works(task: dict[str, Any], base_url: str, http_client: Any) -> float:
     with pytest.raises(httpx.ReadTimeout):
-        await http_client.post(f"{base_url}/chat/completions", json={"messages": task["messages"]}, timeout=0.6)
+        await http_client.post(
+            f"{base_url}/chat/completions", json={"messages": task["messages"]}, timeout=0.6
+        )
     await asyncio.sleep(0.6)
     return await in_this_process(task, base_url, http_client)
 
 
-def test_the_work_after_an_abandoned_request_has_a_limit_of_its_own(tokenizer: TextTokenizer) -> None:
+def test_work_after_an_abandoned_request_has_its_own_limit(
+    tokenizer: TextTokenizer,
+) -> None:
     Engine.hangs = True
     (sample,) = play(tokenizer, f"{__name__}:gives_up_and_works", samples=1, call_timeout_s=1.0)
     assert sample.reward == 5.0
@@ -177,7 +221,9 @@ def test_an_agents_own_timeout_is_an_error_of_the_agent(
     name = f"{__name__}:has_a_timeout_of_its_own"
     (sample,) = play(tokenizer, name, samples=1, call_timeout_s=60.0)
     assert sample.grade_reason == "broken: error" and "the tool's socket" in caplog.text
-    (sample,) = play(tokenizer, f"{__name__}:reaches_a_limit", samples=1, call_timeout_s=60.0, max_turns=1)
+    (sample,) = play(
+        tokenizer, f"{__name__}:reaches_a_limit", samples=1, call_timeout_s=60.0, max_turns=1
+    )
     assert is_whole([sample]) and sample.truncated
 
 
@@ -195,15 +241,20 @@ async def breaks_at_times(task: dict[str, Any], base_url: str, http_client: Any)
     return await in_this_process(task, base_url, http_client)
 
 
-groups, whole_group = 0, 0
+groups = 0
+whole_group = 0
 
 
 @pytest.mark.parametrize("whole", [0, 16])
 def test_sixteen_broken_groups_in_a_row_end_the_run(tokenizer: TextTokenizer, whole: int) -> None:
     global groups, whole_group
-    groups, whole_group = 0, whole
+    groups = 0
+    whole_group = whole
     with agents_of(tokenizer, f"{__name__}:breaks_at_times") as group:
         for number in range(1, 16 + whole):
             assert is_whole(group(1)) == (number == whole)
-        with pytest.raises(RunFailed, match=rf"each of 16 groups one after another \(error {16 + max(whole - 1, 0)}\)"):
+        with pytest.raises(
+            RunFailed,
+            match=rf"each of 16 groups one after another \(error {16 + max(whole - 1, 0)}\)",
+        ):
             group(1)

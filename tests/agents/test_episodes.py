@@ -1,4 +1,5 @@
-"""Episodes through the endpoint: tokens as drawn, observations between, what breaks, what begins a segment."""
+"""Episodes through the endpoint: tokens as drawn, observations between, what breaks, what begins a
+segment."""
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
@@ -21,16 +22,16 @@ from vapo_megatron.config.rollout import EpisodeConfig, RolloutConfig, SamplingC
 from vapo_megatron.data.batch import from_samples
 from vapo_megatron.data.sample import Prompt
 from vapo_megatron.data.tokenizer import TextTokenizer
-from vapo_megatron.engines.dispatcher import Dispatcher
-from vapo_megatron.engines.request import GroupRequest
 from vapo_megatron.engines.server.process import EngineServer
-from vapo_megatron.engines.stream import pack_groups, unpack_groups
 from vapo_megatron.errors import BadInput
 from vapo_megatron.evaluation.evaluator import Evaluator, generate_with
 from vapo_megatron.evaluation.responses import read_responses
 from vapo_megatron.rewards.grading import grade_samples
 from vapo_megatron.rewards.math import Grade
 from vapo_megatron.rewards.pool import Case, VerifierPool
+from vapo_megatron.rollout.dispatcher import Dispatcher
+from vapo_megatron.rollout.request import GroupRequest
+from vapo_megatron.rollout.stream import pack_groups, unpack_groups
 from vapo_megatron.weights.tiny import word_tokenizer
 
 TEMPLATE = (
@@ -38,7 +39,12 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<bos> assistant {% endif %}"
 )
 PRIVILEGED = (50, 51, 52)  # what a critic alone reads: neither endpoint nor engine may
-TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
+TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": "add", "parameters": {"type": "object", "properties": {}}},
+    }
+]
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +56,9 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> TextTokenizer:
 
 
 @pytest.fixture
-def dispatcher(server: EngineServer, config: RolloutConfig, tokenizer: TextTokenizer) -> Iterator[Dispatcher]:
+def dispatcher(
+    server: EngineServer, config: RolloutConfig, tokenizer: TextTokenizer
+) -> Iterator[Dispatcher]:
     with Dispatcher([server.address], config, [tokenizer.eos_id]) as running:
         yield running
 
@@ -63,18 +71,26 @@ async def one_turn(task: dict[str, Any], base_url: str, http_client: Any) -> flo
 
 
 async def three_turns(task: dict[str, Any], base_url: str, http_client: Any) -> dict[str, Any]:
-    client, messages = AsyncOpenAI(base_url=base_url, api_key="none", http_client=http_client), list(task["messages"])
+    client = AsyncOpenAI(base_url=base_url, api_key="none", http_client=http_client)
+    messages = list(task["messages"])
     for turn in range(3):
-        stream = await client.chat.completions.create(model="policy", messages=messages, stream=True)
+        stream = await client.chat.completions.create(
+            model="policy", messages=messages, stream=True
+        )
         content = "".join([part.choices[0].delta.content or "" async for part in stream])
-        messages += [{"role": "assistant", "content": content}, {"role": "user", "content": f"w{turn} w{turn}"}]
+        messages += [
+            {"role": "assistant", "content": content},
+            {"role": "user", "content": f"w{turn} w{turn}"},
+        ]
     return {"reward": 0.25, "tool_errors": 2}
 
 
 async def forgets(task: dict[str, Any], base_url: str, http_client: Any) -> None:
     client = AsyncOpenAI(base_url=base_url, api_key="none", http_client=http_client)
     for problem in ("w5", "w6 w7"):
-        await client.chat.completions.create(model="policy", messages=[{"role": "user", "content": problem}])
+        await client.chat.completions.create(
+            model="policy", messages=[{"role": "user", "content": problem}]
+        )
 
 
 async def hangs(task: dict[str, Any], base_url: str, http_client: Any) -> float:
@@ -93,10 +109,14 @@ async def lies(task: dict[str, Any], base_url: str, http_client: Any) -> float:
 
 async def prowls(task: dict[str, Any], base_url: str, http_client: Any) -> float:
     other = base_url.replace(base_url.split("/")[-2], "guess")
-    answer = await http_client.post(f"{other}/chat/completions", json={"messages": task["messages"]})
+    answer = await http_client.post(
+        f"{other}/chat/completions", json={"messages": task["messages"]}
+    )
     assert answer.status_code == 404
     for body in ({}, {"messages": [{"role": "root"}]}, {"messages": task["messages"], "n": 4}):
-        assert (await http_client.post(f"{base_url}/chat/completions", json=body)).status_code == 400
+        assert (
+            await http_client.post(f"{base_url}/chat/completions", json=body)
+        ).status_code == 400
     return await one_turn(task, base_url, http_client)
 
 
@@ -115,9 +135,16 @@ class Echo:
 
 
 def play(
-    dispatcher: Dispatcher, tokenizer: TextTokenizer, name: str, limit: int = 12, samples: int = 3, **limits: Any
+    dispatcher: Dispatcher,
+    tokenizer: TextTokenizer,
+    name: str,
+    limit: int = 12,
+    samples: int = 3,
+    **limits: Any,
 ) -> tuple[list[Any], Agents]:
-    settings = RolloutConfig(agent=f"{__name__}:{name}", episode=EpisodeConfig(**{"max_tokens": 200} | limits))
+    settings = RolloutConfig(
+        agent=f"{__name__}:{name}", episode=EpisodeConfig(**{"max_tokens": 200} | limits)
+    )
     agents = Agents(dispatcher, tokenizer, settings)
     try:
         return dispatcher.loop.run(agents.generate(group(tokenizer, samples, limit))), agents
@@ -126,26 +153,47 @@ def play(
 
 
 def group(tokenizer: TextTokenizer, samples: int = 3, limit: int = 12) -> GroupRequest:
-    prompt = Prompt("row", "w3 w4", "w9", tuple(tokenizer.encode_prompt("w3 w4")), cursor=7, privileged_ids=PRIVILEGED)
+    prompt = Prompt(
+        "row",
+        "w3 w4",
+        "w9",
+        tuple(tokenizer.encode_prompt("w3 w4")),
+        cursor=7,
+        privileged_ids=PRIVILEGED,
+    )
     return GroupRequest(prompt, samples, SamplingConfig(max_new_tokens=limit), limit, 11, 0)
 
 
-def test_an_episode_of_one_turn_is_the_response(dispatcher: Dispatcher, tokenizer: TextTokenizer) -> None:
+def test_an_episode_of_one_turn_is_the_response(
+    dispatcher: Dispatcher, tokenizer: TextTokenizer
+) -> None:
     direct = dispatcher.loop.run(dispatcher.generate(group(tokenizer)))
     samples, _ = play(dispatcher, tokenizer, "one_turn")
     for ours, theirs in zip(samples, direct, strict=True):
         ours.reward = theirs.reward = 1.0
-        for name in ("seed", "index", "finish_reason", "versions", "weight_version", "engine", "loss_mask"):
+        for name in (
+            "seed",
+            "index",
+            "finish_reason",
+            "versions",
+            "weight_version",
+            "engine",
+            "loss_mask",
+        ):
             assert getattr(ours, name) == getattr(theirs, name), name
         assert ours.prompt.token_ids == theirs.prompt.token_ids
-        # The engine runs a group as one batch and episodes as they come: rounding differs, tokens do not.
+        # The engine runs a group as one batch and episodes as they come: rounding differs, tokens
+        # do not.
         np.testing.assert_allclose(ours.rollout_logprobs, theirs.rollout_logprobs, atol=1e-5)
         ours.rollout_logprobs = theirs.rollout_logprobs
-    ours, theirs = from_samples(samples).tensors(), from_samples(direct).tensors()
-    assert ours.keys() == theirs.keys() and all(bool((ours[key] == theirs[key]).all()) for key in ours)
+    ours = from_samples(samples).tensors()
+    theirs = from_samples(direct).tensors()
+    assert ours.keys() == theirs.keys() and all(
+        bool((ours[key] == theirs[key]).all()) for key in ours
+    )
 
 
-def test_turns_are_kept_as_drawn_with_the_log_probs_of_their_whole_context(
+def test_turns_are_kept_as_drawn_with_log_probs_of_full_context(
     dispatcher: Dispatcher, tokenizer: TextTokenizer, model: Qwen3ForCausalLM
 ) -> None:
     samples, _ = play(dispatcher, tokenizer, "three_turns")
@@ -157,8 +205,14 @@ def test_turns_are_kept_as_drawn_with_the_log_probs_of_their_whole_context(
         assert np.abs(sample.rollout_logprobs - expected)[mask].max() < 1e-4
         assert np.diff(mask.astype(int)).tolist().count(1) == 2 and mask[0] and mask[-1]
         observed = tokenizer.decode_all(sample.response_ids[~mask].tolist())
-        assert observed.count("user w0 w0 <eos> <bos> assistant") == 1 and observed.count("user w1 w1") == 1
-        assert sample.episode["tool_errors"] == 2 and sample.episode["tokens_observed"] == (~mask).sum()
+        assert (
+            observed.count("user w0 w0 <eos> <bos> assistant") == 1
+            and observed.count("user w1 w1") == 1
+        )
+        assert (
+            sample.episode["tool_errors"] == 2
+            and sample.episode["tokens_observed"] == (~mask).sum()
+        )
     assert len({sample.seed for sample in samples}) == 3 and samples[0].reward == 0.25
     packed = pack_groups({7: samples})
     again = unpack_groups(packed, lambda _: group(tokenizer).prompt, tokenizer.decode)[7]
@@ -170,38 +224,54 @@ def test_a_rewritten_history_begins_a_segment_of_the_same_sample(
     dispatcher: Dispatcher, tokenizer: TextTokenizer, model: Qwen3ForCausalLM
 ) -> None:
     samples, _ = play(dispatcher, tokenizer, "forgets")
-    row, again = episode_metrics(samples), tokenizer.encode_prompt("w6 w7")
-    assert len(samples) == 3 and row["agent/turns"] == row["agent/segments"] == 2, "an episode is one sample"
+    row = episode_metrics(samples)
+    again = tokenizer.encode_prompt("w6 w7")
+    assert len(samples) == 3 and row["agent/turns"] == row["agent/segments"] == 2, (
+        "an episode is one sample"
+    )
     assert row["agent/tokens_rewritten"] == len(again)
     assert row["agent/tokens_written"] == sum(s.loss_mask.sum() for s in samples) / 3
     for sample in samples:
         (start,) = sample.segment_starts
-        assert sample.prompt.token_ids == tuple(tokenizer.encode_prompt("w5")) and sample.reward is None
+        assert (
+            sample.prompt.token_ids == tuple(tokenizer.encode_prompt("w5"))
+            and sample.reward is None
+        )
         assert sample.response_ids[start : start + len(again)].tolist() == again
         assert not sample.loss_mask[start : start + len(again)].any()
         assert sample.loss_mask.sum() == len(sample.loss_mask) - len(again)
     for sample in samples:
         sample.reward = 0.0
     packed = pack_groups({7: samples})
-    for kept in (samples, unpack_groups(packed, lambda _: group(tokenizer).prompt, tokenizer.decode)[7]):
+    for kept in (
+        samples,
+        unpack_groups(packed, lambda _: group(tokenizer).prompt, tokenizer.decode)[7],
+    ):
         batch = from_samples(kept)
         assert batch.privileged_tokens.tolist() == [*PRIVILEGED] * 3
-        assert (batch.table().critic_lengths - batch.lengths).tolist() == [2 * 3] * 3, "before each segment"
+        assert (batch.table().critic_lengths - batch.lengths).tolist() == [2 * 3] * 3, (
+            "before each segment"
+        )
     for part in in_segments(samples):  # the log-probs are those of each segment's own context
         tokens = [*part.prompt.token_ids, *part.response_ids.tolist()]
         expected = np.array(token_logprobs(model, tokens)[len(part.prompt.token_ids) - 1 :])
         assert np.abs(part.rollout_logprobs - expected).max() < 1e-4
 
 
-def test_all_segments_count_towards_the_tokens_of_an_episode(dispatcher: Dispatcher, tokenizer: TextTokenizer) -> None:
+def test_all_segments_count_towards_the_tokens_of_an_episode(
+    dispatcher: Dispatcher, tokenizer: TextTokenizer
+) -> None:
     most = 2 * len(tokenizer.encode_prompt("w6 w7")) + 12 + 3
     samples, _ = play(dispatcher, tokenizer, "forgets", max_tokens=most)
     assert all(len(s.prompt.token_ids) + len(s.response_ids) <= most for s in samples)
     for sample in samples:  # 12 tokens in the first segment leave four for the second
-        assert sample.loss_mask[: sample.segment_starts[0]].sum() < 12 or len(sample.response_ids) == most - 6
+        assert (
+            sample.loss_mask[: sample.segment_starts[0]].sum() < 12
+            or len(sample.response_ids) == most - 6
+        )
 
 
-def test_evaluation_plays_episodes_and_grades_what_the_agent_did_not(
+def test_evaluation_plays_episodes_and_grades_the_ungraded(
     dispatcher: Dispatcher, tokenizer: TextTokenizer, tmp_path: Path
 ) -> None:
     problems = [replace(group(tokenizer).prompt, id=f"p{n}", cursor=n) for n in range(2)]
@@ -210,7 +280,12 @@ def test_evaluation_plays_episodes_and_grades_what_the_agent_did_not(
         settings = RolloutConfig(agent=f"{__name__}:{name}", episode=EpisodeConfig(max_tokens=200))
         agents = Agents(dispatcher, tokenizer, settings)
         generator = generate_with(
-            partial(dispatcher.collect, generate=agents.generate), tokenizer.decode, sampling, 11, 0, RewardConfig()
+            partial(dispatcher.collect, generate=agents.generate),
+            tokenizer.decode,
+            sampling,
+            11,
+            0,
+            RewardConfig(),
         )
         evaluator = Evaluator(cast(VerifierPool, AskedVerifier()), RewardConfig())
         try:
@@ -220,10 +295,16 @@ def test_evaluation_plays_episodes_and_grades_what_the_agent_did_not(
         for response in responses:
             response.finish_reason = "stop"  # what this policy writes ends at its limit
         result, _ = evaluator.conclude("set", problems, responses, 2, tmp_path / f"{name}.jsonl")
-        assert result.avg_at_k == (name != "raises") and {one.grade_reason for one in responses} == {reason}
+        assert result.avg_at_k == (name != "raises") and {
+            one.grade_reason for one in responses
+        } == {reason}
         again = read_responses(tmp_path / f"{name}.jsonl")
         assert again == responses and all(bool(one.episode) is (name != "raises") for one in again)
-        assert all(one.episode.endswith(one.text) and one.episode != one.text for one in again if one.episode)
+        assert all(
+            one.episode.endswith(one.text) and one.episode != one.text
+            for one in again
+            if one.episode
+        )
 
 
 class AskedVerifier:
@@ -233,12 +314,20 @@ class AskedVerifier:
         return [Grade(True, cast(Any, "asked")) for _ in cases]
 
 
-def test_rewards_of_an_environment_stay_with_their_turns(dispatcher: Dispatcher, tokenizer: TextTokenizer) -> None:
+def test_rewards_of_an_environment_stay_with_their_turns(
+    dispatcher: Dispatcher, tokenizer: TextTokenizer
+) -> None:
     samples, _ = play(dispatcher, tokenizer, "Echo")
     for sample in samples:
-        ends = np.append(np.flatnonzero(np.diff(sample.loss_mask.astype(int)) == -1), len(sample.loss_mask) - 1)
-        assert np.flatnonzero(sample.turn_rewards).tolist() == ends.tolist() and set(sample.turn_rewards[ends]) == {0.5}
-    assert [sample.reward for sample in samples] == [1.0] * 3 and episode_metrics(samples)["agent/turns"] == 2
+        ends = np.append(
+            np.flatnonzero(np.diff(sample.loss_mask.astype(int)) == -1), len(sample.loss_mask) - 1
+        )
+        assert np.flatnonzero(sample.turn_rewards).tolist() == ends.tolist() and set(
+            sample.turn_rewards[ends]
+        ) == {0.5}
+    assert [sample.reward for sample in samples] == [1.0] * 3 and episode_metrics(samples)[
+        "agent/turns"
+    ] == 2
     grade_samples(samples, None, tokenizer.decode, RewardConfig())  # type: ignore[arg-type]
     assert all(sample.correct and sample.grade_reason == "agent" for sample in samples)
 
@@ -261,27 +350,40 @@ def test_an_episode_that_reaches_a_limit_is_truncated(
     dispatcher: Dispatcher, tokenizer: TextTokenizer, limits: dict[str, int]
 ) -> None:
     samples, _ = play(dispatcher, tokenizer, "three_turns", **limits)
-    assert is_whole(samples) and all(sample.truncated and sample.reward is None for sample in samples)
-    assert all(len(s.prompt.token_ids) + len(s.response_ids) <= limits.get("max_tokens", 200) for s in samples)
+    assert is_whole(samples) and all(
+        sample.truncated and sample.reward is None for sample in samples
+    )
+    assert all(
+        len(s.prompt.token_ids) + len(s.response_ids) <= limits.get("max_tokens", 200)
+        for s in samples
+    )
     (cut,), _ = play(dispatcher, tokenizer, "Echo", samples=1, max_turns=1)
     grade_samples([cut], cast(VerifierPool, AskedVerifier()), tokenizer.decode, RewardConfig())
     assert cut.truncated and cut.reward == -1.0 + 0.5, "what it earned before the limit stays"
 
 
 def test_verifiers_that_are_not_there_are_refused_by_name() -> None:
-    with pytest.raises(BadInput, match=r"rollout\.agent=verifiers:no_such_environment: cannot be imported"):
+    with pytest.raises(
+        BadInput, match=r"rollout\.agent=verifiers:no_such_environment: cannot be imported"
+    ):
         load_agent("verifiers:no_such_environment")
 
 
-def test_only_the_episodes_own_path_answers(dispatcher: Dispatcher, tokenizer: TextTokenizer) -> None:
+def test_only_the_episodes_own_path_answers(
+    dispatcher: Dispatcher, tokenizer: TextTokenizer
+) -> None:
     samples, _ = play(dispatcher, tokenizer, "prowls")
     assert is_whole(samples)
 
 
 def test_tool_calls_are_parsed_by_the_engine(dispatcher: Dispatcher, server: EngineServer) -> None:
     text = 'I add.\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
-    left, calls = dispatcher.loop.run(dispatcher.parse_tool_calls(server.address.url, text, TOOLS, "qwen25"))
-    assert left.strip() == "I add." and [(c["name"], c["parameters"]) for c in calls] == [("add", '{"a": 1}')]
+    left, calls = dispatcher.loop.run(
+        dispatcher.parse_tool_calls(server.address.url, text, TOOLS, "qwen25")
+    )
+    assert left.strip() == "I add." and [(c["name"], c["parameters"]) for c in calls] == [
+        ("add", '{"a": 1}')
+    ]
 
 
 @pytest.mark.parametrize("name", ["missing", "group", "PromptTemplate"])

@@ -1,4 +1,5 @@
-"""Agents as they are given: a function in the working directory, an environment of verifiers, and what they return."""
+"""Agents as they are given: a function in the working directory, an environment of verifiers, and
+what they return."""
 
 import asyncio
 import sys
@@ -21,8 +22,12 @@ from vapo_megatron.errors import BadInput
 pytestmark = pytest.mark.usefixtures("fresh")
 
 
-def test_a_module_in_the_working_directory_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "agent_of_a_user.py").write_text("async def play(task, base_url, http_client):\n    return 1.0\n")
+def test_a_module_in_the_working_directory_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "agent_of_a_user.py").write_text(
+        "async def play(task, base_url, http_client):\n    return 1.0\n"
+    )
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.chdir(tmp_path)
     for _ in range(2):
@@ -31,15 +36,20 @@ def test_a_module_in_the_working_directory_is_found(tmp_path: Path, monkeypatch:
     del sys.modules["agent_of_a_user"]
 
 
-def test_an_agent_that_is_not_there_is_refused_with_how_one_is_named() -> None:
+def test_missing_agent_is_refused_with_how_one_is_named() -> None:
     with pytest.raises(
-        BadInput, match=r"^rollout\.agent=nowhere:f: cannot be imported .*: give package\.module:name, "
+        BadInput,
+        match=r"^rollout\.agent=nowhere:f: cannot be imported .*: give package\.module:name, ",
     ):
         load_agent("nowhere:f")
 
 
-def test_a_task_is_the_row_with_the_messages_of_a_run_without_an_agent(tokenizer: TextTokenizer) -> None:
-    prompt = Prompt("row", "w3 w4", "w7", (1, 2), cursor=7, extra={"level": 2, "answer": "of the row"})
+def test_task_is_the_row_with_the_messages_of_an_agentless_run(
+    tokenizer: TextTokenizer,
+) -> None:
+    prompt = Prompt(
+        "row", "w3 w4", "w7", (1, 2), cursor=7, extra={"level": 2, "answer": "of the row"}
+    )
     messages = [{"role": "user", "content": "w3 w4"}]
     expected = {"level": 2, "id": "row", "problem": "w3 w4", "answer": "w7", "messages": messages}
     assert task_of(prompt, tokenizer) == expected
@@ -58,8 +68,11 @@ class WithTools:
 
 
 def test_tools_need_a_template_that_shows_them(tokenizer: TextTokenizer, tmp_path: Path) -> None:
-    shows = make_tokenizer(tmp_path, "{% for t in tools or [] %}{{ t['function']['name'] }} {% endfor %}" + TEMPLATE)
-    without, sends = f"{__name__}:returns", f"{__name__}:WithTools"
+    shows = make_tokenizer(
+        tmp_path, "{% for t in tools or [] %}{{ t['function']['name'] }} {% endfor %}" + TEMPLATE
+    )
+    without = f"{__name__}:returns"
+    sends = f"{__name__}:WithTools"
     parsed = EpisodeConfig(tool_parser="words")
     for config, key in (
         (RolloutConfig(agent=sends), f"rollout.agent={sends} sends tools"),
@@ -68,19 +81,26 @@ def test_tools_need_a_template_that_shows_them(tokenizer: TextTokenizer, tmp_pat
     ):
         with pytest.raises(BadInput) as refused:
             check_agent(config, tokenizer)
-        assert str(refused.value).startswith(f"{key}, and the chat template of {tokenizer.directory} ignores tools")
+        assert str(refused.value).startswith(
+            f"{key}, and the chat template of {tokenizer.directory} ignores tools"
+        )
         check_agent(config, shows)
     for config in (RolloutConfig(), RolloutConfig(agent=without)):
         check_agent(config, tokenizer)
 
 
 class Sums:
-    """An environment as the library verifiers has them; it notes what it is given, and earns a quarter."""
+    """An environment as the library verifiers has them; it notes what it is given, and earns a
+    quarter."""
 
     def __init__(self) -> None:
-        self.rubric, self.given, self.error = self, SimpleNamespace(), None
+        self.rubric = self
+        self.given = SimpleNamespace()
+        self.error = None
 
-    async def rollout(self, row: dict[str, Any], client: Any, model: str, sampling: dict[str, Any]) -> dict[str, Any]:
+    async def rollout(
+        self, row: dict[str, Any], client: Any, model: str, sampling: dict[str, Any]
+    ) -> dict[str, Any]:
         self.given = SimpleNamespace(row=row, client=client, model=model, sampling=sampling)
         return {"error": self.error}
 
@@ -108,7 +128,7 @@ def run(task: dict[str, Any]) -> Any:
     return asyncio.run(with_client())
 
 
-def test_an_environment_of_verifiers_gets_the_row_and_our_endpoint(sums: Sums) -> None:
+def test_verifiers_environment_gets_the_row_and_our_endpoint(sums: Sums) -> None:
     assert run(TASK) == {"reward": 0.25}
     row = {"prompt": TASK["messages"], "answer": "w7", "example_id": 0, "task": "sums", "info": {}}
     assert sums.given.row == row and sums.given.sampling == {}, "the run's own sampling"
@@ -146,8 +166,14 @@ async def returns(task: dict[str, Any], base_url: str, http_client: Any) -> Any:
         ("0.5", "reward='0.5', expected a finite number"),
         ({"reward": True}, "reward=True, expected a finite number"),
         ({"turn_rewards": [1.0]}, "turn_rewards=[1.0], expected 2 finite numbers, one a turn"),
-        ({"turn_rewards": [1.0, None]}, "turn_rewards=[1.0, None], expected 2 finite numbers, one a turn"),
-        ({"tool_errors": [1]}, "tool_errors=[1], expected a finite number, or 2 finite numbers, one a turn"),
+        (
+            {"turn_rewards": [1.0, None]},
+            "turn_rewards=[1.0, None], expected 2 finite numbers, one a turn",
+        ),
+        (
+            {"tool_errors": [1]},
+            "tool_errors=[1], expected a finite number, or 2 finite numbers, one a turn",
+        ),
         ({"reward": 1.0, "correct": 1}, "correct=1, expected true or false"),
     ],
 )
@@ -157,8 +183,13 @@ def test_what_an_agent_may_not_return_is_named(
     global answer
     answer = returned
     (sample,) = play(tokenizer, f"{__name__}:returns", samples=1)
-    assert sample.grade_reason == "broken: error" and sample.finish_reason == "stop", "it was not cut, nor goes on"
-    assert f"rollout.agent: an episode of row row broke: ValueError: the agent returned {named}" in caplog.text
+    assert sample.grade_reason == "broken: error" and sample.finish_reason == "stop", (
+        "it was not cut, nor goes on"
+    )
+    assert (
+        f"rollout.agent: an episode of row row broke: ValueError: the agent returned {named}"
+        in caplog.text
+    )
 
 
 def test_what_an_agent_may_return_is_the_samples(tokenizer: TextTokenizer) -> None:
@@ -181,7 +212,7 @@ async def asks_for_proxies(task: dict[str, Any], base_url: str, http_client: Any
     return float(http_client.trust_env)
 
 
-def test_the_client_of_agents_knows_no_proxies_of_the_environment(tokenizer: TextTokenizer) -> None:
+def test_client_of_agents_knows_no_proxies_of_the_environment(tokenizer: TextTokenizer) -> None:
     (sample,) = play(tokenizer, f"{__name__}:asks_for_proxies", samples=1)
     assert sample.reward == 0
 
@@ -189,15 +220,20 @@ def test_the_client_of_agents_knows_no_proxies_of_the_environment(tokenizer: Tex
 async def goes_on_elsewhere(task: dict[str, Any], base_url: str, http_client: Any) -> Any:
     """Two turns of a conversation, and a third of another one."""
     await returns(task, base_url, http_client)
-    await http_client.post(f"{base_url}/chat/completions", json={"messages": [{"role": "user", "content": "w6"}]})
+    await http_client.post(
+        f"{base_url}/chat/completions", json={"messages": [{"role": "user", "content": "w6"}]}
+    )
     return answer
 
 
-def test_the_reward_of_a_turn_is_at_its_last_token_in_every_segment(tokenizer: TextTokenizer) -> None:
+def test_reward_of_a_turn_is_at_its_last_token_in_every_segment(
+    tokenizer: TextTokenizer,
+) -> None:
     global answer
     answer = {"turn_rewards": [0.25, 0.5, 1.0]}
     (sample,) = play(tokenizer, f"{__name__}:goes_on_elsewhere", samples=1)
-    mask, rewards = np.asarray(sample.loss_mask), np.asarray(sample.turn_rewards)
+    mask = np.asarray(sample.loss_mask)
+    rewards = np.asarray(sample.turn_rewards)
     last = np.flatnonzero(mask & ~np.append(mask[1:], False))
     assert len(sample.segment_starts) == 1 and mask.sum() == 3 * WRITTEN
     assert rewards[last].tolist() == [0.25, 0.5, 1.0] and np.count_nonzero(rewards) == 3

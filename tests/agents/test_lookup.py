@@ -1,4 +1,5 @@
-"""The example that learns: its configs are valid, and its tool leads who follows it to the answer."""
+"""The example that learns: its configs are valid, and its tool leads who follows it to the
+answer."""
 
 import asyncio
 import random
@@ -8,11 +9,11 @@ import pytest
 
 from examples.agents.learn import OVERRIDES
 from examples.agents.lookup import Lookup, demonstrations, problem
+from vapo_megatron.checks.preflight import cautions
 from vapo_megatron.cli import PRESETS
 from vapo_megatron.config.load import load_config
 from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.data.sample import Prompt
-from vapo_megatron.run.preflight import cautions
 
 FOLDER = Path(__file__).parents[2] / "examples" / "agents"
 
@@ -25,7 +26,8 @@ def test_each_method_has_a_config(method: str) -> None:
 
 
 def test_who_follows_the_tool_arrives_at_the_answer() -> None:
-    row, environment = problem(random.Random(1), 0), Lookup()
+    row = problem(random.Random(1), 0)
+    environment = Lookup()
     key, hops = row["problem"].split()
     asyncio.run(environment.reset({"table": row["table"], "messages": []}))
     for left in range(int(hops[1:]), 0, -1):
@@ -35,13 +37,18 @@ def test_who_follows_the_tool_arrives_at_the_answer() -> None:
     assert str(int(key[1:]) % 10) == row["answer"]
     assert asyncio.run(environment.step({"content": "get me"}))[0][0]["content"] == "?"
     assert asyncio.run(environment.step({"content": f"#### {row['answer']}"})) == ([], None, True)
-    assert all(turn["response"][:4] in ("get ", "####") for turn in demonstrations(random.Random(1), 50))
+    assert all(
+        turn["response"][:4] in ("get ", "####") for turn in demonstrations(random.Random(1), 50)
+    )
 
 
-def test_problems_of_the_same_words_and_other_facts_are_no_repetition() -> None:
+def test_same_words_with_other_facts_are_no_repetition() -> None:
     config = load_config(TrainConfig, FOLDER / "lookup.yaml", [], PRESETS)
     prompts, unseen = (
-        [Prompt(str(number), "k1 h2", "4", (1,), extra={"table": [first, number]}) for number in range(20)]
+        [
+            Prompt(str(number), "k1 h2", "4", (1,), extra={"table": [first, number]})
+            for number in range(20)
+        ]
         for first in (0, 1)
     )
     assert not [line for line in cautions(config, prompts, {"unseen": unseen}) if "data." in line]

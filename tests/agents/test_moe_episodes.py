@@ -1,4 +1,5 @@
-"""A real engine of a model with experts tells an episode's, with prefixes in its cache and without a cache."""
+"""A real engine of a model with experts tells an episode's, with prefixes in its cache and without
+a cache."""
 
 import json
 import urllib.request
@@ -15,9 +16,9 @@ from vapo_megatron.agents.episodes import Agents, is_whole
 from vapo_megatron.config.rollout import EpisodeConfig, RolloutConfig, SamplingConfig
 from vapo_megatron.data.sample import Prompt, Sample
 from vapo_megatron.data.tokenizer import TextTokenizer
-from vapo_megatron.engines.dispatcher import Dispatcher
-from vapo_megatron.engines.request import GroupRequest
 from vapo_megatron.engines.server.process import EngineServer
+from vapo_megatron.rollout.dispatcher import Dispatcher
+from vapo_megatron.rollout.request import GroupRequest
 from vapo_megatron.weights.routed_experts import ExpertChoices
 
 pytestmark = pytest.mark.full
@@ -61,9 +62,13 @@ def moe_server(
         yield running
 
 
-def play(server: EngineServer, tokenizer: TextTokenizer, config: RolloutConfig, agent: str) -> list[Sample]:
+def play(
+    server: EngineServer, tokenizer: TextTokenizer, config: RolloutConfig, agent: str
+) -> list[Sample]:
     config = config.model_copy(update={"agent": f"test_replayed_episodes:{agent}"})
-    prompt = Prompt("row", "w3 w4 " * 20, "", tuple(tokenizer.encode_prompt("w3 w4 " * 20)), cursor=7)
+    prompt = Prompt(
+        "row", "w3 w4 " * 20, "", tuple(tokenizer.encode_prompt("w3 w4 " * 20)), cursor=7
+    )
     group = GroupRequest(prompt, 4, SamplingConfig(max_new_tokens=12), 12, 11, 0, CHOICES)
     with Dispatcher([server.address], config, [tokenizer.eos_id]) as dispatcher:
         agents = Agents(dispatcher, tokenizer, config)
@@ -77,26 +82,36 @@ def cached_tokens(server: EngineServer, tokens: list[int]) -> int:
     """Of a prompt, those that the engine does not compute again."""
     body = {"input_ids": tokens, "sampling_params": {"max_new_tokens": 1}}
     headers = {"Content-Type": "application/json", "Authorization": f"Bearer {server.address.key}"}
-    request = urllib.request.Request(f"{server.address.url}/generate", json.dumps(body).encode(), headers)
-    with urllib.request.urlopen(request, timeout=60) as answer:
+    request = urllib.request.Request(
+        f"{server.address.url}/generate", json.dumps(body).encode(), headers
+    )
+    with urllib.request.urlopen(request, timeout=240) as answer:
         return int(json.load(answer)["meta_info"]["cached_tokens"])
 
 
 @pytest.mark.parametrize("agent", ["three_turns", "two_contexts"])
-def test_the_experts_of_an_episode_are_those_that_its_tokens_went_through(
-    moe_server: EngineServer, tokenizer: TextTokenizer, config: RolloutConfig, moe: Qwen3MoeForCausalLM, agent: str
+def test_experts_of_an_episode_are_the_ones_its_tokens_used(
+    moe_server: EngineServer,
+    tokenizer: TextTokenizer,
+    config: RolloutConfig,
+    moe: Qwen3MoeForCausalLM,
+    agent: str,
 ) -> None:
-    for _ in range(2):  # the second time, the engine has the prompts of the first turns in its cache
+    # The second time, the engine has the prompts of the first turns in its cache
+    for _ in range(2):
         samples = play(moe_server, tokenizer, config, agent)
         assert is_whole(samples)
         for sample in samples:
-            start, logprobs = 0, [0.0] * len(sample.prompt.token_ids) + sample.rollout_logprobs.tolist()
+            start = 0
+            logprobs = [0.0] * len(sample.prompt.token_ids) + sample.rollout_logprobs.tolist()
             for ids, written, rows in segments_of(sample):
                 told = torch.from_numpy(rows).unflatten(1, (2, 2)).sort(-1).values
                 assert torch.equal(told, chosen_experts(moe, ids[:-1]).sort(-1).values)
                 expected = [0.0, *token_logprobs(moe, ids)]
                 drawn = [place for place in range(len(ids)) if written[place]]
-                assert [logprobs[start + n] for n in drawn] == pytest.approx([expected[n] for n in drawn], abs=1e-4)
+                assert [logprobs[start + n] for n in drawn] == pytest.approx(
+                    [expected[n] for n in drawn], abs=1e-4
+                )
                 start += len(ids)
                 cached = cached_tokens(moe_server, ids)
                 assert cached == 0 if config.deterministic else cached >= len(ids) - 2

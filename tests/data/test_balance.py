@@ -1,4 +1,5 @@
-"""Plans for a batch of real size: level over ranks, tight, and never worse than the largest-differencing method."""
+"""Plans for a batch of real size: level over ranks, tight, and never worse than the
+largest-differencing method."""
 
 import itertools
 import random
@@ -13,7 +14,10 @@ from vapo_megatron.data import balance
 from vapo_megatron.data.balance import Cost, MicrobatchPlan, plan_microbatches
 from vapo_megatron.errors import BadInput
 
-SAMPLES, RANKS, BUDGET, ALIGNMENT = 8192, 64, 32768, 16
+SAMPLES = 8192
+RANKS = 64
+BUDGET = 32768
+ALIGNMENT = 16
 # In units of a multiply-add: a model of 7.6e9 parameters, 28 layers and 28 heads of 128.
 COST = Cost(7.6e9, 28 * 28 * 128)
 
@@ -46,7 +50,7 @@ def test_work_is_level_and_padding_small(lengths: list[int], plan: Plan) -> None
     assert found["unfilled"] <= 0.05
 
 
-def test_every_sample_is_in_one_micro_batch_and_ranks_have_equally_many(plan: Plan) -> None:
+def test_each_sample_is_in_one_micro_batch_and_ranks_are_even(plan: Plan) -> None:
     assert sorted(s for rank in plan for micro in rank for s in micro) == list(range(SAMPLES))
     assert {len(rank) for rank in plan} == {len(plan[0])}
 
@@ -60,13 +64,21 @@ def test_micro_batches_come_by_falling_work(lengths: list[int], plan: Plan) -> N
 @pytest.mark.full
 def test_the_largest_differencing_method_is_not_better(lengths: list[int], plan: Plan) -> None:
     ours = quality(plan, lengths, COST, BUDGET, ALIGNMENT)
-    peer = quality(peer_plan(lengths, RANKS, BUDGET, COST, within_budget=True), lengths, COST, BUDGET)
-    careless = quality(peer_plan(lengths, RANKS, BUDGET, COST, within_budget=False), lengths, COST, BUDGET)
-    assert max(ours["worst rank"], peer["worst rank"]) < 1e-5, "nothing beside the difference of single samples"
+    peer = quality(
+        peer_plan(lengths, RANKS, BUDGET, COST, within_budget=True), lengths, COST, BUDGET
+    )
+    careless = quality(
+        peer_plan(lengths, RANKS, BUDGET, COST, within_budget=False), lengths, COST, BUDGET
+    )
+    assert max(ours["worst rank"], peer["worst rank"]) < 1e-5, (
+        "nothing beside the difference of single samples"
+    )
     assert ours["micro-batches"] <= peer["micro-batches"]
     assert ours["unfilled"] < peer["unfilled"]
     assert ours["uneven"] < peer["uneven"]
-    assert careless["fullest"] > BUDGET, "else the peer's plan without a budget would be the one to compare with"
+    assert careless["fullest"] > BUDGET, (
+        "else the peer's plan without a budget would be the one to compare with"
+    )
 
 
 def test_the_same_arguments_give_the_same_plan(lengths: list[int], plan: Plan) -> None:
@@ -79,13 +91,16 @@ def test_the_same_arguments_give_the_same_plan(lengths: list[int], plan: Plan) -
 
 
 def test_a_rank_plans_65536_samples_in_seconds() -> None:
-    """Of processor time, not of a clock: 1.2 s on the machine where packing every rank's samples took 13.7 s."""
+    """Of processor time, not of a clock: 1.2 s on the machine where packing every rank's samples
+    took 13.7 s."""
     lengths = heavy_tailed_lengths(65536, mean=6000, longest=20000)
     start = time.process_time()
     plan = plan_of(lengths, dp_size=128)
     own = plan[77]
     assert time.process_time() - start < 5
-    assert len(own) == plan.microbatches == 94, "6000 x 512 tokens in 32768 are at least 94 micro-batches"
+    assert len(own) == plan.microbatches == 94, (
+        "6000 x 512 tokens in 32768 are at least 94 micro-batches"
+    )
     assert max(sum(lengths[s] - 1 for s in micro) for micro in own) <= BUDGET
 
 
@@ -93,8 +108,12 @@ def test_a_rank_plans_65536_samples_in_seconds() -> None:
 def test_tight_budgets_are_kept_with_few_micro_batches(seed: int) -> None:
     rng = random.Random(seed)
     budget = rng.choice([40, 100, 1000])
-    lengths = [rng.randint(1, rng.choice([4, budget // 2, budget]) + 1) for _ in range(rng.randint(0, 60))]
-    ranks, alignment, multiple = rng.randint(1, 5), rng.choice([1, 4]), rng.choice([1, 2, 4])
+    lengths = [
+        rng.randint(1, rng.choice([4, budget // 2, budget]) + 1) for _ in range(rng.randint(0, 60))
+    ]
+    ranks = rng.randint(1, 5)
+    alignment = rng.choice([1, 4])
+    multiple = rng.choice([1, 2, 4])
     total_alignment = alignment * rng.choice([1, 2])
     lengths = [min(n, (budget - total_alignment) // alignment * alignment + 1) for n in lengths]
     plan = plan_of(
@@ -118,10 +137,12 @@ def test_tight_budgets_are_kept_with_few_micro_batches(seed: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "tokens", [[22, 57, 32, 38, 1, 9, 16, 3], [46, 17, 10, 5, 32, 19, 40, 8], [31, 15, 7, 7, 59, 24, 34]]
+    "tokens",
+    [[22, 57, 32, 38, 1, 9, 16, 3], [46, 17, 10, 5, 32, 19, 40, 8], [31, 15, 7, 7, 59, 24, 34]],
 )
 def test_what_levelling_cannot_fit_best_fit_does(tokens: list[int]) -> None:
-    """Three micro-batches that are filled to the last tokens: exchanges that level them end above the budget."""
+    """Three micro-batches that are filled to the last tokens: exchanges that level them end above
+    the budget."""
     plan = plan_of([n + 1 for n in tokens], dp_size=1, max_tokens=60, alignment=1)
     assert len(plan[0]) == plan.microbatches == 3 >= sum(tokens) / 60
     assert sorted(s for micro in plan[0] for s in micro) == list(range(len(tokens)))
@@ -129,14 +150,19 @@ def test_what_levelling_cannot_fit_best_fit_does(tokens: list[int]) -> None:
 
 
 def test_few_samples_are_nearly_always_as_level_as_can_be() -> None:
-    """Beside every way there is to share them out: over ranks, and over the micro-batches of one rank."""
-    over_ranks, over_microbatches, counts = [], [], []
+    """Beside every way there is to share them out: over ranks, and over the micro-batches of one
+    rank."""
+    over_ranks = []
+    over_microbatches = []
+    counts = []
     for seed in range(120):
         rng = random.Random(seed)
-        n, ranks = rng.randint(1, 7), rng.choice([2, 3])
+        n = rng.randint(1, 7)
+        ranks = rng.choice([2, 3])
         lengths = [rng.randint(2, 200) for _ in range(n)]
         cost = Cost(rng.choice([1.0, 0.0]), rng.choice([0.01, 1.0]))
-        tokens, work = np.array(lengths) - 1, np.array([cost(length) for length in lengths])
+        tokens = np.array(lengths) - 1
+        work = np.array([cost(length) for length in lengths])
 
         def shared_out(loads: np.ndarray, bins: int, n: int = n) -> np.ndarray:
             """The largest load of each way."""
@@ -149,12 +175,17 @@ def test_few_samples_are_nearly_always_as_level_as_can_be() -> None:
 
         budget = max(lengths) + rng.randint(0, 200)
         plan = plan_microbatches(range(n), lengths, dp_size=1, max_tokens=budget, cost=cost)
-        fitting = {bins: shared_out(tokens, bins) <= budget for bins in range(1, plan.microbatches + 1)}
+        fitting = {
+            bins: shared_out(tokens, bins) <= budget for bins in range(1, plan.microbatches + 1)
+        }
         counts.append(plan.microbatches - min(bins for bins, fits in fitting.items() if fits.any()))
         best = shared_out(work, plan.microbatches)[fitting[plan.microbatches]].min()
         over_microbatches.append(max(work[micro].sum() for micro in plan[0]) / best)
     assert sum(ratio < 1 + 1e-9 for ratio in over_ranks) >= 118 and max(over_ranks) < 1.005
-    assert sum(ratio < 1 + 1e-9 for ratio in over_microbatches) >= 118 and max(over_microbatches) < 1.13
+    assert (
+        sum(ratio < 1 + 1e-9 for ratio in over_microbatches) >= 118
+        and max(over_microbatches) < 1.13
+    )
     assert not any(counts)
 
 
@@ -165,7 +196,9 @@ def test_an_exchange_of_one_is_the_best_there_is(within_budget: bool) -> None:
     for _ in range(400):
         loads, tokens = (np.array([rng.randint(1, 9) for _ in range(7)]) for _ in range(2))
         split = rng.randint(1, 7)
-        heavy, light, budget = list(range(split)), list(range(split, 7)), rng.randint(9, 30)
+        heavy = list(range(split))
+        light = list(range(split, 7))
+        budget = rng.randint(9, 30)
         gap = loads[heavy].sum() - loads[light].sum()
         best = np.inf
         for given, taken in itertools.product(heavy, [None, *light]):
@@ -174,7 +207,9 @@ def test_an_exchange_of_one_is_the_best_there_is(within_budget: bool) -> None:
             fits = max(tokens[heavy].sum() - change, tokens[light].sum() + change) <= budget
             if 0 < moved < gap and (fits or not within_budget):
                 best = min(best, abs(moved - gap / 2))
-        found = balance._best_exchange(heavy, light, loads, tokens if within_budget else None, budget)
+        found = balance._best_exchange(
+            heavy, light, loads, tokens if within_budget else None, budget
+        )
         seen.add(-1 if found is None else len(found[1]))
         if found is None:
             assert best == np.inf
@@ -182,7 +217,10 @@ def test_an_exchange_of_one_is_the_best_there_is(within_budget: bool) -> None:
             assert set(found[0]) <= set(heavy) and set(found[1]) <= set(light)
             assert abs(loads[found[0]].sum() - loads[found[1]].sum() - gap / 2) == best
             after = [member for member in heavy if member not in found[0]] + found[1]
-            assert not within_budget or max(tokens[after].sum(), tokens.sum() - tokens[after].sum()) <= budget
+            assert (
+                not within_budget
+                or max(tokens[after].sum(), tokens.sum() - tokens[after].sum()) <= budget
+            )
     assert seen == {-1, 0, 1}
 
 
@@ -200,16 +238,20 @@ def test_an_exchange_of_one_is_the_best_there_is(within_budget: bool) -> None:
         ([], 4, 1, 4, None),
     ],
 )
-def test_a_budget_below_the_longest_sample_is_refused_with_what_it_needs(
+def test_budget_below_the_longest_sample_names_the_size_needed(
     lengths: list[int], max_tokens: int, alignment: int, total_alignment: int, needed: int | None
 ) -> None:
     settings = {"max_tokens": max_tokens, "alignment": alignment}
     if total_alignment > 1:
         settings["total_alignment"] = total_alignment
     if needed is None:
-        assert plan_of(lengths, dp_size=1, **settings).samples_of(0).tolist() == list(range(len(lengths)))
+        assert plan_of(lengths, dp_size=1, **settings).samples_of(0).tolist() == list(
+            range(len(lengths))
+        )
         return
-    with pytest.raises(BadInput, match=rf"max_tokens_per_microbatch={max_tokens} is below the {needed} tokens of"):
+    with pytest.raises(
+        BadInput, match=rf"max_tokens_per_microbatch={max_tokens} is below the {needed} tokens of"
+    ):
         plan_of(lengths, dp_size=1, **settings)
 
 
@@ -217,7 +259,9 @@ def test_a_budget_below_the_longest_sample_is_refused_with_what_it_needs(
     ("tokens", "budget", "count"),
     [([3, 7, 12, 5, 9, 4], 20, 2), ([34, 1, 7, 21, 29, 24, 4, 57], 60, 3)],
 )
-def test_what_best_fit_cannot_fit_levelling_does(tokens: list[int], budget: int, count: int) -> None:
+def test_what_best_fit_cannot_fit_levelling_does(
+    tokens: list[int], budget: int, count: int
+) -> None:
     plan = plan_of([n + 1 for n in tokens], dp_size=1, max_tokens=budget, alignment=1)
     assert len(plan[0]) == plan.microbatches == count
     assert max(sum(tokens[s] for s in micro) for micro in plan[0]) == budget

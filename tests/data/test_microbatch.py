@@ -7,7 +7,14 @@ import torch
 
 from vapo_megatron.data.balance import Cost, plan_microbatches
 from vapo_megatron.data.batch import ExperienceBatch, from_samples
-from vapo_megatron.data.microbatch import Packed, Share, local_positions, natural_order, pack, padded_lengths
+from vapo_megatron.data.microbatch import (
+    Packed,
+    Share,
+    local_positions,
+    natural_order,
+    pack,
+    padded_lengths,
+)
 from vapo_megatron.data.sample import Prompt, Sample
 from vapo_megatron.errors import BadInput
 
@@ -18,7 +25,9 @@ def some_batch(seed: int = 0, samples: int = 7) -> ExperienceBatch:
     rng = random.Random(seed)
     rows = []
     for i in range(samples):
-        prompt = Prompt(str(i), "", "", tuple(rng.randrange(1, 50) for _ in range(rng.randint(1, 6))))
+        prompt = Prompt(
+            str(i), "", "", tuple(rng.randrange(1, 50) for _ in range(rng.randint(1, 6)))
+        )
         response = [rng.randrange(50, 99) for _ in range(rng.randint(1, 23))]
         rows.append(
             Sample(
@@ -39,7 +48,7 @@ def some_batch(seed: int = 0, samples: int = 7) -> ExperienceBatch:
 
 
 @pytest.mark.parametrize("cp", [1, 2, 4])
-def test_every_response_token_is_read_once_over_all_cp_ranks_and_labels_itself(cp: int) -> None:
+def test_cp_ranks_read_every_response_token_once_with_its_label(cp: int) -> None:
     batch = some_batch()
     labels = torch.cat(
         [
@@ -47,14 +56,17 @@ def test_every_response_token_is_read_once_over_all_cp_ranks_and_labels_itself(c
             for s in range(batch.samples)
         ]
     )
-    samples, alignment = [5, 0, 3], 2 * cp if cp > 1 else 1
+    samples = [5, 0, 3]
+    alignment = 2 * cp if cp > 1 else 1
     seen = torch.zeros(batch.response_tokens, dtype=torch.int64)
     for rank in range(cp):
         micro = pack(batch, samples, alignment, alignment * 2, cp, rank)
         index = micro.response_index[micro.response_index >= 0]
         seen[index] += 1
         assert torch.equal(micro.labels[micro.response_index >= 0], labels[index].long())
-        assert torch.equal(micro.gather(labels.float())[micro.response_index >= 0], labels[index].float())
+        assert torch.equal(
+            micro.gather(labels.float())[micro.response_index >= 0], labels[index].float()
+        )
         assert micro.gather(labels.float())[micro.response_index < 0].eq(0).all()
         assert sum(micro.lengths) % (alignment * 2) == 0
     expected = torch.zeros_like(seen)
@@ -64,7 +76,8 @@ def test_every_response_token_is_read_once_over_all_cp_ranks_and_labels_itself(c
 
 
 def test_what_is_read_at_positions_is_written_back_to_its_tokens() -> None:
-    batch, share = some_batch(), Share([[6, 0], [3], []], of=9)
+    batch = some_batch()
+    share = Share([[6, 0], [3], []], of=9)
     assert (list(share), len(share), share[0], share.of) == ([0, 3, 6], 3, 0, 9)
     packed = Packed(batch, share, 4, 8, 1, 0)
     assert len(packed) == 3 and [m.lengths for m in packed] == [
@@ -75,15 +88,24 @@ def test_what_is_read_at_positions_is_written_back_to_its_tokens() -> None:
     for micro in packed:
         at = micro.gather(values)
         assert (
-            at.dtype == values.dtype and len(at) == len(micro.ids) and micro.gather(values.long()).dtype == torch.int64
+            at.dtype == values.dtype
+            and len(at) == len(micro.ids)
+            and micro.gather(values.long()).dtype == torch.int64
         )
-        assert (micro.ids.dtype, micro.labels.dtype, micro.response_index.dtype) == (torch.int64,) * 3
-        assert torch.equal(micro.response_rows, at.nonzero()[:, 0] if at.any() else torch.zeros(1, dtype=torch.int64))
+        assert (micro.ids.dtype, micro.labels.dtype, micro.response_index.dtype) == (
+            torch.int64,
+        ) * 3
+        assert torch.equal(
+            micro.response_rows,
+            at.nonzero()[:, 0] if at.any() else torch.zeros(1, dtype=torch.int64),
+        )
         micro.scatter(found, at)
     kept = torch.zeros(batch.samples, dtype=torch.bool)
     kept[list(share)] = True
     assert torch.equal(found, values * kept.repeat_interleave(batch.response_lengths))
-    assert packed[2].gather(values[:0]).tolist() == [0] * 8, "a rank may have no response token at all"
+    assert packed[2].gather(values[:0]).tolist() == [0] * 8, (
+        "a rank may have no response token at all"
+    )
 
 
 def test_an_empty_micro_batch_is_padding_without_response_tokens() -> None:
@@ -93,7 +115,7 @@ def test_an_empty_micro_batch_is_padding_without_response_tokens() -> None:
 
 
 @pytest.mark.parametrize("cp", [1, 2, 4])
-def test_zigzag_positions_are_a_partition_and_natural_order_inverts_them(cp: int) -> None:
+def test_natural_order_inverts_the_zigzag_partition(cp: int) -> None:
     lengths = [8, 16, 24]
     held = torch.cat([local_positions(lengths, cp, rank) for rank in range(cp)])
     assert torch.equal(held.sort().values, torch.arange(48))
@@ -106,7 +128,9 @@ def test_padded_lengths_align_each_sequence_and_the_sum() -> None:
     assert padded_lengths([], 4, 8) == [8]
 
 
-@pytest.mark.parametrize("dp_size,alignment,total,multiple", [(1, 1, 1, 1), (3, 4, 8, 1), (4, 1, 2, 2)])
+@pytest.mark.parametrize(
+    "dp_size,alignment,total,multiple", [(1, 1, 1, 1), (3, 4, 8, 1), (4, 1, 2, 2)]
+)
 def test_plans_hold_every_sample_once_within_the_budget(
     dp_size: int, alignment: int, total: int, multiple: int
 ) -> None:

@@ -1,4 +1,5 @@
-"""The experts that an engine chose stay with their tokens: from samples to batches, micro-batches and other ranks."""
+"""The experts that an engine chose stay with their tokens: from samples to batches, micro-batches
+and other ranks."""
 
 from typing import Any
 
@@ -17,13 +18,16 @@ LENGTHS = [(2, 3), (1, 1), (4, 2)]  # prompt and response tokens
 
 def make_samples(told: bool = True, dtype: torch.dtype = torch.uint8) -> list[Sample]:
     """Every row of experts holds the token that it is of, in all four places."""
-    samples, token = [], 10
+    samples = []
+    token = 10
     for group, (prompt, response) in enumerate(LENGTHS):
         ids = list(range(token, token + prompt + response))
         token += prompt + response
         rows = torch.tensor(ids[:-1], dtype=dtype)[:, None].repeat(1, 4)
         head = Prompt(str(group), "", "", tuple(ids[:prompt]))
-        sample = Sample(head, group, 0, 0, ids[prompt:], [-1.0] * response, "stop", 0, 0, reward=1.0)
+        sample = Sample(
+            head, group, 0, 0, ids[prompt:], [-1.0] * response, "stop", 0, 0, reward=1.0
+        )
         sample.routed_experts = rows if told else None
         samples.append(sample)
     return samples
@@ -40,7 +44,7 @@ def last_column(batch: ExperienceBatch, samples: list[int]) -> list[int]:
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int16])
-def test_rows_follow_the_tokens_in_their_type_and_are_not_held_twice(dtype: torch.dtype) -> None:
+def test_rows_follow_the_tokens_in_their_dtype_without_copies(dtype: torch.dtype) -> None:
     samples = make_samples(dtype=dtype)
     batch = from_samples(samples)
     assert batch.routed_experts is not None and batch.routed_experts.dtype == dtype
@@ -63,12 +67,15 @@ def test_a_micro_batch_has_the_experts_of_its_own_positions(cp_size: int) -> Non
         assert packed.experts is not None and packed.experts.shape == (len(packed.ids), 4)
         real = packed.ids > 0
         assert packed.experts[real, -1].tolist() == packed.ids[real].tolist()
-        assert packed.experts[~real].unique(dim=0).tolist() == [[0, 1, 0, 1]], "padding: two different ones a layer"
+        assert packed.experts[~real].unique(dim=0).tolist() == [[0, 1, 0, 1]], (
+            "padding: two different ones a layer"
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int16])
 def test_a_rank_without_samples_has_experts_for_its_padding(dtype: torch.dtype) -> None:
-    """Fewer samples than ranks: collectives of a forward pass want tokens of every rank, each through two experts."""
+    """Fewer samples than ranks: collectives of a forward pass want tokens of every rank, each
+    through two experts."""
     packed = pack(from_samples(make_samples(dtype=dtype)).select([]), [], 4, 8, 1, 0, 2)
     assert packed.experts is not None and packed.experts.dtype == dtype
     assert packed.experts.tolist() == [[0, 1, 0, 1]] * 8
@@ -89,7 +96,10 @@ def test_a_batch_with_experts_for_some_samples_alone_has_none() -> None:
 
 def received(told: bool) -> Any:
     """What ranks have of rank 0's batch, together."""
-    return {name: tensor.numpy() for name, tensor in whole_of(spread(make_batch(told))).tensors().items()}
+    return {
+        name: tensor.numpy()
+        for name, tensor in whole_of(spread(make_batch(told))).tensors().items()
+    }
 
 
 @pytest.mark.parametrize("told", [True, False])
@@ -99,4 +109,7 @@ def test_ranks_get_their_samples_with_them(told: bool) -> None:
     for found in run_ranks(2, received, told):
         assert found.keys() == expected.keys()
         for name, tensor in expected.items():
-            assert np.array_equal(found[name], tensor.numpy()) and found[name].dtype == tensor.numpy().dtype
+            assert (
+                np.array_equal(found[name], tensor.numpy())
+                and found[name].dtype == tensor.numpy().dtype
+            )

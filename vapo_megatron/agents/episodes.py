@@ -5,7 +5,6 @@ import contextlib
 import importlib
 import inspect
 import logging
-import math
 import sys
 import time
 from collections import Counter
@@ -21,29 +20,33 @@ import httpx
 from vapo_megatron.agents.endpoint import NOT_REPEATED, DirectTransport, Endpoint, Episode
 from vapo_megatron.agents.recording import Recording, recorded_turns
 from vapo_megatron.config.rollout import RolloutConfig
+from vapo_megatron.config.verifiers import LARGEST_REWARD
 from vapo_megatron.data.sample import BROKEN, Prompt, Sample
 from vapo_megatron.data.tokenizer import TextTokenizer
-from vapo_megatron.engines.dispatcher import Dispatcher
-from vapo_megatron.engines.request import GroupRequest, empty_response, response_seed
 from vapo_megatron.errors import BadInput, RunFailed, reason_of
 from vapo_megatron.loop_thread import LoopThread
+from vapo_megatron.rollout.dispatcher import Dispatcher
+from vapo_megatron.rollout.request import GroupRequest, empty_response, response_seed
 
 
 def run_environment(kind: type) -> Callable[[dict[str, Any], str, Any], Awaitable[dict[str, Any]]]:
-    """An agent that plays an environment to its end: a class with the async methods reset(task) -> messages and
-    step(message) -> messages, reward, done. A step's reward is that of its turn; if the last one is None, the
-    verifier grades the last message.
+    """An agent that plays an environment to its end: a class with the async methods reset(task) ->
+    messages and step(message) -> messages, reward, done. A step's reward belongs to its turn; if
+    the last one is None, the verifier grades the last message.
 
     A class attribute `tools` is sent with every request.
     """
 
     async def run(task: dict[str, Any], base_url: str, http_client: Any) -> dict[str, Any]:
         environment = kind()
-        messages, rewards, done = list(await environment.reset(task)), [], False
+        messages = list(await environment.reset(task))
+        rewards = []
+        done = False
         while not done:
             body = {"messages": messages, "tools": getattr(environment, "tools", None)}
             answer = await http_client.post(f"{base_url}/chat/completions", json=body)
-            if answer.status_code != HTTPStatus.OK:  # a limit, or the endpoint knows why the episode broke
+            # A limit, or the endpoint knows why the episode broke
+            if answer.status_code != HTTPStatus.OK:
                 break
             message = answer.json()["choices"][0]["message"]
             new, reward, done = await environment.step(message)
@@ -56,14 +59,18 @@ def run_environment(kind: type) -> Callable[[dict[str, Any], str, Any], Awaitabl
     return run
 
 
-def run_verifiers_environment(name: str) -> Callable[[dict[str, Any], str, Any], Awaitable[dict[str, Any]]]:
-    """An agent that plays an environment of the library verifiers (the extra `verifiers`), by the name of its module:
-    its rollout against our endpoint, and the reward of its rubric.
+def run_verifiers_environment(
+    name: str,
+) -> Callable[[dict[str, Any], str, Any], Awaitable[dict[str, Any]]]:
+    """An agent that plays an environment of the library verifiers (the extra `verifiers`), by the
+    name of its module: its rollout against our endpoint, and the reward of its rubric.
 
-    It gets a row's `prompt` (or else the messages that a run without an agent sends), `answer`, `task` and `info`.
+    It gets a row's `prompt` (or else the messages that a run without an agent sends), `answer`,
+    `task` and `info`.
 
     Raises:
-        ImportError, ValueError, RuntimeError: verifiers is not installed, or it cannot load the environment.
+        ImportError, ValueError, RuntimeError: verifiers is not installed, or it cannot load the
+            environment.
     """
     import verifiers
     from openai import AsyncOpenAI
@@ -71,8 +78,14 @@ def run_verifiers_environment(name: str) -> Callable[[dict[str, Any], str, Any],
     environment = verifiers.load_environment(name)
 
     async def run(task: dict[str, Any], base_url: str, http_client: Any) -> dict[str, Any]:
-        client = AsyncOpenAI(base_url=base_url, api_key="none", http_client=http_client, max_retries=0)
-        row = {"prompt": task.get("prompt") or task["messages"], "answer": task["answer"], "example_id": 0}
+        client = AsyncOpenAI(
+            base_url=base_url, api_key="none", http_client=http_client, max_retries=0
+        )
+        row = {
+            "prompt": task.get("prompt") or task["messages"],
+            "answer": task["answer"],
+            "example_id": 0,
+        }
         row |= {"task": task.get("task") or name, "info": task.get("info") or {}}
         state = await environment.rollout(row, client, "policy", {})
         if (error := state.get("error")) is not None:
@@ -84,23 +97,53 @@ def run_verifiers_environment(name: str) -> Callable[[dict[str, Any], str, Any],
 
 
 _logger = logging.getLogger(__name__)
-# Why an episode is not trained on: it or a call was too slow, the agent raised, the chat template failed or ignores
-# tools, engines were stopped, no turn, another way than in the step before (rollout.windows).
+# Why an episode is not trained on: it or a call was too slow, the agent raised (SystemExit and its
+# own cancellation among it), the chat template failed or ignores tools, engines were stopped, no
+# turn, another way than in the step before (rollout.windows).
 CAUSES = ("timeout", "call_timeout", "error", "template", "stopped", "no_turn", NOT_REPEATED)
 _KEY = "rollout.agent"
-_MOST_TURNS = 8  # turns of an episode that have figures of their own
-# Groups that break one after another, with none that is whole between them: the agent itself is wrong then.
+_MOST_TURNS = 8  # turns of an episode with their own metrics
+# Groups that break one after another, with none that is whole between them: the agent itself is
+# wrong then.
 _MOST_BROKEN_GROUPS = 16
+
+# Functions of agents that run in threads at once, over all episodes.
+_MOST_THREADS = 64
+# For agents to end when the run does, and for their loop to run anything after an episode timed
+# out.
+_CLOSE_SECONDS = 20.0
+_ANSWER_SECONDS = 5.0
 
 Agent = Callable[[dict[str, Any], str, Any], Awaitable[Any]]
 
 
+class AgentRaised(Exception):
+    """What an agent raised that is no Exception: SystemExit, or cancelling itself."""
+
+
+class _SharedClient(httpx.AsyncClient):
+    """The agents' HTTP client: an episode that closes it does not end the others'."""
+
+    async def aclose(self) -> None:
+        """Nothing; end() closes it."""
+
+    async def __aenter__(self) -> "_SharedClient":
+        return self
+
+    async def __aexit__(self, *_: object) -> None: ...
+
+    async def end(self) -> None:
+        """Close it."""
+        await super().aclose()
+
+
 def load_agent(path: str) -> Agent:
-    """The async function at package.module:name, or one that plays the environment class there, or the environment
-    verifiers:NAME.
+    """The async function at package.module:name, or one that plays the environment class there, or
+    the environment verifiers:NAME.
 
     Raises:
-        BadInput: it cannot be imported, is not async, or is an environment without a method that is needed.
+        BadInput: it cannot be imported, is not async, or is an environment without a method that is
+            needed.
     """
     module, _, name = path.partition(":")
     if str(Path.cwd()) not in sys.path:
@@ -110,14 +153,38 @@ def load_agent(path: str) -> Agent:
             return run_verifiers_environment(name)
         agent: Any = getattr(importlib.import_module(module), name)
     except Exception as error:  # a user's module may raise anything on import
-        remedy = "give package.module:name, or verifiers:NAME with the extra and the environment's package installed"
-        raise BadInput(f"{_KEY}={path}: cannot be imported ({reason_of(error)}): {remedy}") from None
+        remedy = (
+            "give package.module:name, or verifiers:NAME with the extra and the environment's "
+            "package installed"
+        )
+        raise BadInput(
+            f"{_KEY}={path}: cannot be imported ({reason_of(error)}): {remedy}"
+        ) from None
     if inspect.isclass(agent):
-        if not all(inspect.iscoroutinefunction(getattr(agent, method, None)) for method in ("reset", "step")):
-            raise BadInput(f"{_KEY}={path}: a class without the async methods reset and step: add them")
+        if not all(
+            inspect.iscoroutinefunction(getattr(agent, method, None))
+            for method in ("reset", "step")
+        ):
+            raise BadInput(
+                f"{_KEY}={path}: a class without the async methods reset and step: add them"
+            )
+        needed = [
+            name
+            for name, parameter in inspect.signature(agent).parameters.items()
+            if parameter.default is parameter.empty
+            and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        ]
+        if needed:
+            raise BadInput(
+                f"{_KEY}={path}: its class is made without arguments and asks for "
+                f"{', '.join(needed)}: give them defaults"
+            )
         return run_environment(agent)
     if not inspect.iscoroutinefunction(agent):
-        raise BadInput(f"{_KEY}={path}: not an async function: write `async def {name}(task, base_url, http_client)`")
+        raise BadInput(
+            f"{_KEY}={path}: not an async function: write `async def {name}(task, base_url, "
+            "http_client)`"
+        )
     if len(inspect.signature(agent).parameters) != 3:
         raise BadInput(f"{_KEY}={path}: expected the three parameters task, base_url, http_client")
     function: Agent = agent
@@ -125,46 +192,63 @@ def load_agent(path: str) -> Agent:
 
 
 def check_agent(config: RolloutConfig, tokenizer: TextTokenizer) -> None:
-    """Raises BadInput if there is an agent that cannot be run, or one with tools that the chat template ignores."""
+    """Raises BadInput if there is an agent that cannot be run, or one with tools that the chat
+    template ignores."""
     if config.agent is None:
         return
-    sends_tools, parser = bool(getattr(load_agent(config.agent), "tools", None)), config.episode.tool_parser
+    sends_tools = bool(getattr(load_agent(config.agent), "tools", None))
+    parser = config.episode.tool_parser
     if (sends_tools or parser is not None) and not tokenizer.reads_tools:
-        key = f"{_KEY}={config.agent} sends tools" if sends_tools else f"rollout.episode.tool_parser={parser}"
+        key = (
+            f"{_KEY}={config.agent} sends tools"
+            if sends_tools
+            else f"rollout.episode.tool_parser={parser}"
+        )
         raise BadInput(
-            f"{key}, and the chat template of {tokenizer.directory} ignores tools: use a model whose template shows "
-            "them, or put them into the messages and leave tools and tool_parser out"
+            f"{key}, and the chat template of {tokenizer.directory} ignores tools: use a model "
+            "whose template shows them, or put them into the messages and leave tools and "
+            "tool_parser out"
         )
 
 
 class Agents:
-    """Runs episodes. The user's code has its own thread and event loop, so it cannot hold up the engines.
+    """Runs episodes. The user's code has its own thread and event loop, so it cannot hold up the
+    engines.
 
     Attributes:
         broken: number of episodes that must not be trained on, by cause.
     """
 
-    def __init__(self, dispatcher: Dispatcher, tokenizer: TextTokenizer, config: RolloutConfig) -> None:
-        assert config.agent is not None, "rollout.agent names what is run"
-        self._run, self._limits = load_agent(config.agent), config.episode
+    def __init__(
+        self, dispatcher: Dispatcher, tokenizer: TextTokenizer, config: RolloutConfig
+    ) -> None:
+        assert config.agent is not None, "rollout.agent names the function"
+        self._run = load_agent(config.agent)
+        self._limits = config.episode
         self._endpoint = Endpoint(dispatcher, tokenizer, config.episode)
-        self._tokenizer, self._dispatcher = tokenizer, dispatcher
-        self._thread = LoopThread()
-        self._client: httpx.AsyncClient | None = None
+        self._tokenizer = tokenizer
+        self._dispatcher = dispatcher
+        self._thread = self._new_thread()
+        self._client: _SharedClient | None = None
         self._broken_in_a_row = 0
         self.broken: Counter[str] = Counter()
 
     async def generate(self, group: GroupRequest) -> list[Sample]:
-        """One episode for each requested response. Broken ones have no tokens (is_whole). With a window, an episode is
-        played for so many turns and is unfinished then (goes_on); as one of `begun` it is repeated, and goes on.
+        """One episode for each requested response. Broken ones have no tokens (is_whole). With a
+        window, an episode is played for so many turns and is unfinished then (goes_on); as one of
+        `begun` it is replayed, then continued.
 
         Raises:
-            RunFailed: one group after another broke, or an episode could not be repeated (GroupRequest.begun).
+            RunFailed: one group after another broke, or an episode could not be repeated
+                (GroupRequest.begun).
             VapoError: the engines failed.
         """
         try:
             async with asyncio.TaskGroup() as tasks:
-                running = [tasks.create_task(self._begin_or_go_on(group, index)) for index in range(group.samples)]
+                running = [
+                    tasks.create_task(self._begin_or_go_on(group, index))
+                    for index in range(group.samples)
+                ]
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
         samples = [task.result() for task in running]
@@ -172,40 +256,64 @@ class Agents:
         if self._broken_in_a_row == _MOST_BROKEN_GROUPS:
             causes = ", ".join(f"{cause} {count}" for cause, count in self.broken.most_common())
             raise RunFailed(
-                f"{_KEY}: an episode broke in each of {_MOST_BROKEN_GROUPS} groups one after another ({causes}): look "
-                "at the warnings above, and try the agent on one row"
+                f"{_KEY}: an episode broke in each of {_MOST_BROKEN_GROUPS} groups one after "
+                f"another ({causes}): look at the warnings above, and try the agent on one row"
             )
         return samples
 
     def broken_metrics(self, whole: int) -> dict[str, float]:
-        """Episodes broken since the last call, by cause, and as a share of all. whole: episodes that did not break."""
-        counts, self.broken = self.broken, Counter()
+        """Episodes broken since the last call, by cause, and as a share of all. whole: episodes
+        that did not break."""
+        counts = self.broken
+        self.broken = Counter()
         share = counts.total() / max(counts.total() + whole, 1)
-        return {"agent/broken": share} | {f"agent/broken_{cause}": float(counts[cause]) for cause in CAUSES}
+        return {"agent/broken": share} | {
+            f"agent/broken_{cause}": float(counts[cause]) for cause in CAUSES
+        }
 
     def close(self) -> None:
-        """End the endpoint and the agents' thread."""
+        """End the endpoint and the agents' thread; what does not end within a deadline is left
+        behind, so that it cannot keep the run."""
         self._dispatcher.loop.run(self._endpoint.stop())
-        self._thread.close()
+        if not self._thread.close(_CLOSE_SECONDS):
+            _logger.warning(
+                "%s: an agent was still running %g s after its cancellation; it is left behind",
+                _KEY,
+                _CLOSE_SECONDS,
+            )
+
+    @staticmethod
+    def _new_thread() -> LoopThread:
+        return LoopThread("agents", threads=_MOST_THREADS)
 
     async def _begin_or_go_on(self, group: GroupRequest, index: int) -> Sample:
-        seed, begun = response_seed(group.seed, group.prompt.cursor, index), group.begun
-        if group.window is None:  # of turns to repeat the last one is drawn anew
+        seed = response_seed(group.seed, group.prompt.cursor, index)
+        begun = group.begun
+        if group.window is None:  # the last of the turns to repeat is sampled again
             repeats = [*begun[:-1], *(replace(turn, finish_reason="abort") for turn in begun[-1:])]
-            return await self._play(group, index, Episode(group, seed, repeats=repeats), max(1, len(begun)))
+            return await self._play(
+                group, index, Episode(group, seed, repeats=repeats), max(1, len(begun))
+            )
         if begun and not begun[index].goes_on:
             return begun[index]
         repeats = recorded_turns(begun[index]) if begun else []
-        episode = Episode(group, seed, Recording(only_newest=True), repeats, len(repeats) + group.window)
+        episode = Episode(
+            group, seed, Recording(only_newest=True), repeats, len(repeats) + group.window
+        )
         return await self._play(group, index, episode, len(repeats) + 1)
 
-    async def _play(self, group: GroupRequest, index: int, episode: Episode, fewest_turns: int) -> Sample:
+    async def _play(
+        self, group: GroupRequest, index: int, episode: Episode, fewest_turns: int
+    ) -> Sample:
         """fewest_turns: an episode of fewer is broken."""
         start = time.monotonic()
         base_url = await self._endpoint.open(episode)
-        work = asyncio.wrap_future(self._thread.start(self._call(task_of(group.prompt, self._tokenizer), base_url)))
+        work = asyncio.wrap_future(
+            self._thread.start(self._call(task_of(group.prompt, self._tokenizer), base_url))
+        )
         episode.work = work
-        answer, cause = None, ""
+        answer = None
+        cause = ""
         episode.ends_at = asyncio.get_running_loop().time() + self._limits.timeout_s
         try:
             async with asyncio.timeout_at(episode.ends_at) as episode.deadline:
@@ -214,45 +322,96 @@ class Agents:
         except asyncio.CancelledError:
             work.cancel()
             task = asyncio.current_task()
-            if not episode.is_paused or (task is not None and task.cancelling()):
+            if task is not None and task.cancelling():
                 raise
+            if not episode.is_paused:
+                cause = "error"
+                _logger.warning("%s: an episode of row %s was cancelled", _KEY, group.prompt.id)
         except Exception as error:  # the user's code may raise anything
             if episode.deadline.expired():  # a TimeoutError may also be the agent's own
                 cause = "timeout" if episode.deadline.when() == episode.ends_at else "call_timeout"
+                await self._replace_blocked_thread(group.prompt.id)
             elif not episode.limit:
                 cause = "error"
-                _logger.warning("%s: an episode of row %s broke: %s", _KEY, group.prompt.id, reason_of(error))
+                _logger.warning(
+                    "%s: an episode of row %s broke: %s", _KEY, group.prompt.id, reason_of(error)
+                )
         finally:
             self._endpoint.close(base_url)
         if episode.failure is not None:
             raise episode.failure
         too_few = NOT_REPEATED if episode.repeats else "no_turn"
-        cause = episode.fault or cause or (too_few if episode.recording.turns < fewest_turns else "")
+        cause = (
+            episode.fault or cause or (too_few if episode.recording.turns < fewest_turns else "")
+        )
         if cause == NOT_REPEATED and group.window is None:
             raise RunFailed(
-                f"{_KEY}: an episode of row {group.prompt.id}, repeated with the same responses, took another way: "
-                "probes need agents, tools and environments whose answers follow from the conversation"
+                f"{_KEY}: an episode of row {group.prompt.id}, repeated with the same responses, "
+                "took another way: probes need agents, tools and environments whose answers follow "
+                "from the conversation"
             )
         if cause:
             self.broken[cause] += 1
-            return replace(empty_response(group, index), finish_reason="stop", grade_reason=BROKEN + cause)
+            return replace(
+                empty_response(group, index), finish_reason="stop", grade_reason=BROKEN + cause
+            )
         episode.end_tool(time.monotonic())
         sample = self._sample(group, index, episode, answer or {}, time.monotonic() - start)
         if group.window is not None:
             sample.window_start = group.begun[index].window_start if group.begun else 0
         return sample
 
+    async def _replace_blocked_thread(self, row: str) -> None:
+        """Start another thread for agents where the code of one holds up the event loop of all."""
+        thread = self._thread
+        if await thread.answers(_ANSWER_SECONDS) or thread is not self._thread:
+            return
+        _logger.warning(
+            "%s: an agent blocks the event loop (its episodes time out, one of row %s among them): "
+            "call what blocks through asyncio.to_thread; other episodes get another thread",
+            _KEY,
+            row,
+        )
+        self._thread = self._new_thread()
+        self._client = None
+
     async def _call(self, task: dict[str, Any], base_url: str) -> Any:
+        """The agent's answer, in its own thread.
+
+        Raises:
+            AgentRaised: it raised what would end the thread or look like our own cancellation.
+        """
         if self._client is None:
-            direct = {self._endpoint.address: DirectTransport(self._endpoint, self._dispatcher.loop)}
+            direct = {
+                self._endpoint.address: DirectTransport(self._endpoint, self._dispatcher.loop)
+            }
             limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
-            self._client = httpx.AsyncClient(timeout=None, limits=limits, trust_env=False, mounts=direct)
-        return await self._run(task, base_url, self._client)
+            self._client = _SharedClient(
+                timeout=None, limits=limits, trust_env=False, mounts=direct
+            )
+        try:
+            return await self._run(task, base_url, self._client)
+        except asyncio.CancelledError:
+            this = asyncio.current_task()
+            if this is not None and this.cancelling():
+                raise
+            raise AgentRaised("it cancelled itself") from None
+        except Exception:
+            raise
+        except BaseException as error:
+            raise AgentRaised(repr(error)) from None
 
     def _sample(
-        self, group: GroupRequest, index: int, episode: Episode, answer: dict[str, Any], seconds: float
+        self,
+        group: GroupRequest,
+        index: int,
+        episode: Episode,
+        answer: dict[str, Any],
+        seconds: float,
     ) -> Sample:
-        recording, rewards, errors = episode.recording, answer.get("turn_rewards", ()), answer.get("tool_errors", 0.0)
+        recording = episode.recording
+        rewards = answer.get("turn_rewards", ())
+        errors = answer.get("tool_errors", 0.0)
         engine_seconds = sum(turn["engine_seconds"] for turn in episode.turns)
         figures = recording.figures() | {
             "engine_seconds": engine_seconds,
@@ -266,39 +425,58 @@ class Agents:
             turn |= {name: float(values[number]) for name, values in lists.items() if values}
             figures |= {f"{name}/turn_{number + 1}": value for name, value in turn.items()}
         prompt = replace(group.prompt, token_ids=tuple(recording.ordered[0].prompt_ids))
-        sample = Sample(prompt, group.group, index, episode.seed, **recording.fields(rewards), episode=figures)
+        sample = Sample(
+            prompt, group.group, index, episode.seed, **recording.fields(rewards), episode=figures
+        )
         if episode.is_paused:
             sample.finish_reason = "abort"
         elif episode.limit:
             sample.finish_reason = "length"
         elif "reward" in answer:
             before = 0.0 if sample.turn_rewards is None else float(sample.turn_rewards.sum())
-            sample.reward, sample.correct = float(answer["reward"]) + before, answer.get("correct")
+            sample.reward = float(answer["reward"]) + before
+            sample.correct = answer.get("correct")
         return sample
 
 
 def task_of(prompt: Prompt, tokenizer: TextTokenizer) -> dict[str, Any]:
     """The task of a row; its messages are those that a run without an agent would send."""
-    messages = tokenizer.messages(prompt.problem)
-    return {**prompt.extra, "id": prompt.id, "problem": prompt.problem, "answer": prompt.answer, "messages": messages}
+    messages = tokenizer.messages(prompt.problem, prompt.before)
+    return {
+        **prompt.extra,
+        "id": prompt.id,
+        "problem": prompt.problem,
+        "answer": prompt.answer,
+        "messages": messages,
+    }
 
 
 def is_whole(group: Sequence[Sample]) -> bool:
-    """Whether no episode of a group broke. A broken one has no tokens, and its group is not trained on."""
+    """Whether no episode of a group broke. A broken one has no tokens, and its group is not trained
+    on."""
     return not any(sample.grade_reason.startswith(BROKEN) for sample in group)
 
 
 def episode_metrics(samples: Sequence[Sample]) -> dict[str, float]:
-    """Means over the episodes that a step ends; those of a turn cover the ones that have it, whose share is
-    `episodes`."""
-    rows = [sample.episode for sample in samples if sample.episode is not None and not sample.goes_on]
+    """Means over the episodes that a step ends; metrics of a turn cover the episodes that have it,
+    whose share is `episodes`."""
+    rows = [
+        sample.episode for sample in samples if sample.episode is not None and not sample.goes_on
+    ]
     columns: dict[str, list[float]] = {}
     for row in rows:
         for name, value in row.items():
             columns.setdefault(name, []).append(value)
-    reached = {n: len(columns.get(f"tokens_written/turn_{n}", ())) for n in range(1, _MOST_TURNS + 1)}
-    shares = {f"agent/episodes/turn_{n}": count / len(rows) for n, count in reached.items() if count}
+    reached = {
+        n: len(columns.get(f"tokens_written/turn_{n}", ())) for n in range(1, _MOST_TURNS + 1)
+    }
+    shares = {
+        f"agent/episodes/turn_{n}": count / len(rows) for n, count in reached.items() if count
+    }
     return {f"agent/{name}": sum(values) / len(values) for name, values in columns.items()} | shares
+
+
+_ANSWER_KEYS = ("reward", "turn_rewards", "tool_errors", "correct")
 
 
 def _checked(answer: Any, turns: int) -> dict[str, Any]:
@@ -306,22 +484,40 @@ def _checked(answer: Any, turns: int) -> dict[str, Any]:
     if answer is None:
         return {}
     row = dict(answer) if isinstance(answer, dict) else {"reward": answer}
-    errors, by_turn = row.get("tool_errors", 0.0), f"{turns} finite numbers, one a turn"
+    if unknown := row.keys() - _ANSWER_KEYS:
+        raise ValueError(
+            f"the agent returned {', '.join(map(repr, sorted(map(str, unknown))))}, expected "
+            f"{', '.join(_ANSWER_KEYS)}"
+        )
+    errors = row.get("tool_errors", 0.0)
+    by_turn = f"{turns} finite numbers, one a turn"
     for name, is_good, expected in (
         ("reward", _is_number(row.get("reward", 0.0)), "a finite number"),
-        ("tool_errors", _is_number(errors) or _are_by_turn(errors, turns), f"a finite number, or {by_turn}"),
+        (
+            "tool_errors",
+            _is_number(errors) or _are_by_turn(errors, turns),
+            f"a finite number, or {by_turn}",
+        ),
         ("turn_rewards", _are_by_turn(row.get("turn_rewards", ()), turns), by_turn),
     ):
         if not is_good:
             raise ValueError(f"the agent returned {name}={row[name]!r}, expected {expected}")
+    total = sum(row.get("turn_rewards", ())) + row.get("reward", 0.0)
+    if not _is_number(total):
+        raise ValueError(f"the agent returned rewards whose sum is {total}, expected a finite one")
     if not isinstance(row.get("correct", False), bool):
         raise ValueError(f"the agent returned correct={row['correct']!r}, expected true or false")
     return row
 
 
 def _is_number(value: Any) -> bool:
-    return not isinstance(value, bool) and isinstance(value, Real) and math.isfinite(value)
+    """Whether it is a number that is finite in float32, which rewards are trained in."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return False
+    return abs(float(value)) <= LARGEST_REWARD  # NaN is not
 
 
 def _are_by_turn(values: Any, turns: int) -> bool:
-    return isinstance(values, Sequence) and len(values) in (0, turns) and all(map(_is_number, values))
+    return (
+        isinstance(values, Sequence) and len(values) in (0, turns) and all(map(_is_number, values))
+    )

@@ -1,4 +1,5 @@
-"""The tokens of an episode, recorded from its requests; those of the policy as they were drawn."""
+"""The tokens of an episode, recorded from its requests; the policy's tokens are kept exactly as
+sampled."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from vapo_megatron.data.sample import Sample
+from vapo_megatron.files import parse_json
 
 Message = dict[str, Any]
 # Role, content and tool calls.
@@ -27,7 +29,8 @@ class Segment:
         prompt_ids: the first request's tokens.
         shown: the last request as the chat template wrote it; empty if it could not.
         by_template: whether it began because the template rewrote the history.
-        token_ids, logprobs, mask: what follows the prompt; mask is True on tokens that the policy wrote.
+        token_ids, logprobs, mask: what follows the prompt; mask is True on tokens that the policy
+            wrote.
         turns: the policy's responses, as the dispatcher gave them.
         ends: of each turn, its number in the episode and the place of its last token in token_ids.
     """
@@ -54,18 +57,23 @@ class Segment:
         return tools == self.tools and len(messages) > count and messages[:count] == self.messages
 
     def is_kept_in(self, shown: str, after: str) -> bool:
-        """Whether the chat template repeats the last request and its answer unchanged, except for whitespace and the
-        spelling of tool calls. Templates may drop the reasoning of earlier turns, for example.
+        """Whether the chat template repeats the last request and its answer unchanged, except for
+        whitespace and the spelling of tool calls. Templates may drop the reasoning of earlier
+        turns, for example.
 
-        shown: the next request as the template writes it, empty as above; after: its part that follows the answer.
+        shown: the next request as the template writes it, empty as above; after: its part that
+            follows the answer.
         """
         if not self.shown or not shown:
             return True
         same = len(self.shown) if shown.startswith(self.shown) else 0
-        before, text, after = ("".join(part.split()) for part in (self.shown[same:], shown[same:], after))
+        before, text, after = (
+            "".join(part.split()) for part in (self.shown[same:], shown[same:], after)
+        )
         if not text.startswith(before) or not text[len(before) :].endswith(after):
             return False
-        repeated, (_, content, calls) = text[len(before) :].removesuffix(after), self.messages[-1]
+        repeated = text[len(before) :].removesuffix(after)
+        _, content, calls = self.messages[-1]
         answer = "".join(content.split())
         return repeated.startswith(answer) if calls else repeated == answer
 
@@ -82,13 +90,16 @@ class Segment:
         self.mask += [True] * len(turn.response_ids)
         self.turns.append(turn)
         self.ends.append((number, len(self.token_ids) - 1))
-        self.messages, self.shown = messages, shown
+        self.messages = messages
+        self.shown = shown
 
 
 class Recording:
-    """All segments of an episode. A request continues the segment that it extends, or begins a new one.
+    """All segments of an episode. A request continues the segment that it extends, or begins a new
+    one.
 
-    only_newest: no older segment is continued. Then what is recorded later always comes last in fields().
+    only_newest: no older segment is continued. Later turns then always come last in
+        fields().
     """
 
     def __init__(self, only_newest: bool = False) -> None:
@@ -129,14 +140,17 @@ class Recording:
         }
 
     def fields(self, rewards: Sequence[float]) -> dict[str, Any]:
-        """Sample fields for the episode: everything after the first segment's prompt, in the order of `ordered`, with
-        the prompts of later segments as observations.
+        """Sample fields for the episode: everything after the first segment's prompt, in the order
+        of `ordered`, with the prompts of later segments as observations.
 
         rewards: one per turn of the episode; empty where no turn was given one.
         """
         ordered = self.ordered
-        ids, logprobs, mask = list[int](), list[float](), list[bool]()
-        places, starts = dict[int, tuple[int, int, bool]](), []
+        ids = list[int]()
+        logprobs = list[float]()
+        mask = list[bool]()
+        places = dict[int, tuple[int, int, bool]]()
+        starts = []
         for segment in ordered:
             if segment is not ordered[0]:
                 starts.append(len(ids))
@@ -146,7 +160,9 @@ class Recording:
             for turn, (number, last) in zip(segment.turns, segment.ends, strict=True):
                 end = len(ids) + last + 1
                 places[number] = end - len(turn.response_ids), end, turn.truncated
-            ids, logprobs, mask = ids + segment.token_ids, logprobs + segment.logprobs, mask + segment.mask
+            ids += segment.token_ids
+            logprobs += segment.logprobs
+            mask += segment.mask
         placed = np.zeros(len(ids), dtype=np.float32)
         for number, reward in enumerate(rewards):
             placed[places[number][1] - 1] = reward
@@ -169,9 +185,11 @@ class Recording:
 
 
 def recorded_turns(sample: Sample) -> list[Sample]:
-    """The turns of an episode in its order, each with all that it was drawn after as its prompt: the inverse of
-    Recording.fields(), except for experts and engines."""
-    ids, versions, turns = sample.response_ids, list(sample.versions), dict[int, Sample]()
+    """The turns of an episode in its order, each with all that it was drawn after as its prompt:
+    the inverse of Recording.fields(), except for experts and engines."""
+    ids = sample.response_ids
+    versions = list(sample.versions)
+    turns = dict[int, Sample]()
     for start, end, truncated in sorted(sample.turns):
         drawn_by = [versions.pop(0)]
         while sum(count for _, count in drawn_by) < end - start:
@@ -180,7 +198,11 @@ def recorded_turns(sample: Sample) -> list[Sample]:
         prompt = sample.prompt.token_ids if begins is None else ()
         turns[start] = Sample(
             replace(sample.prompt, token_ids=(*prompt, *ids[begins or 0 : start].tolist())),
-            *(sample.group, sample.index, sample.seed, ids[start:end], sample.rollout_logprobs[start:end]),
+            sample.group,
+            sample.index,
+            sample.seed,
+            ids[start:end],
+            sample.rollout_logprobs[start:end],
             "length" if truncated else "stop",
             weight_version=drawn_by[-1][0],
             weight_version_oldest=min(version for version, _ in drawn_by),
@@ -190,8 +212,9 @@ def recorded_turns(sample: Sample) -> list[Sample]:
 
 
 def _experts(segments: Sequence[Segment]) -> Tensor | None:
-    """Sample.routed_experts of an episode: a token keeps the experts of the request that read it first, with which the
-    next one was drawn. A segment's last token, which is not read, has those of the token before it."""
+    """Sample.routed_experts of an episode: a token keeps the experts of the request that read it
+    first, with which the next one was drawn. A segment's last token, which is not read, has those
+    of the token before it."""
     rows: list[Tensor] = []
     for segment in segments:
         rows += [turn.routed_experts for turn in segment.turns if turn.routed_experts is not None]
@@ -200,16 +223,22 @@ def _experts(segments: Sequence[Segment]) -> Tensor | None:
 
 
 def as_templates_read(message: Message, as_json: bool = False) -> Message:
-    """A message with its content as text and the arguments of its calls as objects, however a client spells it.
-    as_json: arguments as text, for templates that read them so."""
+    """A message as chat templates read it: its content is text, the arguments of its calls are
+    objects, and a developer's message is a system's, as older templates know only the latter.
+
+    as_json: arguments as text, for templates that read them so.
+    """
     content = message.get("content") or ""
     if isinstance(content, list):
         content = "".join(part.get("text", "") for part in content)
-    message, calls = {**message, "content": content}, []
+    message = {**message, "content": content}
+    if message["role"] == "developer":
+        message["role"] = "system"
+    calls = []
     for call in message.pop("tool_calls", None) or ():
         arguments = call["function"]["arguments"]
-        with suppress(ValueError, TypeError):  # a policy may write what is no JSON
-            arguments = json.loads(arguments)
+        with suppress(ValueError, TypeError):  # a policy may write invalid JSON
+            arguments = parse_json(arguments)
         if as_json and not isinstance(arguments, str):
             arguments = json.dumps(arguments, ensure_ascii=False)
         calls.append({**call, "function": {**call["function"], "arguments": arguments}})
@@ -219,19 +248,24 @@ def as_templates_read(message: Message, as_json: bool = False) -> Message:
 def comparable(messages: Sequence[Message]) -> list[Compared]:
     """What identifies messages that are as templates read them."""
     calls = [[call["function"] for call in message.get("tool_calls", ())] for message in messages]
-    functions = [[(function["name"], function["arguments"]) for function in called] for called in calls]
-    return [(m["role"], m["content"], called) for m, called in zip(messages, functions, strict=True)]
+    functions = [
+        [(function["name"], function["arguments"]) for function in called] for called in calls
+    ]
+    return [
+        (m["role"], m["content"], called) for m, called in zip(messages, functions, strict=True)
+    ]
 
 
-# Stands for an assistant's message where a template is asked for what follows one. No tokenizer cuts it.
+# Stands for an assistant's message where a template renders what follows one. No tokenizer
+# cuts it.
 _MARK = "vapomegatronmark"
 
 
 def text_after_answer(render: Callable[[list[Message]], str], new: Sequence[Message]) -> str:
     """The text that a chat template puts between an assistant's text and the assistant's next turn.
 
-    It is taken from a conversation of one question and a mark, so that earlier tokens of the policy stay as drawn,
-    however the template spells them.
+    It is taken from a conversation of one question and a mark, so that earlier tokens of the policy
+    stay as drawn, however the template spells them.
 
     Raises:
         ValueError: the template does not repeat an assistant's message.

@@ -31,28 +31,40 @@ class Cost:
 _Bins = list[list[int]]
 _Loads = NDArray[np.float64] | NDArray[np.int64]
 
-# Exchanges that even out a number of bins are at most this many a bin; a few a bin do nearly all of it.
+# Exchanges that even out a number of bins are at most this many a bin; a few a bin do nearly all of
+# it.
 _EXCHANGES = 32
 # Accepted difference between ranks, relative to their mean work: single samples differ by more.
 _TOLERANCE = 1e-6
 
 
 class MicrobatchPlan(Sequence[list[list[int]]]):
-    """[dp rank][micro-batch] -> samples, in ascending order. A rank's micro-batches are made when they are asked for.
+    """[dp rank][micro-batch] -> samples, in ascending order. A rank's micro-batches are made when
+    they are requested.
 
-    Every rank has the same number of micro-batches, because collectives of a forward pass may cross data-parallel ranks
-    (expert parallelism); some may be empty. Those of a rank come by falling work, so that ranks that wait for each
-    other in every micro-batch wait least.
+    Every rank has the same number of micro-batches, because collectives of a forward pass may cross
+    data-parallel ranks (expert parallelism); some may be empty. Those of a rank come by falling
+    work, so that ranks that wait for each other in every micro-batch wait least.
 
     Attributes:
         microbatches: how many each rank has.
     """
 
     def __init__(
-        self, samples: NDArray[np.int64], work: _Loads, tokens: _Loads, ranks: _Bins, count: int, budget: int
+        self,
+        samples: NDArray[np.int64],
+        work: _Loads,
+        tokens: _Loads,
+        ranks: _Bins,
+        count: int,
+        budget: int,
     ) -> None:
         self.microbatches = count
-        self._samples, self._work, self._tokens, self._ranks, self._budget = samples, work, tokens, ranks, budget
+        self._samples = samples
+        self._work = work
+        self._tokens = tokens
+        self._ranks = ranks
+        self._budget = budget
 
     def __len__(self) -> int:
         """Data-parallel ranks."""
@@ -63,8 +75,12 @@ class MicrobatchPlan(Sequence[list[list[int]]]):
         return np.sort(self._samples[self._ranks[dp_rank]])
 
     def __getitem__(self, dp_rank: Any) -> Any:
-        even = _packed(self._ranks[dp_rank], self._work, self._tokens, self.microbatches, self._budget)
-        assert even is not None, "the number of micro-batches is one that every rank's samples fit into"
+        even = _packed(
+            self._ranks[dp_rank], self._work, self._tokens, self.microbatches, self._budget
+        )
+        assert even is not None, (
+            "the number of micro-batches is one that every rank's samples fit into"
+        )
         even = _even_out(even, self._work, tokens=self._tokens, budget=self._budget)
         even.sort(key=lambda members: -self._work[members].sum())
         return [sorted(self._samples[members].tolist()) for members in even]
@@ -81,10 +97,11 @@ def plan_microbatches(
     total_alignment: int = 1,
     multiple_of: int = 1,
 ) -> MicrobatchPlan:
-    """Balance samples over data-parallel ranks by work, then over as few micro-batches as hold them.
+    """Balance samples over data-parallel ranks by work, then over as few micro-batches as hold
+    them.
 
-    Takes O(n log n) time for n samples, with no communication: ranks share the samples out alike, and agree on the
-    number of micro-batches; each then packs its own samples alone.
+    Takes O(n log n) time for n samples, with no communication: ranks share the samples out alike,
+    and agree on the number of micro-batches; each then packs its own samples alone.
 
     Args:
         samples: indices to distribute.
@@ -96,7 +113,8 @@ def plan_microbatches(
         multiple_of: the number of micro-batches is a multiple of this (interleaved pipelines).
 
     Returns:
-        The samples of each rank's micro-batches. The same arguments give the same plan on every rank.
+        The samples of each rank's micro-batches. The same arguments give the same plan on every
+        rank.
 
     Raises:
         BadInput: a single sample is longer than max_tokens.
@@ -110,8 +128,8 @@ def plan_microbatches(
     if longest > budget or not budget:
         needed = -(-max(longest, 1) // total_alignment) * total_alignment
         raise BadInput(
-            f"max_tokens_per_microbatch={max_tokens} is below the {needed} tokens of the longest sample, padding "
-            "included: raise it, or shorten the samples"
+            f"max_tokens_per_microbatch={max_tokens} is below the {needed} tokens of the longest "
+            "sample, padding included: raise it, or shorten the samples"
         )
     level = work.sum() / dp_size * (1 + _TOLERANCE)
     ranks = _even_out(_least_first(range(len(chosen)), work, dp_size), work, enough=level)
@@ -123,8 +141,8 @@ def plan_microbatches(
 
 
 def _packed(rank: list[int], work: _Loads, tokens: _Loads, count: int, budget: int) -> _Bins | None:
-    """A rank's samples in `count` micro-batches within the budget: of level work, changed until none is above it, else
-    by best fit; None where both leave one above it."""
+    """A rank's samples in `count` micro-batches within the budget: of level work, changed until
+    none is above it, else by best fit; None where both leave one above it."""
     even = _even_out(_least_first(rank, work, count), tokens, enough=budget)
     if max(tokens[members].sum() for members in even) <= budget:
         return even
@@ -145,7 +163,8 @@ def _least_first(places: Iterable[int], work: _Loads, count: int) -> _Bins:
 
 
 def _best_fit(places: Iterable[int], tokens: _Loads, count: int, budget: int) -> _Bins | None:
-    """By falling tokens, each to the fullest of `count` bins that has room; None where one finds none."""
+    """By falling tokens, each to the fullest of `count` bins that has room; None where one finds
+    none."""
     bins: _Bins = [[] for _ in range(count)]
     room = [budget] * count
     for place in sorted(places, key=lambda place: (-tokens[place], place)):
@@ -159,12 +178,18 @@ def _best_fit(places: Iterable[int], tokens: _Loads, count: int, budget: int) ->
 
 
 def _even_out(
-    bins: _Bins, loads: _Loads, *, enough: float = 0.0, tokens: _Loads | None = None, budget: int = 0
+    bins: _Bins,
+    loads: _Loads,
+    *,
+    enough: float = 0.0,
+    tokens: _Loads | None = None,
+    budget: int = 0,
 ) -> _Bins:
-    """Even out the loads of bins by moves and exchanges between the most loaded one and the others, least loaded first.
+    """Even out the loads of bins by moves and exchanges between the most loaded one and the others,
+    least loaded first.
 
-    Ends where no bin is above `enough`, or where the most loaded one gains from no exchange. No bin is filled above the
-    budget of tokens, where they are given.
+    Ends where no bin is above `enough`, or where the most loaded one gains from no exchange. No bin
+    is filled above the budget of tokens, where they are given.
     """
     bins = [list(members) for members in bins]
     total = np.array([loads[members].sum() for members in bins])
@@ -189,15 +214,18 @@ def _even_out(
 def _best_exchange(
     heavy: list[int], light: list[int], loads: _Loads, tokens: _Loads | None, budget: int
 ) -> tuple[list[int], list[int]] | None:
-    """The move or swap between two bins that most reduces the larger load, as places leaving the heavier bin and places
-    coming back (at most one); None where nothing reduces it."""
+    """The move or swap between two bins that most reduces the larger load, as places leaving the
+    heavier bin and places coming back (at most one); None where nothing reduces it."""
     gap = loads[heavy].sum() - loads[light].sum()
-    leaving, taken = loads[heavy], np.append(loads[light], 0)
+    leaving = loads[heavy]
+    taken = np.append(loads[light], 0)
     moved = leaving[:, None] - taken
     useful = (moved > 0) & (moved < gap)
     if tokens is not None:
         change = tokens[heavy][:, None] - np.append(tokens[light], 0)
-        useful &= (tokens[light].sum() + change <= budget) & (tokens[heavy].sum() - change <= budget)
+        useful &= (tokens[light].sum() + change <= budget) & (
+            tokens[heavy].sum() - change <= budget
+        )
     distance = np.where(useful, np.abs(moved - gap / 2), np.inf)
     best = int(distance.argmin())
     if not useful.flat[best]:

@@ -1,12 +1,14 @@
 """Samples as flat tensors over tokens, and tables with one row per sample.
 
-Response tokens are those that the policy wrote. Tokens that it was given in between (observations: a tool's output, the
-user's next message) are only part of the sequence that models read. They are not in the tensors over response tokens,
-so no loss, denominator, length or metric counts them, and GAE steps over them.
+Response tokens are those that the policy wrote. Tokens that it was given in between (observations:
+a tool's output, the user's next message) are only part of the sequence that models read. They are
+not in the tensors over response tokens, so no loss, denominator, length or metric counts them, and
+GAE steps over them.
 
-Everything that algorithms see of a rollout is a table over response tokens with `cu_seqlens`. A rank holds some of the
-samples of a rollout as an ExperienceBatch, and the per-sample fields of all samples (SampleTable): denominators and
-mini-batches are computed on every rank from the same numbers, and no parallel layout can change them.
+Everything that algorithms see of a rollout is a table over response tokens with `cu_seqlens`. A
+rank holds some of the samples of a rollout as an ExperienceBatch, and the per-sample fields of all
+samples (SampleTable): denominators and mini-batches are computed on every rank from the same
+    numbers, and no parallel layout can change them.
 """
 
 import hashlib
@@ -49,38 +51,50 @@ class ExperienceBatch:
         tokens: int32 [N], prompt, response and observations of each sample.
         cu_seqlens: int64 [S+1], where each sample begins in `tokens`.
         prompt_lengths: int64 [S].
-        response_cu_seqlens: int64 [S+1], where each response begins in tensors over response tokens.
+        response_cu_seqlens: int64 [S+1], where each response begins in tensors over response
+            tokens.
         rollout_logprobs: float32 [T], under the sampling temperature, from the engine.
         rewards: float32 [S], before shaping.
         correct: bool [S], the verifier's grade.
-        truncated: bool [S], ended for want of room.
+        truncated: bool [S], ended by a length limit.
         group_ids: int64 [S], samples of one prompt share one.
-        prompt_keys: int64 [S], the same for samples of one row of the data in every step; None where none is read.
-        window_starts: int64 [S], the first response token that the policy was not trained on in an earlier step; None
-            where responses come whole. Those that go on are truncated then, and no others.
+        prompt_keys: int64 [S], the same for samples of one row of the data in every step; None
+            where none is read.
+        window_starts: int64 [S], the first response token that the policy was not trained on in an
+            earlier step; None where responses come whole. Unfinished ones count as truncated, and
+            no others.
         loss_mask: bool [N], the response tokens among all; None where no sample has an observation.
-        observation_lengths: int64 [S], tokens of each sample that are neither prompt nor response; None with loss_mask.
-        segment_starts: bool [N], tokens before which a sample's context ends: models read each segment of a sample as a
-            sequence of its own, algorithms read all its response tokens as one response. None: one segment each.
+        observation_lengths: int64 [S], tokens of each sample that are neither prompt nor response;
+            None with loss_mask.
+        segment_starts: bool [N], tokens before which a sample's context ends: models read each
+            segment of a sample as a separate sequence, algorithms read all its response tokens as
+            one response. None: one segment each.
         segments: int64 [S], segments of each sample; None with segment_starts.
-        turn_rewards: float32 [T], the part of `rewards` that came before the end, where it came; None: nothing did.
-        privileged_tokens: int32 [P], what the critic alone reads, before each segment; None: nothing.
+        turn_rewards: float32 [T], the part of `rewards` that came before the end, where it came;
+            None: nothing did.
+        privileged_tokens: int32 [P], what the critic alone reads, before each segment; None:
+            nothing.
         privileged_lengths: int64 [S], their number; None with privileged_tokens.
-        routed_experts: the experts that the engine chose, uint8 or int16 [N - S, layers * experts per token], a row for
-            each token but a sample's last; None where they were not asked for.
+        routed_experts: the experts that the engine chose, uint8 or int16 [N - S, layers * experts
+            per token], a row for each token but a sample's last; None where they were not asked
+            for.
 
     Phases fill in the others; None until then, or where the algorithm has no use for them:
-        greedy_rewards: float32 [S], the shaped reward of the greedy response to the sample's prompt (ReMax).
-        old_logprobs: float32 [T], of the policy that the updates start from, at the sampling temperature.
+        greedy_rewards: float32 [S], the shaped reward of the greedy response to the sample's prompt
+            (ReMax).
+        old_logprobs: float32 [T], of the policy that the updates start from, at the sampling
+            temperature.
         entropies: float32 [T], of that policy, in nats.
-        hidden_states: [T, hidden], that policy's last ones, in its dtype, where the critic is a probe of them.
+        hidden_states: [T, hidden], that policy's last ones, in its dtype, where the critic is a
+            probe of them.
         ref_logprobs: float32 [T], of the reference policy.
         values: float32 [T], the critic's, of the state before each token.
         shaped_rewards: float32 [S].
         advantages: float32 [T].
         returns: float32 [T], value targets.
         selected: bool [S], whether the sample carries loss.
-        importance_weights: float32 [T], on the policy loss, for the engine's policy not being the trainer's.
+        importance_weights: float32 [T], on the policy loss, for the engine's policy not being the
+            trainer's.
 
     Raises:
         ValueError: a field's shape or dtype is not the one above.
@@ -101,28 +115,43 @@ class ExperienceBatch:
     observation_lengths: Tensor | None = field(default=None, metadata=_over("samples", torch.int64))
     segment_starts: Tensor | None = field(default=None, metadata=_over("tokens", torch.bool))
     segments: Tensor | None = field(default=None, metadata=_over("samples", torch.int64))
-    turn_rewards: Tensor | None = field(default=None, metadata=_over("response_tokens", torch.float32))
-    privileged_tokens: Tensor | None = field(default=None, metadata=_over("privileged", torch.int32))
+    turn_rewards: Tensor | None = field(
+        default=None, metadata=_over("response_tokens", torch.float32)
+    )
+    privileged_tokens: Tensor | None = field(
+        default=None, metadata=_over("privileged", torch.int32)
+    )
     privileged_lengths: Tensor | None = field(default=None, metadata=_over("samples", torch.int64))
     routed_experts: Tensor | None = field(default=None, metadata=_over("positions", None))
     greedy_rewards: Tensor | None = field(default=None, metadata=_over("samples", torch.float32))
-    old_logprobs: Tensor | None = field(default=None, metadata=_over("response_tokens", torch.float32))
+    old_logprobs: Tensor | None = field(
+        default=None, metadata=_over("response_tokens", torch.float32)
+    )
     entropies: Tensor | None = field(default=None, metadata=_over("response_tokens", torch.float32))
     hidden_states: Tensor | None = field(default=None, metadata=_over("response_tokens", None))
-    ref_logprobs: Tensor | None = field(default=None, metadata=_over("response_tokens", torch.float32))
+    ref_logprobs: Tensor | None = field(
+        default=None, metadata=_over("response_tokens", torch.float32)
+    )
     values: Tensor | None = field(default=None, metadata=_over("response_tokens", torch.float32))
     shaped_rewards: Tensor | None = field(default=None, metadata=_over("samples", torch.float32))
-    advantages: Tensor | None = field(default=None, metadata=_over("response_tokens", torch.float32))
+    advantages: Tensor | None = field(
+        default=None, metadata=_over("response_tokens", torch.float32)
+    )
     returns: Tensor | None = field(default=None, metadata=_over("response_tokens", torch.float32))
     selected: Tensor | None = field(default=None, metadata=_over("samples", torch.bool))
-    importance_weights: Tensor | None = field(default=None, metadata=_over("response_tokens", torch.float32))
+    importance_weights: Tensor | None = field(
+        default=None, metadata=_over("response_tokens", torch.float32)
+    )
 
     def __post_init__(self) -> None:
         for f in fields(self):
-            tensor, size, dtype = getattr(self, f.name), self._size(f.metadata["over"]), f.metadata["dtype"]
+            tensor = getattr(self, f.name)
+            size = self._size(f.metadata["over"])
+            dtype = f.metadata["dtype"]
             if tensor is not None and (len(tensor) != size or dtype not in (None, tensor.dtype)):
                 raise ValueError(
-                    f"batch: {f.name} is {tensor.dtype} {list(tensor.shape)}, expected {dtype or 'any dtype'} [{size}]"
+                    f"batch: {f.name} is {tensor.dtype} {list(tensor.shape)}, expected "
+                    f"{dtype or 'any dtype'} [{size}]"
                 )
 
     @property
@@ -150,12 +179,21 @@ class ExperienceBatch:
         if self.loss_mask is None:
             prompt = int(self.prompt_lengths[sample])
             return torch.arange(prompt, int(self.cu_seqlens[sample + 1] - self.cu_seqlens[sample]))
-        return self.loss_mask[int(self.cu_seqlens[sample]) : int(self.cu_seqlens[sample + 1])].nonzero().squeeze(1)
+        return (
+            self.loss_mask[int(self.cu_seqlens[sample]) : int(self.cu_seqlens[sample + 1])]
+            .nonzero()
+            .squeeze(1)
+        )
 
     def segment_bounds(self, sample: int) -> list[int]:
         """Starts of a sample's segments among its own tokens, and the end of the last one."""
-        start, end = int(self.cu_seqlens[sample]), int(self.cu_seqlens[sample + 1])
-        inner = [] if self.segment_starts is None else self.segment_starts[start:end].nonzero().squeeze(1).tolist()
+        start = int(self.cu_seqlens[sample])
+        end = int(self.cu_seqlens[sample + 1])
+        inner = (
+            []
+            if self.segment_starts is None
+            else self.segment_starts[start:end].nonzero().squeeze(1).tolist()
+        )
         return [0, *inner, end - start]
 
     def table(self) -> "SampleTable":
@@ -164,7 +202,7 @@ class ExperienceBatch:
         return SampleTable(**taken)
 
     def select(self, samples: Sequence[int]) -> "ExperienceBatch":
-        """Some of the samples, in the order given, with every field that is there.
+        """Some of the samples, in the order given, with every field that is set.
 
         Raises:
             ValueError: a field that was filled in has another shape or dtype than it should.
@@ -173,7 +211,8 @@ class ExperienceBatch:
         chosen = torch.tensor(samples, dtype=torch.int64)
         taken = {}
         for f in fields(self):
-            tensor, over = getattr(self, f.name), f.metadata["over"]
+            tensor = getattr(self, f.name)
+            over = f.metadata["over"]
             if tensor is None:
                 continue
             if over == "offsets":
@@ -194,12 +233,18 @@ class ExperienceBatch:
 
     def tensors(self) -> dict[str, Tensor]:
         """All fields that are not None, by name."""
-        return {f.name: tensor for f in fields(self) if (tensor := getattr(self, f.name)) is not None}
+        return {
+            f.name: tensor for f in fields(self) if (tensor := getattr(self, f.name)) is not None
+        }
 
     def rollout_tensors(self) -> dict[str, Tensor]:
         """The fields that were sampled and graded, without routed_experts."""
         names = [f.name for f in fields(self) if f.default is MISSING]
-        return {name: tensor for name, tensor in self.tensors().items() if name in (*names, *_OF_SOME_ROLLOUTS)}
+        return {
+            name: tensor
+            for name, tensor in self.tensors().items()
+            if name in (*names, *_OF_SOME_ROLLOUTS)
+        }
 
     def bounds(self, over: Over) -> Tensor:
         """Where each sample begins in a tensor over tokens of a kind, int64 [S + 1]."""
@@ -207,7 +252,11 @@ class ExperienceBatch:
             return self.response_cu_seqlens
         if over == "privileged":
             return offsets(self.table().rows(over))
-        return self.cu_seqlens if over == "tokens" else self.cu_seqlens - torch.arange(self.samples + 1)
+        return (
+            self.cu_seqlens
+            if over == "tokens"
+            else self.cu_seqlens - torch.arange(self.samples + 1)
+        )
 
     def _size(self, over: Over) -> int:
         if over in ("samples", "offsets"):
@@ -254,12 +303,18 @@ class SampleTable:
         """int64 [S], with the privileged tokens that the critic reads before each segment."""
         if self.privileged_lengths is None:
             return self.lengths
-        return self.lengths + self.privileged_lengths * (1 if self.segments is None else self.segments)
+        return self.lengths + self.privileged_lengths * (
+            1 if self.segments is None else self.segments
+        )
 
     @property
     def new_lengths(self) -> Tensor:
         """int64 [S], response tokens that the policy has not been trained on."""
-        return self.response_lengths if self.window_starts is None else self.response_lengths - self.window_starts
+        return (
+            self.response_lengths
+            if self.window_starts is None
+            else self.response_lengths - self.window_starts
+        )
 
     def rows(self, over: Over) -> Tensor:
         """How many rows each sample has in a tensor over tokens of a kind, int64 [S]."""
@@ -280,18 +335,32 @@ class SampleTable:
     def followed_by(self, other: "SampleTable") -> "SampleTable":
         """The samples of both tables, with the fields that every table has."""
         names = [f.name for f in fields(self) if f.default is MISSING]
-        joined = SampleTable(*(torch.cat((getattr(self, name), getattr(other, name))) for name in names))
-        for name, missing in (("observation_lengths", 0), ("segments", 1), ("privileged_lengths", 0)):
+        joined = SampleTable(
+            *(torch.cat((getattr(self, name), getattr(other, name))) for name in names)
+        )
+        for name, missing in (
+            ("observation_lengths", 0),
+            ("segments", 1),
+            ("privileged_lengths", 0),
+        ):
             columns = [(getattr(table, name), table.prompt_lengths) for table in (self, other)]
             if any(column is not None for column, _ in columns):
-                parts = [torch.full_like(like, missing) if column is None else column for column, like in columns]
+                parts = [
+                    torch.full_like(like, missing) if column is None else column
+                    for column, like in columns
+                ]
                 setattr(joined, name, torch.cat(parts))
         return joined
 
     def batch(self, **over_tokens: Tensor) -> ExperienceBatch:
         """A batch of these samples, with the given tensors over tokens."""
-        tensors = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "response_lengths"}
-        bounds = {"cu_seqlens": offsets(self.lengths), "response_cu_seqlens": offsets(self.response_lengths)}
+        tensors = {
+            f.name: getattr(self, f.name) for f in fields(self) if f.name != "response_lengths"
+        }
+        bounds = {
+            "cu_seqlens": offsets(self.lengths),
+            "response_cu_seqlens": offsets(self.response_lengths),
+        }
         return ExperienceBatch(**over_tokens, **bounds, **tensors)
 
 
@@ -299,7 +368,8 @@ OVER: dict[str, Over] = {f.name: f.metadata["over"] for f in fields(ExperienceBa
 
 
 def offsets(lengths: Tensor) -> Tensor:
-    """Starts of S consecutive stretches of these lengths, and the end of the last one: int64 [S] -> [S + 1]."""
+    """Starts of S consecutive stretches of these lengths, and the end of the last one: int64 [S] ->
+    [S + 1]."""
     return torch.cat((torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)))
 
 
@@ -307,8 +377,11 @@ def stretches(values: Tensor, bounds: Tensor, chosen: Tensor) -> Tensor:
     """The stretches of the chosen samples, one after another; a view where they lie so already."""
     if len(chosen) and bool((chosen.diff() == 1).all()):
         return values[int(bounds[chosen[0]]) : int(bounds[chosen[-1] + 1])]
-    starts, ends = bounds[chosen].tolist(), bounds[chosen + 1].tolist()
-    return torch.cat([values[:0], *(values[start:end] for start, end in zip(starts, ends, strict=True))])
+    starts = bounds[chosen].tolist()
+    ends = bounds[chosen + 1].tolist()
+    return torch.cat(
+        [values[:0], *(values[start:end] for start, end in zip(starts, ends, strict=True))]
+    )
 
 
 def from_samples(samples: Sequence[Sample]) -> ExperienceBatch:
@@ -323,7 +396,11 @@ def from_samples(samples: Sequence[Sample]) -> ExperienceBatch:
     prompts = torch.tensor([len(s.prompt.token_ids) for s in samples])
     responses = torch.tensor([int(mask.sum()) for mask in masks])
     observations = torch.tensor([len(mask) for mask in masks]) - responses
-    tokens = [part for s in samples for part in (np.array(s.prompt.token_ids, dtype=np.int32), s.response_ids)]
+    tokens = [
+        part
+        for s in samples
+        for part in (np.array(s.prompt.token_ids, dtype=np.int32), s.response_ids)
+    ]
     segmented = any(s.segment_starts for s in samples)
     privileged = [np.array(s.prompt.privileged_ids, dtype=np.int32) for s in samples]
     has_privileged = any(map(len, privileged))
@@ -332,7 +409,9 @@ def from_samples(samples: Sequence[Sample]) -> ExperienceBatch:
         cu_seqlens=offsets(prompts + responses + observations),
         prompt_lengths=prompts,
         response_cu_seqlens=offsets(responses),
-        rollout_logprobs=torch.from_numpy(np.concatenate([s.rollout_logprobs[mask] for s, mask in pairs])),
+        rollout_logprobs=torch.from_numpy(
+            np.concatenate([s.rollout_logprobs[mask] for s, mask in pairs])
+        ),
         rewards=torch.tensor([s.reward for s in samples], dtype=torch.float32),
         correct=torch.tensor([bool(s.correct) for s in samples]),
         truncated=torch.tensor([s.goes_on if starts else s.truncated for s in samples]),
@@ -341,11 +420,15 @@ def from_samples(samples: Sequence[Sample]) -> ExperienceBatch:
         window_starts=torch.tensor(starts) if starts else None,
         loss_mask=_behind_prompts(samples, masks) if observed else None,
         observation_lengths=observations if observed else None,
-        segment_starts=_behind_prompts(samples, [_begins(s) for s in samples]) if segmented else None,
+        segment_starts=_behind_prompts(samples, [_begins(s) for s in samples])
+        if segmented
+        else None,
         segments=torch.tensor([1 + len(s.segment_starts) for s in samples]) if segmented else None,
         turn_rewards=_turn_rewards(pairs),
         privileged_tokens=torch.from_numpy(np.concatenate(privileged)) if has_privileged else None,
-        privileged_lengths=torch.tensor([len(ids) for ids in privileged]) if has_privileged else None,
+        privileged_lengths=torch.tensor([len(ids) for ids in privileged])
+        if has_privileged
+        else None,
         routed_experts=_take_experts(samples),
     )
 
@@ -355,9 +438,12 @@ def _begins(sample: Sample) -> NDArray[np.bool_]:
 
 
 def _behind_prompts(samples: Sequence[Sample], marks: Sequence[NDArray[np.bool_]]) -> Tensor:
-    """Marks on response_ids of each sample as marks on all of its tokens, False on those of the prompt."""
+    """Marks on response_ids of each sample as marks on all of its tokens, False on the
+    prompt's."""
     prompts = [np.zeros(len(sample.prompt.token_ids), dtype=np.bool_) for sample in samples]
-    return torch.from_numpy(np.concatenate([part for pair in zip(prompts, marks, strict=True) for part in pair]))
+    return torch.from_numpy(
+        np.concatenate([part for pair in zip(prompts, marks, strict=True) for part in pair])
+    )
 
 
 def _key(prompt: Prompt) -> int:
@@ -370,19 +456,25 @@ def _turn_rewards(pairs: Sequence[tuple[Sample, Any]]) -> Tensor | None:
         return None
     none = [np.zeros(int(mask.sum()), np.float32) for _, mask in pairs]
     rows = zip(pairs, none, strict=True)
-    parts = [zero if sample.turn_rewards is None else sample.turn_rewards[mask] for (sample, mask), zero in rows]
+    parts = [
+        zero if sample.turn_rewards is None else sample.turn_rewards[mask]
+        for (sample, mask), zero in rows
+    ]
     return torch.from_numpy(np.concatenate(parts))
 
 
 def _take_experts(samples: Sequence[Sample]) -> Tensor | None:
-    """Move the rows of all samples into one tensor, so that they are never held twice; None unless all have some."""
+    """Move the rows of all samples into one tensor, so that they are never held twice; None unless
+    all have some."""
     choices = [s.routed_experts for s in samples if s.routed_experts is not None]
     if not choices or len(choices) != len(samples):
         return None
-    joined, start = choices[0].new_empty(sum(map(len, choices)), choices[0].shape[1]), 0
+    joined = choices[0].new_empty(sum(map(len, choices)), choices[0].shape[1])
+    start = 0
     del choices
     for sample in samples:
-        rows, sample.routed_experts = sample.routed_experts, None
+        rows = sample.routed_experts
+        sample.routed_experts = None
         assert rows is not None
         joined[start : start + len(rows)] = rows
         start += len(rows)

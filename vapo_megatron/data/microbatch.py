@@ -1,7 +1,8 @@
 """Packed micro-batches: which samples go together, and the tensors that a model reads.
 
-Zig-zag context parallelism places tokens as follows: every sequence, padded to a multiple of 2 * cp, is split into
-2 * cp chunks, and rank r holds chunks r and 2 * cp - 1 - r, so that causal attention costs every rank the same.
+Zig-zag context parallelism places tokens as follows: every sequence, padded to a multiple of 2 *
+cp, is split into 2 * cp chunks, and rank r holds chunks r and 2 * cp - 1 - r, so that causal
+attention costs every rank the same.
 """
 
 from collections.abc import Sequence
@@ -16,7 +17,8 @@ from vapo_megatron.data.batch import ExperienceBatch
 
 
 class Share(Sequence[int]):
-    """The samples that a rank computes of a batch, their places in it: what the rank's part of a plan comes to.
+    """The samples that a rank computes of a batch, their places in it: what the rank's part of a
+    plan comes to.
 
     Attributes:
         microbatches: places in the batch of the samples of each micro-batch.
@@ -24,7 +26,8 @@ class Share(Sequence[int]):
     """
 
     def __init__(self, microbatches: Sequence[Sequence[int]], of: int) -> None:
-        self.microbatches, self.of = microbatches, of
+        self.microbatches = microbatches
+        self.of = of
         self._places = sorted(place for members in microbatches for place in members)
 
     def __len__(self) -> int:
@@ -38,15 +41,16 @@ class Share(Sequence[int]):
 class MicroBatch:
     """Packed sequences of one forward pass, the part that a context-parallel rank holds (t tokens).
 
-    Position j of a sequence reads token j and predicts token j + 1: its log-prob, or the value of the state in
-    which it is chosen. A sequence of n tokens has n - 1 positions.
+    Position j of a sequence reads token j and predicts token j + 1: its log-prob, or the value of
+    the state in which it is chosen. A sequence of n tokens has n - 1 positions.
 
     Attributes:
         ids, labels: int64 [t].
-        response_index: int64 [t], index of the position's label among the batch's response tokens; -1 elsewhere.
+        response_index: int64 [t], index of the position's label among the batch's response tokens;
+            -1 elsewhere.
         lengths: positions of each packed sequence over all CP ranks, padding included.
-        experts: uint8 or int16 [t, layers * experts per token], the experts that each position is to go through; None
-            lets the model choose.
+        experts: uint8 or int16 [t, layers * experts per token], the experts that each position is
+            to go through; None lets the model choose.
     """
 
     ids: Tensor
@@ -57,34 +61,37 @@ class MicroBatch:
 
     @property
     def response_rows(self) -> Tensor:
-        """The positions that speak about response tokens, int64; the first one where there is none, so that a loss over
-        them still has a gradient to pass on."""
+        """The positions that speak about response tokens, int64; the first one where there is none,
+        so that a loss over them still has a gradient to pass on."""
         rows = (self.response_index >= 0).nonzero()[:, 0]
         return rows if len(rows) else torch.zeros(1, dtype=torch.int64)
 
     def gather(self, values: Tensor) -> Tensor:
-        """A tensor over response tokens [T] at this micro-batch's positions [t]; 0 where no response token is."""
+        """A tensor over response tokens [T] at this micro-batch's positions [t]; 0 where no
+        response token is."""
         placed = self.response_index >= 0
         gathered = values.new_zeros(len(placed))
         gathered[placed] = values[self.response_index[placed]]
         return gathered
 
     def scatter(self, into: Tensor, values: Tensor) -> None:
-        """The other way: write values [t] of response positions into a tensor over response tokens [T]."""
+        """The other way: write values [t] of response positions into a tensor over response tokens
+        [T]."""
         placed = self.response_index >= 0
         into[self.response_index[placed]] = values[placed]
 
 
 def padded_lengths(lengths: Sequence[int], alignment: int, total_alignment: int) -> list[int]:
-    """Positions of each sequence once padded: to `alignment`, the last one so that the sum fits `total_alignment`."""
+    """Positions of each sequence once padded: to `alignment`, the last one so that the sum fits
+    `total_alignment`."""
     padded = [-(-max(n, 1) // alignment) * alignment for n in lengths] or [alignment]
     padded[-1] += -sum(padded) % total_alignment
     return padded
 
 
 def planned_lengths(lengths: Tensor, segments: Tensor | None, alignment: int) -> Tensor:
-    """Tokens that samples count as in a plan, which pads each as one sequence: enough for pack(), which pads each
-    segment. lengths, segments: int64 [S]; segments None: one each."""
+    """Tokens that samples count as in a plan, which pads each as one sequence: enough for pack(),
+    which pads each segment. lengths, segments: int64 [S]; segments None: one each."""
     return lengths if segments is None else lengths + (segments - 1) * (alignment - 1)
 
 
@@ -98,52 +105,76 @@ def pack(
     experts_per_token: int = 0,
     for_critic: bool = False,
 ) -> MicroBatch:
-    """Pack some samples of a batch, each segment of theirs as a sequence. No sample at all gives one sequence of
-    padding, which weighs nothing.
+    """Pack some samples of a batch, each segment of theirs as a sequence. No sample at all gives
+    one sequence of padding, which weighs nothing.
 
-    experts_per_token: of a model that is to go through the batch's routed_experts; 0: of one that is not.
+    experts_per_token: of a model that is to go through the batch's routed_experts; 0: of one that
+        is not.
     for_critic: the privileged tokens of a sample stand before each of its segments.
     """
     segments = [(s, *ends) for s in samples for ends in pairwise(batch.segment_bounds(s))]
     read = batch.privileged_tokens if for_critic else None
     ends = batch.bounds("privileged").tolist()
-    privileged = {s: batch.tokens[:0] if read is None else read[ends[s] : ends[s + 1]] for s in samples}
+    privileged = {
+        s: batch.tokens[:0] if read is None else read[ends[s] : ends[s + 1]] for s in samples
+    }
     positions_of = [len(privileged[s]) + end - first - 1 for s, first, end in segments]
     lengths = padded_lengths(positions_of, alignment, total_alignment)
     total = sum(lengths)
-    ids, labels = torch.zeros(total, dtype=torch.int64), torch.zeros(total, dtype=torch.int64)
+    ids = torch.zeros(total, dtype=torch.int64)
+    labels = torch.zeros(total, dtype=torch.int64)
     response_index = torch.full((total,), -1)
     experts = None
     if experts_per_token and batch.routed_experts is not None:
-        # Padding has to go somewhere, through as many experts as any token; a rank without samples has nothing else.
+        # Padding has to go somewhere, through as many experts as any token; a rank without samples
+        # has nothing else.
         width = batch.routed_experts.shape[1]
-        experts = (torch.arange(width) % experts_per_token).to(batch.routed_experts.dtype).repeat(total, 1)
+        experts = (
+            (torch.arange(width) % experts_per_token)
+            .to(batch.routed_experts.dtype)
+            .repeat(total, 1)
+        )
+    # Of a sample once, however many segments it has.
+    offsets = {s: int(batch.cu_seqlens[s]) for s in samples}
+    numbers = {s: int(batch.response_cu_seqlens[s]) for s in samples}
+    places_of = {s: batch.response_places(s) for s in samples}
+    experts_of = {s: batch.sample_experts(s) for s in samples}
     start = 0
     for (sample, first, end), n, padded in zip(segments, positions_of, lengths, strict=False):
-        offset = int(batch.cu_seqlens[sample])
+        offset = offsets[sample]
         tokens = torch.cat((privileged[sample], batch.tokens[offset + first : offset + end])).long()
         ids[start : start + n] = tokens[:-1]
         labels[start : start + n] = tokens[1:]
-        places = batch.response_places(sample)
-        response = ((places >= first) & (places < end)).nonzero().squeeze(1)
+        places = places_of[sample]
+        # Places grow: those within the segment are one run.
+        begin, stop = torch.searchsorted(places, torch.tensor([first, end])).tolist()
         before = start + len(privileged[sample]) - 1
-        response_index[before + places[response] - first] = response + batch.response_cu_seqlens[sample]
-        chosen = batch.sample_experts(sample)
+        response_index[before - first + places[begin:stop]] = torch.arange(
+            numbers[sample] + begin, numbers[sample] + stop
+        )
+        chosen = experts_of[sample]
         if experts is not None and chosen is not None:
             experts[start : start + n] = chosen[first : first + n]
         start += padded
     local = local_positions(lengths, cp_size, cp_rank)
     return MicroBatch(
-        ids[local], labels[local], response_index[local], tuple(lengths), None if experts is None else experts[local]
+        ids[local],
+        labels[local],
+        response_index[local],
+        tuple(lengths),
+        None if experts is None else experts[local],
     )
 
 
 class Packed(Sequence[MicroBatch]):
-    """The micro-batches of a share of a batch, each packed when it is asked for: none takes memory before its turn."""
+    """The micro-batches of a share of a batch, each packed on demand: none takes memory
+    before its turn."""
 
     def __init__(self, batch: ExperienceBatch, share: Share, *how: Any) -> None:
         """how: what pack() is given beside batch and samples."""
-        self._batch, self._share, self._how = batch, share, how
+        self._batch = batch
+        self._share = share
+        self._how = how
 
     def __len__(self) -> int:
         return len(self._share.microbatches)
@@ -153,10 +184,12 @@ class Packed(Sequence[MicroBatch]):
 
 
 def local_positions(lengths: list[int], cp: int, rank: int) -> Tensor:
-    """Positions in natural packed order that a CP rank holds, in the order in which it holds them. int64 [T / cp]."""
+    """Positions in natural packed order that a CP rank holds, in the order in which it holds them.
+    int64 [T / cp]."""
     if cp == 1:
         return torch.arange(sum(lengths))
-    parts, offset = [], 0
+    parts = []
+    offset = 0
     for n in lengths:
         chunk = n // (2 * cp)
         parts.append(torch.arange(offset + rank * chunk, offset + (rank + 1) * chunk))
@@ -166,6 +199,7 @@ def local_positions(lengths: list[int], cp: int, rank: int) -> Tensor:
 
 
 def natural_order(lengths: list[int], cp: int) -> Tensor:
-    """Index i such that gathered[i] is in natural packed order; gathered is the ranks' tokens, rank by rank. [T]."""
+    """Index i such that gathered[i] is in natural packed order; gathered is the ranks' tokens, rank
+    by rank. [T]."""
     held = torch.cat([local_positions(lengths, cp, rank) for rank in range(cp)])
     return held.argsort()

@@ -8,20 +8,29 @@ from functools import cached_property
 from typing import Any
 
 from vapo_megatron.config.data import DataConfig, EvalSet, ProblemsConfig
+from vapo_megatron.data.prompt_tokens import prompt_token_ids
 from vapo_megatron.data.rows import Problem, eval_problems, train_problems
 from vapo_megatron.data.sample import Prompt
 from vapo_megatron.data.tokenizer import TextTokenizer
 from vapo_megatron.errors import BadInput
 
 
-def train_prompts(config: DataConfig, tokenizer: TextTokenizer, privileged: str | None = None) -> list[Prompt]:
-    """The training prompts in the order of the file, their cursors 0. privileged: critic.privileged_field.
+def train_prompts(
+    config: DataConfig, tokenizer: TextTokenizer, privileged: str | None = None
+) -> list[Prompt]:
+    """The training prompts in the order of the file, their cursors 0. privileged:
+    critic.privileged_field.
 
-    Raises BadInput for what read_problems refuses and for a prompt longer than config.max_prompt_tokens
-    (which is left out instead under config.drop_long_prompts, unless none remains).
+    Raises BadInput for what read_problems refuses and for a prompt longer than
+    config.max_prompt_tokens (which is left out instead under config.drop_long_prompts, unless none
+    remains).
     """
     problems = train_problems(config, privileged)
-    prompts = [_prompt(problem, tokenizer, problem.source) for problem in problems]
+    ids = prompt_token_ids(problems, tokenizer)
+    prompts = [
+        _prompt(problem, problem.source, *both)
+        for problem, *both in zip(problems, *ids, strict=True)
+    ]
     if config.drop_long_prompts:
         short = [prompt for prompt in prompts if len(prompt.token_ids) <= config.max_prompt_tokens]
         if left := {prompt.source for prompt in prompts} - {prompt.source for prompt in short}:
@@ -35,49 +44,80 @@ def train_prompts(config: DataConfig, tokenizer: TextTokenizer, privileged: str 
 
 
 def eval_prompts(
-    evaluation: EvalSet, config: ProblemsConfig, tokenizer: TextTokenizer | None, privileged: str | None = None
+    evaluation: EvalSet,
+    config: ProblemsConfig,
+    tokenizer: TextTokenizer | None,
+    privileged: str | None = None,
 ) -> list[Prompt]:
-    """The prompts of one evaluation set in the order of its file, their cursors 0; without tokenizer, without tokens.
+    """The prompts of one evaluation set in the order of its file, their cursors 0; without
+    tokenizer, without tokens.
     privileged: critic.privileged_field, where the critic reads them too.
 
     Raises BadInput as train_prompts does; evaluation problems are never left out.
     """
     problems = eval_problems(evaluation, config.fields, privileged)
-    prompts = [_prompt(problem, tokenizer, evaluation.name) for problem in problems]
+    none: list[tuple[int, ...]] = [()] * len(problems)
+    ids = prompt_token_ids(problems, tokenizer) if tokenizer else (none, none)
+    prompts = [
+        _prompt(problem, evaluation.name, *both)
+        for problem, *both in zip(problems, *ids, strict=True)
+    ]
     _refuse_long(prompts, problems, config, "remove the row")
     return prompts
 
 
-def _prompt(problem: Problem, tokenizer: TextTokenizer | None, source: str) -> Prompt:
-    ids = tuple(tokenizer.encode_prompt(problem.problem)) if tokenizer else ()
-    privileged = tokenizer.encode_privileged(problem.privileged) if tokenizer else ()
-    extra, reward = problem.extra, problem.reward
-    return Prompt(problem.id, problem.problem, problem.answer, ids, 0, source, extra, reward, privileged)
+def _prompt(
+    problem: Problem, source: str, ids: tuple[int, ...], privileged: tuple[int, ...]
+) -> Prompt:
+    extra = problem.extra
+    reward = problem.reward
+    return Prompt(
+        problem.id,
+        problem.problem,
+        problem.answer,
+        ids,
+        0,
+        source,
+        extra,
+        reward,
+        privileged,
+        problem.before,
+    )
 
 
-def _refuse_long(prompts: Sequence[Prompt], problems: Sequence[Problem], config: ProblemsConfig, instead: str) -> None:
+def _refuse_long(
+    prompts: Sequence[Prompt], problems: Sequence[Problem], config: ProblemsConfig, instead: str
+) -> None:
     for prompt, problem in zip(prompts, problems, strict=True):
         if len(prompt.token_ids) > config.max_prompt_tokens:
             raise BadInput(
-                f"{problem.place}: the prompt of row {prompt.id} has {len(prompt.token_ids)} tokens, more than "
-                f"data.max_prompt_tokens={config.max_prompt_tokens}; raise it, or {instead}"
+                f"{problem.place}: the prompt of row {prompt.id} has {len(prompt.token_ids)} "
+                f"tokens, more than data.max_prompt_tokens={config.max_prompt_tokens}; raise it, "
+                f"or {instead}"
             )
 
 
 class PromptSource:
-    """An endless sequence of prompts: every epoch is a permutation of all of them, drawn from seed and epoch.
+    """An endless sequence of prompts: every epoch is a permutation of all of them, drawn from seed
+    and epoch.
 
-    With the weights of several sources, each source has epochs of its own, and of the first n draws each source has its
-    share of n, give or take one per source. The prompt at a cursor depends on the prompts, their weights, the seed and
-    the cursor alone, not on how they were taken.
+    With the weights of several sources, each source has its own epochs, and of the first n draws
+    each source has its share of n, give or take one per source. The prompt at a cursor depends on
+    the prompts, their weights, the seed and the cursor alone, not on how they were taken.
     """
 
     def __init__(
-        self, prompts: Sequence[Prompt], seed: int, shuffle: bool = True, weights: Mapping[str, float] | None = None
+        self,
+        prompts: Sequence[Prompt],
+        seed: int,
+        shuffle: bool = True,
+        weights: Mapping[str, float] | None = None,
     ) -> None:
         if not prompts:
             raise ValueError("no prompts")
-        self._prompts, self._seed, self._shuffle = list(prompts), seed, shuffle
+        self._prompts = list(prompts)
+        self._seed = seed
+        self._shuffle = shuffle
         self._weights = dict(weights or {})
         whole = sum(self._weights.values())
         self._shares = [weight / whole for weight in self._weights.values()] or [1.0]
@@ -85,7 +125,8 @@ class PromptSource:
         self._sources = sources or [self._prompts]
         self._orders: list[tuple[int, list[int]]] = [(-1, []) for _ in self._sources]
         self._drawn = [0] * len(self._sources)
-        self._places: list[tuple[int, int]] = []  # of every cursor so far: its source, and how often that was drawn
+        # For every cursor: its source, and how often the source was drawn
+        self._places: list[tuple[int, int]] = []
         self.cursor = 0
 
     def __len__(self) -> int:
@@ -93,7 +134,8 @@ class PromptSource:
         return len(self._prompts)
 
     def at(self, cursor: int) -> Prompt:
-        """The prompt with this number in the run, counted from 0, whether or not it was drawn before."""
+        """The prompt with this number in the run, counted from 0, whether or not it was drawn
+        before."""
         return replace(self._at(cursor), cursor=cursor)
 
     def state(self) -> dict[str, Any]:
@@ -109,7 +151,8 @@ class PromptSource:
     def restore(self, state: dict[str, Any]) -> None:
         """Go on from a state.
 
-        Raises BadInput if seed, order or prompts are not those of the state: the run would see another sequence.
+        Raises BadInput if seed, order or prompts differ from the state's: the run would see
+        another sequence.
         """
         for key, value in self.state().items():
             if key != "cursor" and state[key] != value:
@@ -125,16 +168,22 @@ class PromptSource:
         if epoch != self._orders[source][0]:
             order = list(range(len(self._sources[source])))
             if self._shuffle:
-                random.Random(f"{self._seed}/{epoch}" + (f"/{source}" if source else "")).shuffle(order)
+                random.Random(f"{self._seed}/{epoch}" + (f"/{source}" if source else "")).shuffle(
+                    order
+                )
             self._orders[source] = epoch, order
         return self._sources[source][self._orders[source][1][position]]
 
     def _place(self, cursor: int) -> tuple[int, int]:
         if not self._weights:
             return 0, cursor
-        while len(self._places) <= cursor:  # whose turn it is: the source that is furthest behind its share
+        # Whose turn it is: the source that is furthest behind its share
+        while len(self._places) <= cursor:
             draws = len(self._places) + 1
-            behind = [share * draws - drawn for share, drawn in zip(self._shares, self._drawn, strict=True)]
+            behind = [
+                share * draws - drawn
+                for share, drawn in zip(self._shares, self._drawn, strict=True)
+            ]
             source = behind.index(max(behind))
             self._places.append((source, self._drawn[source]))
             self._drawn[source] += 1
