@@ -1,4 +1,5 @@
-"""A verifier for models that know nothing: a response is correct where it has an even number of words."""
+"""A verifier for models that know nothing: a response is correct where it has an even number of
+words."""
 
 import os
 import signal
@@ -24,3 +25,8 @@ def verify_with_bombs(problem: str, answer: str, response: str, extra: Mapping[s
 def first_word(problem: str, answer: str, response: str, extra: Mapping[str, Any]) -> bool:
     """Correct where the first word is an even digit: nothing behind it matters."""
     return response.split()[:1] in (["0"], ["2"], ["4"], ["6"], ["8"])
+
+
+def length_score(problem: str, answer: str, response: str, extra: Mapping[str, Any]) -> float:
+    """A score of 0 to 1 in which responses to a problem hardly ever agree."""
+    return (len(response) % 17) / 16

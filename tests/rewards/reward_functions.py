@@ -1,5 +1,6 @@
 """User functions for the tests of the pool: they do to a worker what the response says."""
 
+import mmap
 import os
 import resource
 import signal
@@ -28,13 +29,23 @@ def obey(problem: str, answer: str, response: str, extra: Mapping[str, Any]) -> 
         time.sleep(600)
     if response == "exit":
         os._exit(3)
+    if response == "sys.exit":
+        sys.exit(0)
     if response == "allocate":
         bytearray(64 << 30)
+    if response == "share":
+        shared = mmap.mmap(-1, 900 << 20)  # no limit of the kernel's counts it
+        for place in range(0, len(shared), mmap.PAGESIZE):
+            shared[place] = 1
+        time.sleep(30)
     if response == "raise memory":
         raise MemoryError
     if response == "limits":
         # MiB of memory, of a core file; what it may read
-        found = (resource.getrlimit(resource.RLIMIT_AS)[0] >> 20, *resource.getrlimit(resource.RLIMIT_CORE))
+        found = (
+            resource.getrlimit(resource.RLIMIT_DATA)[0] >> 20,
+            *resource.getrlimit(resource.RLIMIT_CORE),
+        )
         raise ValueError(f"{found} {os.read(0, 9)!r}")
     if response == "raise":
         raise KeyError("no such\nkey")
@@ -46,23 +57,25 @@ def obey(problem: str, answer: str, response: str, extra: Mapping[str, Any]) -> 
 
 
 def orphans(problem: str, answer: str, response: str, extra: Mapping[str, Any]) -> float:
-    """Leave children whose parents are gone and which end by themselves; how many processes hang on this one."""
+    """Leave processes whose parents are gone and which end by themselves; how many of them are
+    still to be reaped at last."""
     for _ in range(int(extra["orphans"])):
         if child := os.fork():
             os.waitpid(child, 0)
         else:
             os.fork()
             os._exit(0)
-    left = psutil.Process().children()
-    deadline = time.monotonic() + 30
-    while any(child.status() != psutil.STATUS_ZOMBIE for child in left):
-        assert time.monotonic() < deadline, "they do not end"
+    supervisor = psutil.Process().parent()
+    assert supervisor is not None
+    deadline = time.monotonic() + 120
+    while (left := len(supervisor.children()) - 1) and time.monotonic() < deadline:
         time.sleep(0.01)
-    return float(len(left))
+    return float(left)
 
 
 def leave_daemon(pid_file: str) -> None:
-    """A process in a session of its own whose parent is gone: what daemon(3) does, and a careless `setsid ... &`."""
+    """A process in a session of its own whose parent is gone: what daemon(3) does, and a careless
+    `setsid ... &`."""
     if child := os.fork():
         os.waitpid(child, 0)
         return
@@ -127,5 +140,21 @@ def raises_on_fail(problem: str, answer: str, response: str, extra: Mapping[str,
     return True
 
 
-def half_for_what_was_cut(problem: str, answer: str, response: str, extra: Mapping[str, Any]) -> float:
+def half_for_what_was_cut(
+    problem: str, answer: str, response: str, extra: Mapping[str, Any]
+) -> float:
     return 0.25 if extra.get("truncated") else 1.0
+
+
+def with_torch(problem: str, answer: str, response: str, extra: Mapping[str, Any]) -> float:
+    """As a function that imports torch and transformers does. The CUDA build maps some gigabytes
+    of its libraries' files, and its driver reserves address space: so does this."""
+    import torch
+    import transformers
+
+    with Path(extra["library"]).open("rb") as library:
+        mapped = mmap.mmap(library.fileno(), 0, access=mmap.ACCESS_READ)
+        reserved = mmap.mmap(-1, 16 << 30, prot=0)
+    assert transformers.__version__ and mapped[0] == 0
+    reserved.close()
+    return float(torch.ones(3).sum())

@@ -4,9 +4,11 @@ import json
 
 import pytest
 
+from vapo_megatron.agents.sandbox import NoBoundary
 from vapo_megatron.config.reward import RewardConfig
 from vapo_megatron.data.sample import Prompt
 from vapo_megatron.errors import BadInput
+from vapo_megatron.rewards import code
 from vapo_megatron.rewards.code import check_tests, grade_code
 from vapo_megatron.rewards.pool import VerifierPool
 
@@ -27,11 +29,16 @@ def _correct(code: str, tests: str = ASSERTS, seconds: float = 30.0) -> bool:
 def test_right_code_passes_and_wrong_code_does_not() -> None:
     assert _correct("import sys\nprint('noise')\nprint('noise', file=sys.stderr)\n" + RIGHT)
     assert _correct("import sys\nprint('noise', file=sys.stderr)\n" + SUM, PAIRS)
-    assert _correct("import sys\nassert sys.stdin.read() == ''\n" + RIGHT), "nothing to read where calls are tested"
+    assert _correct("import sys\nassert sys.stdin.read() == ''\n" + RIGHT), (
+        "nothing to read where calls are tested"
+    )
     assert not _correct("def double(x):\n    return x + 2")
     assert not _correct("print(3)", PAIRS)
     assert not _correct(SUM + "\nraise SystemExit(1)", PAIRS), "a program that ends with an error"
-    assert grade_code(ASSERTS, "def double(x): return 2 * x", 30.0, 512, share=False)["reason"] == "no_answer"
+    assert (
+        grade_code(ASSERTS, "def double(x): return 2 * x", 30.0, 512, share=False)["reason"]
+        == "no_answer"
+    )
 
 
 @pytest.mark.parametrize(
@@ -43,8 +50,9 @@ def test_right_code_passes_and_wrong_code_does_not() -> None:
         "open('/etc/hostname').read()\n" + RIGHT,
         "raise SystemExit(0)",
         "import os\nprint('\\n4')\nos._exit(0)",
-        "import builtins\nclass Same:\n    __eq__ = lambda s, o: True\n    __bool__ = lambda s: False\n"
-        "builtins.repr = lambda x: 'True'\nbuiltins.AssertionError = None\ndef double(x): return Same()",
+        "import builtins\nclass Same:\n    __eq__ = lambda s, o: True\n    __bool__ = lambda s: "
+        "False\nbuiltins.repr = lambda x: 'True'\nbuiltins.AssertionError = None\ndef double(x): "
+        "return Same()",
         "import ast, sys\nast.literal_eval = lambda x: 4\nprint(sys._getframe(1).f_locals)\n"
         "def double(x): return next(c for c in sys._getframe(1).f_code.co_consts if c == 2 * x)",
         "print('(' * 9000)\nimport os\nos._exit(0)",
@@ -54,16 +62,22 @@ def test_a_hostile_answer_is_wrong(code: str) -> None:
     assert not _correct(code)
 
 
-def test_an_answer_that_sleeps_is_wrong_and_shares_count_what_passes() -> None:
+def test_sleeping_answer_is_wrong_and_shares_count_passed_tests() -> None:
     assert not _correct("import time\ntime.sleep(600)", seconds=0.5)
     config = RewardConfig(verifier="code_share", workers=1, incorrect=-1.0, response_timeout_s=60.0)
-    cases = [(PAIRS, _block("a, b = map(int, input().split())\nprint(3 if a < b else 0)")), (PAIRS, _block(SUM))]
+    cases = [
+        (PAIRS, _block("a, b = map(int, input().split())\nprint(3 if a < b else 0)")),
+        (PAIRS, _block(SUM)),
+    ]
     with VerifierPool(config) as pool:
         grades = pool.grade_batch(cases)
     assert [(grade.correct, grade.score) for grade in grades] == [(False, 0.0), (True, 1.0)]
     with VerifierPool(config.model_copy(update={"verifier": "code"})) as pool:
         grades = pool.grade_batch(cases)
-    assert [(grade.reason, grade.score) for grade in grades] == [("different", -1.0), ("equal", 1.0)]
+    assert [(grade.reason, grade.score) for grade in grades] == [
+        ("different", -1.0),
+        ("equal", 1.0),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -82,3 +96,16 @@ def test_an_answer_that_sleeps_is_wrong_and_shares_count_what_passes() -> None:
 def test_a_row_without_tests_is_refused_by_name(answer: str) -> None:
     with pytest.raises(BadInput, match=r"train\.jsonl: row r7: the answer holds no tests"):
         check_tests([Prompt("r7", "p", answer, (), source="train.jsonl")])
+
+
+def test_a_kernel_that_cannot_confine_code_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def check() -> None:
+        raise NoBoundary("running code needs Landlock")
+
+    monkeypatch.setattr(code, "check_boundary", check)
+    row = Prompt("r1", "p", "assert f(1) == 2", (), source="train.jsonl")
+    with (
+        VerifierPool(RewardConfig(verifier="code")) as pool,
+        pytest.raises(BadInput, match="needs Landlock"),
+    ):
+        list(pool.check([row]))

@@ -2,7 +2,15 @@ from typing import cast
 
 import pytest
 
-from vapo_megatron.rewards.extract import NOTHING, AnswerFormat, Extraction, Marker, boxed, extract_answer, final_part
+from vapo_megatron.rewards.extract import (
+    NOTHING,
+    AnswerFormat,
+    Extraction,
+    Marker,
+    boxed,
+    extract_answer,
+    final_part,
+)
 
 
 @pytest.mark.parametrize(
@@ -83,7 +91,11 @@ from vapo_megatron.rewards.extract import NOTHING, AnswerFormat, Extraction, Mar
         ("42", "42", "bare"),
         (" \nof two words\n", "of two words", "bare"),
         ("x\ny", "x\ny", "free_text"),
-        ("\u0130 stands in a text without marker", "\u0130 stands in a text without marker", "free_text"),
+        (
+            "\u0130 stands in a text without marker",
+            "\u0130 stands in a text without marker",
+            "free_text",
+        ),
         ("1" * 300, "1" * 300, "bare"),
         ("1" * 301, "1" * 301, "free_text"),
         ("x" + "1" * 2000, "1" * 2000, "free_text"),
@@ -96,7 +108,7 @@ def test_the_answer_is_found(response: str, text: str, marker: str) -> None:
     assert (found.text, found.marker) == (text, marker)
 
 
-def test_a_box_that_is_cut_off_is_no_answer_even_after_a_whole_one() -> None:
+def test_cut_off_box_is_no_answer_even_after_a_complete_one() -> None:
     assert extract_answer(r"\boxed{7} and so in fact \boxed{8") == NOTHING
 
 
@@ -110,7 +122,9 @@ def test_only_what_follows_the_thought_counts() -> None:
 
 def test_the_next_turn_is_not_the_answer() -> None:
     assert extract_answer("Answer: 3\n<|im_start|>user\nAnswer: 4").text == "3"
-    assert [final_part(f"5{end}") for end in ("<|im_end|>", "<|endoftext|>\n", "</s> ", "<|eot_id|>")] == ["5"] * 4
+    assert [
+        final_part(f"5{end}") for end in ("<|im_end|>", "<|endoftext|>\n", "</s> ", "<|eot_id|>")
+    ] == ["5"] * 4
     assert final_part("5</s>6") == "5</s>6"
 
 
@@ -140,7 +154,9 @@ def test_a_box_stands_for_what_is_around_it() -> None:
 
 
 def test_hashes_that_are_asked_for_need_not_be_short() -> None:
-    assert extract_answer("#### the answer to all of this", "hash").text == "the answer to all of this"
+    assert (
+        extract_answer("#### the answer to all of this", "hash").text == "the answer to all of this"
+    )
     assert extract_answer("#### the answer to all of this", "marked") == NOTHING
 
 

@@ -34,7 +34,10 @@ SAME = [
     (r"(-\infty,-1)\cup(2,\infty)", r"\boxed{x<-1 \text{ or } x>2}"),
     (r"\{1,2,3\}", r"\boxed{\{3,2,1\}}"),
     ("(1,2)", r"\boxed{\left( 1, 2 \right)}"),
-    (r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", r"\boxed{\begin{bmatrix} 1 \\ \frac42 \end{bmatrix}}"),
+    (
+        r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}",
+        r"\boxed{\begin{bmatrix} 1 \\ \frac42 \end{bmatrix}}",
+    ),
     (r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", r"\boxed{[1, 2]}"),
     (r"2\sqrt{3}", r"\boxed{\sqrt{12}}"),
     ("x^2+2x+1", r"\boxed{(x+1)^2}"),
@@ -107,8 +110,20 @@ def test_an_empty_gold_is_never_matched() -> None:
 @pytest.mark.parametrize(
     "bomb",
     [
-        *("9^{9^{9^9}}", "99999!", "10^{100000000}", "(" * 900 + "1" + ")" * 900, "1" * 5_000, "2**3**4**5"),
-        *("(10^{9})!", r"\binom{10^9}{5\cdot10^8}", r"\binom{1000000}{500000}", "((x+1)^{300}+y)^{300}"),
+        *(
+            "9^{9^{9^9}}",
+            "99999!",
+            "10^{100000000}",
+            "(" * 900 + "1" + ")" * 900,
+            "1" * 5_000,
+            "2**3**4**5",
+        ),
+        *(
+            "(10^{9})!",
+            r"\binom{10^9}{5\cdot10^8}",
+            r"\binom{1000000}{500000}",
+            "((x+1)^{300}+y)^{300}",
+        ),
     ],
 )
 def test_a_bomb_is_refused_unread(bomb: str) -> None:
@@ -119,7 +134,11 @@ def test_a_bomb_is_refused_unread(bomb: str) -> None:
 
 @pytest.mark.parametrize(
     ("ground_truth", "answer"),
-    [("120", "5!"), (r"\binom{4020}{1005}", r"\binom{4020}{3015}"), ("(x+1)^{4}", "((x+1)^{2})^{2}")],
+    [
+        (r"5 \cdot 24", "5!"),
+        (r"\binom{4020}{1005}", r"\binom{4020}{3015}"),
+        ("(x+1)^{4}", "((x+1)^{2})^{2}"),
+    ],
 )
 def test_no_bomb_is_computed(ground_truth: str, answer: str) -> None:
     assert grade_response(ground_truth, rf"\boxed{{{answer}}}") == Grade(True, "equal", answer, 1.0)
@@ -135,10 +154,12 @@ def test_plain_answers_are_settled_without_sympy() -> None:
     code = (
         "import sys\n"
         "from vapo_megatron.rewards.math import grade\n"
-        "assert grade('1000', r'\\boxed{1{,}000}') and not grade('3', '#### 4') and grade('1/2', 'Answer: 0.5')\n"
-        "assert 'sympy' not in sys.modules and 'torch' not in sys.modules\n"
+        "assert grade('1000', r'\\boxed{1{,}000}') and not grade('3', '#### 4') and grade('1/2', "
+        "'Answer: 0.5')\nassert 'sympy' not in sys.modules and 'torch' not in sys.modules\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2], timeout=60)
+    subprocess.run(
+        [sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2], timeout=240
+    )
 
 
 def test_mathematics_is_left_to_a_comparison() -> None:
@@ -158,13 +179,19 @@ def test_mathematics_is_left_to_a_comparison() -> None:
         (r"\boxed{" + "y" * 2_000 + "}", "y" * 2_000, True),
     ],
 )
-def test_what_is_marked_as_an_answer_is_a_formula(response: str, answer: str, is_formula: bool) -> None:
+def test_what_is_marked_as_an_answer_is_a_formula(
+    response: str, answer: str, is_formula: bool
+) -> None:
     assert prepare("7", response) == Comparison("7", answer, answer_is_formula=is_formula)
 
 
-def test_the_ground_truth_is_its_boxes_or_what_follows_its_thought() -> None:
-    assert prepare(r"so \boxed{7} and \boxed{8}", "Answer: y,z") == Comparison("7, 8", "y,z", answer_is_formula=True)
-    assert prepare("<think>6</think> 7z ", "Answer: y") == Comparison("7z", "y", answer_is_formula=True)
+def test_ground_truth_is_its_boxes_or_the_text_after_its_thought() -> None:
+    assert prepare(r"so \boxed{7} and \boxed{8}", "Answer: y,z") == Comparison(
+        "7, 8", "y,z", answer_is_formula=True
+    )
+    assert prepare("<think>6</think> 7z ", "Answer: y") == Comparison(
+        "7z", "y", answer_is_formula=True
+    )
     assert prepare("7", r"\boxed{" + "y" * 2_001 + "}") == Grade(False, "too_complex", "y" * 2_000)
     assert prepare("7", r"\boxed{8}") == Grade(False, "different", "8")
 
@@ -176,13 +203,14 @@ def _shared_rows(name: str) -> list[dict]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def test_agreement_on_public_equivalence_cases_is_at_least_that_of_math_verify() -> None:
+def test_agreement_on_public_cases_is_at_least_math_verifys() -> None:
     import math_verify
 
     rows = [row for row in _shared_rows("answer_equivalence_public.jsonl") if not row["tags"]]
     ours = sum(grade(row["gold"], row["prediction"]) == row["expected"] for row in rows)
     theirs = sum(
-        math_verify.verify(math_verify.parse(row["gold"]), math_verify.parse(row["prediction"])) == row["expected"]
+        math_verify.verify(math_verify.parse(row["gold"]), math_verify.parse(row["prediction"]))
+        == row["expected"]
         for row in rows
     )
     assert ours >= theirs

@@ -2,7 +2,7 @@
 
 import pytest
 
-from vapo_megatron.rewards.symbolic import Rows, matrix_rows, paired_entries, vector_entries
+from vapo_megatron.rewards.composite import Rows, matrix_rows, paired_entries, vector_entries
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,9 @@ def test_a_vector_is_its_entries(text: str, entries: list[str] | None) -> None:
         ("(1, 2)", "(1, 2)", None),
     ],
 )
-def test_entries_are_paired_where_one_is_a_matrix(one: str, other: str, pairs: list[tuple[str, str]] | None) -> None:
+def test_entries_are_paired_where_one_is_a_matrix(
+    one: str, other: str, pairs: list[tuple[str, str]] | None
+) -> None:
     swapped = pairs if pairs is None else [(b, a) for a, b in pairs]
     assert paired_entries(one, other) == pairs
     assert paired_entries(other, one) == swapped

@@ -21,7 +21,10 @@ from vapo_megatron.rewards.normal_form import compact, normal_form, plain_number
         ("$x$, $y$", "$x$, $y$"),
         ("$x$.", "x"),
         (r"\\frac{1}{2}", r"\frac{1}{2}"),
-        (r"\begin{pmatrix}1\\frac{1}{2}\end{pmatrix}", r"\begin{pmatrix}1\\frac{1}{2}\end{pmatrix}"),
+        (
+            r"\begin{pmatrix}1\\frac{1}{2}\end{pmatrix}",
+            r"\begin{pmatrix}1\\frac{1}{2}\end{pmatrix}",
+        ),
         (r"\dfrac12", r"\frac{1}{2}"),
         (r"\frac1{20}", r"\frac{1}{20}"),
         (r"\frac{1}2", r"\frac{1}{2}"),
@@ -48,13 +51,20 @@ def test_typesetting_goes(text: str, normal: str) -> None:
     assert normal_form(normal) == normal
 
 
-@pytest.mark.parametrize(("text", "said"), [("a b", "ab"), ("1 2", "1 2"), ("1 a 2", "1a2"), ("a  b", "ab")])
+@pytest.mark.parametrize(
+    ("text", "said"), [("a b", "ab"), ("1 2", "1 2"), ("1 a 2", "1a2"), ("a  b", "ab")]
+)
 def test_spaces_part_numbers_alone(text: str, said: str) -> None:
     assert compact(text) == said
 
 
 @pytest.mark.parametrize(
-    ("text", "said"), [(r"\text{No Solution}", "no solution"), (r" A\mathrm{b} \textbf{ C }", "a b c"), ("X  Y", "x y")]
+    ("text", "said"),
+    [
+        (r"\text{No Solution}", "no solution"),
+        (r" A\mathrm{b} \textbf{ C }", "a b c"),
+        ("X  Y", "x y"),
+    ],
 )
 def test_words_are_small_and_unwrapped(text: str, said: str) -> None:
     assert words(text) == said
@@ -100,7 +110,8 @@ def test_a_number_has_its_value(text: str, value: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "base", "digits"), [("1101_2", 2, "1101"), ("+0011_{12}", 12, "11"), ("-0011_3", 3, "-11")]
+    ("text", "base", "digits"),
+    [("1101_2", 2, "1101"), ("+0011_{12}", 12, "11"), ("-0011_3", 3, "-11")],
 )
 def test_a_number_with_a_base_keeps_its_digits(text: str, base: int, digits: str) -> None:
     found = plain_number(text)
@@ -110,7 +121,19 @@ def test_a_number_with_a_base_keeps_its_digits(text: str, base: int, digits: str
 
 @pytest.mark.parametrize(
     "text",
-    [r"\frac{1}{0}", r"2\frac{-1}{2}", "1/0", "1/0.0", "1.5_2", r"\frac{1}{2}_2", "1,22_3", "x", "1 2", "", "9" * 1001],
+    [
+        r"\frac{1}{0}",
+        r"2\frac{-1}{2}",
+        "1/0",
+        "1/0.0",
+        "1.5_2",
+        r"\frac{1}{2}_2",
+        "1,22_3",
+        "x",
+        "1 2",
+        "",
+        "9" * 1001,
+    ],
 )
 def test_what_is_no_number_is_left_alone(text: str) -> None:
     assert plain_number(text) is None

@@ -29,14 +29,17 @@ from vapo_megatron.rewards.equivalence import quantity, time_of_day
         ("5 trillion", "5", "count^1", "1000000000000"),
     ],
 )
-def test_a_quantity_is_its_value_and_its_unit(text: str, value: str, dimension: str, scale: str) -> None:
+def test_a_quantity_is_its_value_and_its_unit(
+    text: str, value: str, dimension: str, scale: str
+) -> None:
     found = quantity(text)
     assert found is not None
     assert (found.value, found.dimension, found.scale) == (value, dimension, Fraction(scale))
 
 
 @pytest.mark.parametrize(
-    "text", ["35", "35 apples", "square", "5 square", r"5\text{ }", "x cm", r"\text{cm}", "5 cm cm", "$"]
+    "text",
+    ["35", "35 apples", "square", "5 square", r"5\text{ }", "x cm", r"\text{cm}", "5 cm cm", "$"],
 )
 def test_what_has_no_known_unit_is_no_quantity(text: str) -> None:
     assert quantity(text) is None
@@ -55,7 +58,9 @@ def test_what_has_no_known_unit_is_no_quantity(text: str) -> None:
         (r"\text{7:00}", 7 * 60, False),
     ],
 )
-def test_a_time_of_day_is_its_minutes_since_midnight(text: str, minutes: int, half_is_stated: bool) -> None:
+def test_a_time_of_day_is_its_minutes_since_midnight(
+    text: str, minutes: int, half_is_stated: bool
+) -> None:
     assert time_of_day(text) == (minutes, half_is_stated)
 
 

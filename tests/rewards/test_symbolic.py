@@ -1,4 +1,5 @@
-"""What math-verify decides, with its faults mended: sets, matrices, formulas in text, and what it is not asked."""
+"""What math-verify decides, with its faults mended: sets, matrices, formulas in text, and what it
+is not asked."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -49,7 +50,8 @@ def _parsed_anew() -> None:
     ],
 )
 def test_formulas_are_compared_both_ways(one: str, other: str, same: bool) -> None:
-    with ThreadPoolExecutor(1) as thread:  # math-verify's own time limits would work in the main thread alone
+    # Math-verify's own time limits would work in the main thread alone
+    with ThreadPoolExecutor(1) as thread:
         assert thread.submit(equivalent, one, other, answer_is_formula=True).result() is same
         assert thread.submit(equivalent, other, one, answer_is_formula=True).result() is same
 
@@ -102,12 +104,17 @@ def test_want_of_memory_is_told_and_no_other_error(monkeypatch: pytest.MonkeyPat
 def test_what_costs_too_much_is_told_by_its_numbers(allowed: str, refused: str) -> None:
     assert not too_costly(allowed)
     assert too_costly(refused)
-    assert settle(Comparison("7", refused, answer_is_formula=True)) == Grade(False, "too_complex", refused)
+    assert settle(Comparison("7", refused, answer_is_formula=True)) == Grade(
+        False, "too_complex", refused
+    )
 
 
-def test_a_number_and_what_varies_are_told_apart_by_two_points(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_number_and_what_varies_are_told_apart_by_two_points(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Sympy looks for half a minute for what a large binomial and a sine share."""
-    assert grade("1", r"\boxed{\sin^2 x+\cos^2 x}")  # both have letters or not, and yet are equal: sympy decides
+    # Both have letters or not, and yet are equal: sympy decides.
+    assert equivalent("1", r"\sin^2 x+\cos^2 x", answer_is_formula=True)
     assert not grade(r"\sin^2 x+\cos^2 x", r"\boxed{\frac{999999}{1000000}}")
 
     def only_texts(one: object, other: object, **_: object) -> bool:
@@ -121,4 +128,5 @@ def test_a_number_and_what_varies_are_told_apart_by_two_points(monkeypatch: pyte
     assert not grade("x+y+10", r"\boxed{\binom{40}{5}}")
     monkeypatch.setattr(symbolic, "verify", lambda *_, **__: True)
     assert equivalent("f(x)", "1", answer_is_formula=True)  # cannot be evaluated
-    assert equivalent(r"10^9\frac{x^{y}x^{1-y}}{x}", "10^9", answer_is_formula=True)  # but for rounding
+    # But for rounding
+    assert equivalent(r"10^9\frac{x^{y}x^{1-y}}{x}", "10^9", answer_is_formula=True)

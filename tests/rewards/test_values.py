@@ -1,4 +1,5 @@
-"""Values of formulas without sympy: what it says is right, and what it does not read is left alone."""
+"""Values of formulas without sympy: what it says is right, and what it does not read is left
+alone."""
 
 from random import Random
 
@@ -240,10 +241,15 @@ UNTOLD = [
 
 @pytest.mark.parametrize(
     ("ground_truth", "answer", "said"),
-    [(*pair, said) for pairs, said in ((EQUAL, True), (DIFFERENT, False), (UNTOLD, None)) for pair in pairs],
+    [
+        (*pair, said)
+        for pairs, said in ((EQUAL, True), (DIFFERENT, False), (UNTOLD, None))
+        for pair in pairs
+    ],
 )
 def test_values_are_compared_both_ways(ground_truth: str, answer: str, said: bool | None) -> None:
-    one, other = normal_form(ground_truth), normal_form(answer)
+    one = normal_form(ground_truth)
+    other = normal_form(answer)
     assert same_value(one, other) is said
     assert same_value(other, one) is said
 
@@ -259,7 +265,18 @@ def test_no_text_breaks_it() -> None:
     """It runs in the trainer's process: an exception would end the run."""
     assert same_value(r"\infty", "p") is None and same_value(r"[0, \infty)", "[0, p)") is None
     random = Random(7)
-    pieces = [*"pexi0123.,^()[]{}+-*/° ", r"\infty", r"\frac", r"\sqrt", r"\pi", r"\sin", r"\log", "^{", "}{", r"\circ"]
+    pieces = [
+        *"pexi0123.,^()[]{}+-*/° ",
+        r"\infty",
+        r"\frac",
+        r"\sqrt",
+        r"\pi",
+        r"\sin",
+        r"\log",
+        "^{",
+        "}{",
+        r"\circ",
+    ]
     for _ in range(4000):
         texts = ["".join(random.choices(pieces, k=random.randint(1, 9))) for _ in range(2)]
         assert same_value(*texts) in (True, False, None), texts

@@ -1,30 +1,56 @@
-"""The verifier of code: a response's last block of Python, run against the tests of its row in the agents' sandbox.
+"""The verifier of code: a response's last block of Python, run against the tests of its row in the
+agents' sandbox.
 
-Expected results never enter the sandbox: the code can neither print a result that it has not computed, nor change the
-comparison.
+Expected results never enter the sandbox: the code can neither print a result that it has not
+computed, nor change the comparison.
 """
 
 import ast
 import asyncio
-import json
 import re
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from vapo_megatron.agents.sandbox import check_boundary
 from vapo_megatron.agents.tools import run_python
 from vapo_megatron.errors import BadInput
+from vapo_megatron.files import parse_json
+from vapo_megatron.rewards.grade import Case, Grade
+from vapo_megatron.rewards.verifier import Message, Verifier
 
 if TYPE_CHECKING:  # a worker has no use for torch
     from vapo_megatron.data.sample import Prompt
 
 _BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
 _LONGEST = 8_000  # characters of what a test expects; a sandbox may print 16 KiB
-# Before the code of a test: its input, and errors apart from what it prints.
+# Before the code of a test: its input, and errors kept apart from its output.
 _INPUT = """import io, sys
 sys.stdin, sys.stderr = io.TextIOWrapper(io.BytesIO({!r}.encode())), io.StringIO()
 del io, sys
 """
+
+
+class CodeVerifier(Verifier):
+    """Runs a response's code against the tests of its row; code_share rewards the share of them
+    that pass."""
+
+    grace_s = 30.0
+
+    def grade(self, message: Message) -> dict[str, Any]:
+        """The grade on a response."""
+        return grade_code(
+            message["ground_truth"],
+            message["response"],
+            self.config.response_timeout_s,
+            self.config.memory_mib,
+            self.config.verifier == "code_share",
+        )
+
+    def check(self, rows: "Sequence[Prompt]", grade: Callable[[Case], Grade]) -> None:
+        """Raise BadInput for a row without tests, or a kernel that cannot confine the code."""
+        check_boundary()
+        check_tests(rows)
 
 
 def check_tests(prompts: "Iterable[Prompt]") -> None:
@@ -34,21 +60,27 @@ def check_tests(prompts: "Iterable[Prompt]") -> None:
             _tests(prompt.answer)
         except (ValueError, SyntaxError) as error:
             raise BadInput(
-                f"{prompt.source}: row {prompt.id}: the answer holds no tests ({error}); expected lines such as "
-                '`assert f(1) == 2`, or JSON [{"input": "1 2", "output": "3"}]; data.fields.answer names the field'
+                f"{prompt.source}: row {prompt.id}: the answer holds no tests ({error}); expected "
+                'lines such as `assert f(1) == 2`, or JSON [{"input": "1 2", "output": "3"}]; '
+                "data.fields.answer names the field"
             ) from None
 
 
-def grade_code(answer: str, response: str, seconds: float, memory_mib: int, share: bool) -> dict[str, Any]:
-    """The grade on a response; answer: the tests, which have `seconds` together. share: tests that pass score too.
+def grade_code(
+    answer: str, response: str, seconds: float, memory_mib: int, share: bool
+) -> dict[str, Any]:
+    """The grade on a response; answer: the tests, which have `seconds` together. share: tests that
+    pass score too.
 
-    A test is an assert of a call, alone or compared with a literal by == or is, after statements that prepare it; or
-    an input with the output that a program prints.
+    A test is an assert of a call, alone or compared with a literal by == or is, after statements
+    that prepare it; or an input with the output that a program prints.
     """
-    tests, blocks = _tests(answer), _BLOCK.findall(response)
+    tests = _tests(answer)
+    blocks = _BLOCK.findall(response)
     if not blocks:
         return {"correct": False, "reason": "no_answer"}
-    deadline, passed = time.monotonic() + seconds, 0
+    deadline = time.monotonic() + seconds
+    passed = 0
     for test in tests:
         left = deadline - time.monotonic()
         if left > 0 and _passes(blocks[-1], test, left, memory_mib):
@@ -61,15 +93,18 @@ def grade_code(answer: str, response: str, seconds: float, memory_mib: int, shar
 
 
 def _tests(answer: str) -> list[tuple[str, str, Any]]:
-    """(code to append, standard input, expected result) of each test; a program's expected output is a text."""
+    """(code to append, standard input, expected result) of each test; a program's expected output
+    is a text."""
     try:
-        pairs = json.loads(answer)
+        pairs = parse_json(answer)
     except ValueError:
         return _asserts(answer)
     if not isinstance(pairs, list) or not pairs:
         raise ValueError("not a list of tests")
     for pair in pairs:
-        if not isinstance(pair, dict) or not all(isinstance(pair.get(name), str) for name in ("input", "output")):
+        if not isinstance(pair, dict) or not all(
+            isinstance(pair.get(name), str) for name in ("input", "output")
+        ):
             raise ValueError("a test without the texts input and output")
         if len(pair["output"]) > _LONGEST:
             raise ValueError(f"an output longer than {_LONGEST} characters")
@@ -83,21 +118,26 @@ def _asserts(source: str) -> list[tuple[str, str, Any]]:
         if not isinstance(statement, ast.Assert):
             before += ast.unparse(statement) + "\n"
             continue
-        asserted, expected = statement.test, True
+        asserted = statement.test
+        expected = True
         call = asserted
         if (
             isinstance(asserted, ast.Compare)
             and len(asserted.ops) == 1
             and isinstance(asserted.ops[0], ast.Eq | ast.Is)
         ):
-            call, expected = asserted.left, ast.literal_eval(asserted.comparators[0])
+            call = asserted.left
+            expected = ast.literal_eval(asserted.comparators[0])
             shown = ast.unparse(call)
         else:
             if isinstance(call, ast.UnaryOp) and isinstance(call.op, ast.Not):
-                call, expected = call.operand, False
+                call = call.operand
+                expected = False
             shown = f"bool({ast.unparse(call)})"
         if not isinstance(call, ast.Call):
-            raise ValueError(f"`{ast.unparse(statement)[:80]}` is not a call compared with a literal")
+            raise ValueError(
+                f"`{ast.unparse(statement)[:80]}` is not a call compared with a literal"
+            )
         tests.append((f"{before}print('\\n' + repr({shown}))\n", "", (expected,)))
     if not tests:
         raise ValueError("no assert")

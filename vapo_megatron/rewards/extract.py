@@ -8,15 +8,20 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-# auto: the marker that stands last, and the free text where there is none; marked: the same without free text;
-# the others: that marker alone.
+# auto: the marker that stands last, and the free text where there is none; marked: the same without
+# free text; the others: that marker alone.
 AnswerFormat = Literal["auto", "marked", "boxed", "answer_line", "answer_tag", "hash"]
 Marker = Literal["boxed", "answer_line", "answer_tag", "hash", "bare", "free_text", "none"]
 
-FREE_TEXT_TAIL = 2_000  # characters at the end of an unmarked response that are searched for an answer
+FREE_TEXT_TAIL = (
+    2_000  # characters at the end of an unmarked response that are searched for an answer
+)
 
-_BOX = re.compile(r"(?:boxed|fbox)\b\s*")  # behind a backslash; begins with letters so that the search is fast
-_ANSWER_LINE = re.compile(r"\banswer\b[ \t*_`]{0,8}[:\uff1a]|^(?-i:A:)", re.IGNORECASE | re.MULTILINE)
+# Behind a backslash; begins with letters so that the search is fast
+_BOX = re.compile(r"(?:boxed|fbox)\b\s*")
+_ANSWER_LINE = re.compile(
+    r"\banswer\b[ \t*_`]{0,8}[:\uff1a]|^(?-i:A:)", re.IGNORECASE | re.MULTILINE
+)
 _TAG_OPENS = re.compile(r"<answer>", re.IGNORECASE)
 _TAG_CLOSES = re.compile(r"</answer>", re.IGNORECASE)
 # Up to the next marker on the line: "#### 5 #### 4" answers with 4, not with both.
@@ -25,15 +30,22 @@ _NEXT_TURN = re.compile(r"<\|im_start\|>\s*user\b|(?:<\|(?:im_end|endoftext|eot_
 # Lines with nothing but marks that open a formula or bold text.
 _OPENING_LINES = re.compile(r"(?:(?:[ \t\r*_`$]|\\[\[(])*\n)*")
 _PERCENT_AFTER = re.compile(r"\s*\$?\s*(?:\\?%|percent\b|pct\b)", re.IGNORECASE)
-# Boxes that belong to one answer: nothing but a few words with "and", "or" or a comma lies between them.
-_JOINED = re.compile(r"[^.\n]{0,40}(?:\band\b|\bor\b|,|\\quad)[^.\n]{0,40}|[\s$]{0,4}", re.IGNORECASE)
-_SECOND_THOUGHT = re.compile(r"\b(?:wait|actually|no|not|instead|sorry|rather|correction|but)\b", re.IGNORECASE)
+# Boxes that belong to one answer: nothing but a few words with "and", "or" or a comma lies between
+# them.
+_JOINED = re.compile(
+    r"[^.\n]{0,40}(?:\band\b|\bor\b|,|\\quad)[^.\n]{0,40}|[\s$]{0,4}", re.IGNORECASE
+)
+_SECOND_THOUGHT = re.compile(
+    r"\b(?:wait|actually|no|not|instead|sorry|rather|correction|but)\b", re.IGNORECASE
+)
 _COMMAND = re.compile(r"\\(?:text|mathrm|textbf|mathbf|mbox|operatorname)\s*\{|\\[a-zA-Z]+")
 _WORD = re.compile(r"[A-Za-z]{2,}")
 _BRACE = re.compile(r"\\.|[{}]")
 _SEPARATOR = re.compile(r"(?<=\d)(?:,|\{,\})(?=\d{3}(?!\d))")
 _CURRENCY = re.compile(r"\\?[$£€](?=\d[\d,.]*(?:\s|[.,;]*$))", re.MULTILINE)
-_CLOSING_LIST = re.compile(r"(?:\b(?:is|are|be)|:)\s+((?:-?[\d./]+\s*,\s*)*-?[\d./]+,?\s+and\s+-?[\d./]*\d)[.\s]*$")
+_CLOSING_LIST = re.compile(
+    r"(?:\b(?:is|are|be)|:)\s+((?:-?[\d./]+\s*,\s*)*-?[\d./]+,?\s+and\s+-?[\d./]*\d)[.\s]*$"
+)
 _SENTENCE = re.compile(r"[a-z]\s+(?:is|are)\s")
 _LONGEST_BARE = 300
 _MOST_BARE_WORDS = 3
@@ -53,9 +65,9 @@ NOTHING = Extraction("", "none")
 def extract_answer(response: str, answer_format: AnswerFormat = "auto") -> Extraction:
     """Find the answer of a response.
 
-    What counts is the text after the last </think>; a <think> that is not closed holds no answer. Of several markers
-    the last one counts; boxes joined by "and", "or" or a comma are one answer. A box cut off by the end of the
-    response is no answer.
+    What counts is the text after the last </think>; a <think> that is not closed holds no answer.
+    Of several markers the last one counts; boxes joined by "and", "or" or a comma are one answer. A
+    box cut off by the end of the response is no answer.
     """
     text = final_part(response)
     tagged = _last_tag(text) if answer_format in ("auto", "marked", "answer_tag") else None
@@ -75,7 +87,8 @@ def extract_answer(response: str, answer_format: AnswerFormat = "auto") -> Extra
 
 
 def final_part(response: str) -> str:
-    """The response after its last closed thought and before any next turn; "" inside a thought that never closes."""
+    """The response after its last closed thought and before any next turn; "" inside a thought that
+    never closes."""
     text = response.rpartition("</think>")[2]
     if "<think>" in text:
         return ""
@@ -84,7 +97,8 @@ def final_part(response: str) -> str:
 
 
 def boxed(text: str) -> str:
-    """All boxes of text joined by commas, each content once; "" without a box. For reference solutions."""
+    """All boxes of text joined by commas, each content once; "" without a box. For reference
+    solutions."""
     return ", ".join(dict.fromkeys(content for _, _, content in _boxes(text) if content))
 
 
@@ -96,7 +110,8 @@ def is_bare(text: str) -> bool:
 
 
 def closing_list(text: str) -> str:
-    """The numbers that free text ends with (2, 3 and 5), joined by commas; "" where it ends otherwise."""
+    """The numbers that free text ends with (2, 3 and 5), joined by commas; "" where it ends
+    otherwise."""
     match = _CLOSING_LIST.search(text[-_LONGEST_BARE:])
     return re.sub(r",?\s+and\s+", ", ", match[1]) if match else ""
 
@@ -134,7 +149,8 @@ def _last_marker(text: str, answer_format: AnswerFormat) -> Extraction:
             opening = _OPENING_LINES.match(text, lines[-1].end())
             assert opening is not None
             answer = _inside(text[opening.end() :].partition("\n")[0], "answer_line")
-            # Prose after a box ("The answer is \boxed{5}. Check the answer: it fits.") does not take the box back.
+            # Prose after a box ("The answer is \boxed{5}. Check the answer: it fits.") does not
+            # take the box back.
             if not candidates or is_bare(answer.text):
                 candidates[lines[-1].start()] = answer
     if anything or answer_format == "hash":
@@ -146,13 +162,15 @@ def _last_marker(text: str, answer_format: AnswerFormat) -> Extraction:
 
 
 def _inside(body: str, marker: Marker) -> Extraction:
-    """The answer within what a marker encloses: a box if there is one, else all of it without its Markdown."""
+    """The answer within what a marker encloses: a box if there is one, else all of it without its
+    Markdown."""
     start, content = _last_box(body)
     return Extraction(content if start >= 0 else body.strip(" \t\r\n*_`"), marker)
 
 
 def _last_box(text: str) -> tuple[int, str]:
-    """(start, content) of the last box with those it is joined to; start -1: there is none; "": it is cut off."""
+    """(start, content) of the last box with those it is joined to; start -1: there is none; "": it
+    is cut off."""
     boxes = list(_boxes(text))
     if not boxes:
         return -1, ""
@@ -170,12 +188,14 @@ def _last_box(text: str) -> tuple[int, str]:
 
 
 def _boxes(text: str) -> Iterator[tuple[int, int, str]]:
-    """(start, end, content) of every box, outermost first; the content of one that never closes is ""."""
+    """(start, end, content) of every box, outermost first; the content of one that never closes is
+    ""."""
     position = 0
     if "box" not in text:
         return
     while match := _BOX.search(text, position):
-        start, brace = match.start(), match.end()
+        start = match.start()
+        brace = match.end()
         if text[start - 1 : start] != "\\":
             position = brace
             continue
@@ -200,7 +220,8 @@ def _boxes(text: str) -> Iterator[tuple[int, int, str]]:
 
 
 def _closing_brace(text: str, opening: int) -> int:
-    r"""The position of the brace that closes the one at opening, or -1; \{ and \} are not counted."""
+    r"""The position of the brace that closes the one at opening, or -1; \{ and \} are not
+    counted."""
     depth = 0
     for match in _BRACE.finditer(text, opening):
         if match[0] == "{":

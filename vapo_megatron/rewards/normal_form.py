@@ -1,12 +1,19 @@
-r"""One spelling for answers that differ in typesetting only, and plain numbers read without sympy."""
+r"""One spelling for answers that differ in typesetting only, and plain numbers read without
+sympy."""
 
 import re
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import lru_cache
 
-# Signs of Unicode that have one in ASCII (minus signs, hyphens, spaces, full-width ones), or a command.
+# Signs of Unicode that have one in ASCII (minus signs, hyphens, spaces, full-width ones), or a
+# command.
 _ASCII = dict(
-    zip("\u2212\u2013\u2010\u2011\ufe63\uff0d\u00a0\u202f\u2009\uff0c\uff08\uff09", "------   ,()", strict=True)
+    zip(
+        "\u2212\u2013\u2010\u2011\ufe63\uff0d\u00a0\u202f\u2009\uff0c\uff08\uff09",
+        "------   ,()",
+        strict=True,
+    )
 )
 _COMMANDS = r"×\times ·\cdot ÷\div π\pi ∞\infty ≤\le ≥\ge ≠\ne ∈\in ∪\cup ∩\cap °^\circ"
 _CHARACTERS = str.maketrans(
@@ -19,8 +26,29 @@ _SUBSTITUTIONS = tuple(
     (re.compile(pattern), replacement)
     for pattern, replacement in (
         (r"\u221a\s*(\d+|[a-zA-Z])", r"\\sqrt{\1}"),
+        # typefaces, and letters set upright: \mathrm{e}^{\mathrm{i}\pi}. Those that are units stay
+        # as they are.
+        (
+            r"\\(?:textbf|textit|textsc|emph|underline|mathbf|mathit|mathsf|boldsymbol|bm)\s*\{([^{}]*)\}",
+            r"\1",
+        ),
+        (r"\\(?:boldsymbol|bm|mathbf|textbf)\s*\{(\\frac\s*\{[^{}]*\}\s*\{[^{}]*\})\}", r"\1"),
+        (r"\\(?:mathrm|text|textrm)\s*\{\s*([a-fijknopqrt-z])\s*\}", r" \1"),
+        # the spelling of programs: sqrt(2)*pi/2, exp(16), x**2
+        (r"(?<![a-zA-Z\\])\\?(sqrt)\s*\(([^()]*)\)", r"\\sqrt{\2}"),
+        (r"(?<![a-zA-Z\\])exp\s*\(([^()]*)\)", r"e^{\1}"),
+        (r"(?<![a-zA-Z\\])pi(?![a-zA-Z])", r"\\pi "),
+        (r"(?<=[\w)])\s*\*\*\s*(?=[\w(])", "^"),
+        (r"\\langle(?![a-zA-Z])", "("),
+        (r"\\rangle(?![a-zA-Z])", ")"),
+        (r"^\{?([^{}]+?)\s*\\choose(?![a-zA-Z])\s*([^{}]+?)\}?$", r"\\binom{\1}{\2}"),
+        (r"(?<=[\d)])_\{?\((\d{1,2})\)\}?", r"_{\1}"),
         (r"(?<=\d)(?:[eE]|\\mathrm\{E\})([-+]?\d{1,3})$", r"\\times 10^{\1}"),
-        (r"(?:\s|~|\\ )*\\(?:text|textrm|mathrm|mbox)\{[\s~]*,?\s*and[\s~]*\}(?:\s|~|\\ )*|,\s*and\s+(?=-?\d)", ", "),
+        (
+            r"(?:\s|~|\\ |,)*\\(?:text|textrm|mathrm|mbox)\{[\s~]*,?\s*and[\s~]*\}(?:\s|~|\\ )*"
+            r"|,\s*and\s+(?=-?\d)",
+            ", ",
+        ),
         (r"\s*\\(?:text|textrm|mathrm|mbox)\{\s*(?:\\?%|percent|pct)\s*\}", r"\%"),
         (r"(?<=[\d)}])\$?\s+and\s+\$?(?=[-\d(\\]|[a-zA-Z]=)", ", "),
         (r"^\((\d+)\)_", r"\1_"),
@@ -28,6 +56,9 @@ _SUBSTITUTIONS = tuple(
         (r"\\[dtc]frac(?![a-zA-Z])", r"\\frac"),
         (r"\\frac\s*(\d)\s*(\d)", r"\\frac{\1}{\2}"),
         (r"\\frac\s*(\d)\s*\{", r"\\frac{\1}{"),
+        # \frac \pi 2 and \frac {n^2} 4, of which math-verify reads a part
+        (r"\\frac\s*(\\pi|(?<=\s)[a-zA-Z]|\d)\s*(\\pi|\d|[a-zA-Z])(?![a-zA-Z])", r"\\frac{\1}{\2}"),
+        (r"(\\frac\s*\{[^{}]*\})\s*([a-zA-Z])(?![a-zA-Z])", r"\1{\2}"),
         (r"(\\frac\s*\{[^{}]*\})\s*(\d)", r"\1{\2}"),
         (r"\\frac\s*\{", r"\\frac{"),
         (r"\\sqrt\s*([0-9a-zA-Z])(?![a-zA-Z])", r"\\sqrt{\1}"),
@@ -41,12 +72,18 @@ _SUBSTITUTIONS = tuple(
         (r"\s*([-+*/=()\[\]{}<>^_|&])\s*", r"\1"),
     )
 )
+_BASES = dict(
+    two=2, three=3, four=4, five=5, six=6, seven=7, eight=8, nine=9, ten=10, twelve=12, sixteen=16
+)
+_BASE_WORD = re.compile(rf"_\{{?\\text\{{\s*({'|'.join(_BASES)})\s*\}}\}}?")
 # commands whose backslash came doubled from JSON or a program text; a matrix has true double ones
 _DOUBLED = re.compile(
     r"\\\\(?=(?:[dtc]?frac|sqrt|left|right|text|pi|infty|cup|cap|times|cdot|pm|le|ge|in)(?![a-zA-Z]))"
 )
 _ENCLOSURES = (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"), ("**", "**"), ("`", "`"))
-_TEXT = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mathit|mbox|operatorname)\s*\{([^{}]*)\}")
+_TEXT = re.compile(
+    r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mathit|mbox|operatorname)\s*\{([^{}]*)\}"
+)
 
 _UNSIGNED = r"(?:\d{1,3}(?:[, ]\d{3})+(?:\.\d+)?|\d+(?:\.\d*)?|\.\d+)"
 _NUMBER = re.compile(
@@ -59,12 +96,15 @@ _NUMBER = re.compile(
     (?P<suffix>\s*(?:\\?%|percent|percentage|pct|\^\{{?\\circ\s?\}}?|degrees?))?""",
     re.VERBOSE | re.IGNORECASE,
 )
-_LONGEST_NUMBER = 1_000  # characters; longer ones are text, so that no quadratic big-number conversion is reached
+_LONGEST_NUMBER = (
+    1_000  # characters; longer ones are text, so that no quadratic big-number conversion is reached
+)
 
 
 @dataclass(frozen=True, slots=True)
 class PlainNumber:
-    """A number written out. digits and base are kept where a base is written (1101_2); percent is within value.
+    """A number written out. digits and base are kept where a base is written (1101_2); percent is
+    within value.
 
     decimal_comma marks 1,22 read as 1.22, which might also be a pair.
     """
@@ -76,12 +116,15 @@ class PlainNumber:
     decimal_comma: bool
 
 
+@lru_cache(maxsize=1024)  # each stage asks for it, and a group's responses share their ground truth
 def normal_form(text: str) -> str:
-    """One spelling of text: ASCII signs, \\frac and \\sqrt with braces, no sizing, thin spaces or enclosing $."""
+    """One spelling of text: ASCII signs, \\frac and \\sqrt with braces, no sizing, thin spaces or
+    enclosing $."""
     text = text.translate(_CHARACTERS).strip()
     text = _without_enclosure(text)
     if "\\begin" not in text:
         text = _DOUBLED.sub(lambda _: "\\", text)
+    text = _BASE_WORD.sub(lambda match: f"_{{{_BASES[match[1]]}}}", text)
     for pattern, replacement in _SUBSTITUTIONS:
         text = pattern.sub(replacement, text)
     return _without_enclosure(text.strip().rstrip(".,;: "))
@@ -92,17 +135,25 @@ def compact(text: str) -> str:
     return re.sub(r"(?<!\d) +| +(?!\d)", "", text)
 
 
+def unwrapped(text: str) -> str:
+    """text with the contents of \\text{} and the like in place of them."""
+    return _TEXT.sub(r" \1 ", text)
+
+
 def words(text: str) -> str:
-    """text in small letters with \\text{} and the like unwrapped and without its spaces at the ends."""
-    return " ".join(_TEXT.sub(r" \1 ", text).casefold().split())
+    """text in small letters with \\text{} and the like unwrapped and without its spaces at the
+    ends."""
+    return " ".join(unwrapped(text).casefold().split())
 
 
 def plain_number(text: str) -> PlainNumber | None:
-    """The number that a text in normal form spells, or None: integers, decimals, fractions, mixed numbers, percent."""
+    """The number that a text in normal form spells, or None: integers, decimals, fractions, mixed
+    numbers, percent."""
     if len(text) > _LONGEST_NUMBER or not (match := _NUMBER.fullmatch(text)):
         return None
     suffix = (match["suffix"] or "").strip().casefold()
-    exact, decimal_comma = True, False
+    exact = True
+    decimal_comma = False
     if match["num"] is not None:
         if int(match["den"]) == 0 or (match["whole"] and match["num"].startswith("-")):
             return None
@@ -113,10 +164,13 @@ def plain_number(text: str) -> PlainNumber | None:
             return None
         value = _decimal(match["top"]) / bottom
     elif match["comma"] is not None and not re.fullmatch(r"[1-9]\d{0,2},\d{3}", match["comma"]):
-        value, exact, decimal_comma = _decimal(match["comma"].replace(",", ".")), False, True
+        value = _decimal(match["comma"].replace(",", "."))
+        exact = False
+        decimal_comma = True
     else:
         digits = match["plain"] or match["comma"]
-        value, exact = _decimal(digits), "." not in digits
+        value = _decimal(digits)
+        exact = "." not in digits
     if match["base"] and (match["plain"] is None or not match["plain"].isdigit()):
         return None
     if match["sign"] == "-":

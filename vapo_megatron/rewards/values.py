@@ -1,9 +1,11 @@
-r"""The values of formulas, without a computer algebra system: \frac{2\sqrt{3}}{3}, 2(x+1)^2, (0, \pi/2].
+r"""The values of formulas, without a computer algebra system: \frac{2\sqrt{3}}{3}, 2(x+1)^2, (0,
+\pi/2].
 
-Formulas of rational numbers are evaluated exactly, others in floating point, letters at fixed points. That settles many
-answers in microseconds where parsing them for sympy takes tens of milliseconds. Whatever is not plainly arithmetic, or
-too close to call, is left to sympy: units, words, functions, inequalities, a negative number under a root, numbers
-beyond 1e100, and roots and letters beyond _LARGEST that agree but for rounding.
+Formulas of rational numbers are evaluated exactly, others in floating point, letters at fixed
+points. That settles many answers in microseconds where parsing them for sympy takes tens of
+milliseconds. Whatever is not plainly arithmetic, or too close to call, is left to sympy: units,
+words, functions, inequalities, a negative number under a root, numbers beyond 1e100, and roots and
+letters beyond _LARGEST that agree up to rounding.
 """
 
 import cmath
@@ -13,12 +15,19 @@ from fractions import Fraction
 
 _LONGEST = 200  # characters
 _DEEPEST = 20
-_EQUAL, _DIFFERENT, _DIFFERENT_DECIMALS = 1e-11, 1e-6, 1e-3  # relative; in between nothing is said
+_EQUAL = 1e-11
+_DIFFERENT = 1e-6
+_DIFFERENT_DECIMALS = 1e-3  # relative; in between nothing is said
 _LARGEST = 1e6  # rounding hides no difference of 1e-5 below it
 _MOST_BITS = 4096  # of a rational number
 # Close to the circle of radius 1, so that no power of a letter hides another one.
 _POINTS = (cmath.rect(0.99, 0.6180339887), cmath.rect(1.01, -0.9042137))
-_CONSTANTS = {"e": complex(cmath.e), "i": 1j}  # unless they are variables: formulas are compared as both
+_POSITIVE = (0.7312890625, 1.618033988749895)
+# Unless they are variables: formulas are compared as both
+_CONSTANTS = {
+    "e": complex(cmath.e),
+    "i": 1j,
+}
 _UNREAD_LETTERS = frozenset("dEIoO")  # differentials, other spellings of e and i, an o for a zero
 _TOKEN = re.compile(
     r"\s*(?:(?P<number>\d+\.?\d*|\.\d+)|(?P<letter>[a-eh-zA-EH-Z]|[fghFGH](?!\())|"
@@ -39,7 +48,8 @@ class _Unread(Exception):
 
 
 def same_value(ground_truth: str, answer: str) -> bool | None:
-    """Whether two formulas, tuples, intervals, lists or sets of them have the same value; None: it cannot tell.
+    """Whether two formulas, tuples, intervals, lists or sets of them have the same value; None: it
+    cannot tell.
 
     Both are texts in normal form.
     """
@@ -56,7 +66,8 @@ def same_value(ground_truth: str, answer: str) -> bool | None:
 
 
 def _entries(text: str) -> tuple[str, list[str], str]:
-    """Opening bracket, the parts between the outermost commas, closing bracket; "" where there is no bracket."""
+    """Opening bracket, the parts between the outermost commas, closing bracket; "" where there is
+    no bracket."""
     match = _BRACKETED.fullmatch(text)
     if match and "," in match["inside"] and (entries := parted(match["inside"])) is not None:
         return match["open"], entries, match["close"]
@@ -65,7 +76,9 @@ def _entries(text: str) -> tuple[str, list[str], str]:
 
 def parted(text: str, separator: str = ",") -> list[str] | None:
     """text split at the separators outside of brackets; None where its brackets do not match."""
-    entries, depth, start = [], 0, 0
+    entries = []
+    depth = 0
+    start = 0
     for position, character in enumerate(text):
         depth += (character in "([{") - (character in ")]}")
         if depth < 0:
@@ -92,28 +105,56 @@ def _same(ground_truth: str, answer: str) -> bool | None:
         return infinite[0] == infinite[1]
     try:
         if any(ends):
-            _Reader(_tokens(answer if ends[0] else ground_truth), {}).value()  # is a number, or raises
+            # Is a number, or raises
+            _Reader(_tokens(answer if ends[0] else ground_truth), {}).value()
             return False
-        true_tokens, tokens = _tokens(ground_truth), _tokens(answer)
-        letters, others = ({token for token in side if token.isalpha()} for side in (true_tokens, tokens))
+        true_tokens = _tokens(ground_truth)
+        tokens = _tokens(answer)
+        letters, others = (
+            {token for token in side if token.isalpha()} for side in (true_tokens, tokens)
+        )
         if letters ^ others <= _CONSTANTS.keys() and not letters & _UNREAD_LETTERS:
-            verdicts = {_agree(true_tokens, tokens, point) for point in _points(letters, others)}
+            verdicts = _verdicts(true_tokens, tokens, letters, others)
         else:
             return None
     except (_Unread, ArithmeticError, ValueError, LookupError, RecursionError):
-        return None  # sympy reads more, in a process of its own
+        return None  # sympy reads more, in a separate process
     if verdicts == {True}:
         return True
     if letters != others or ("°" in true_tokens) != ("°" in tokens):
         return None
-    # Special letters as constants, as variables: where one says different and the other equal, sympy decides.
+    # Special letters as constants, as variables: where one says different and the other equal,
+    # sympy decides.
     return False if verdicts == {False} else None
 
 
+def _verdicts(
+    true_tokens: list[str], tokens: list[str], letters: set[str], others: set[str]
+) -> set[bool | None]:
+    try:
+        return {_agree(true_tokens, tokens, point) for point in _points(letters, others)}
+    except _Unread:
+        # Roots of letters are read for positive numbers: \\sqrt{1/n} is 1/\\sqrt{n}.
+        # Not where a power may hide a sign: \\sqrt{x^2} is not x.
+        powers = "^" in true_tokens or "^" in tokens
+        if powers or not letters or letters & _CONSTANTS.keys() or letters != others:
+            raise
+        points = [
+            {letter: point ** (1 + ord(letter) / 97) + 0j for letter in letters}
+            for point in _POSITIVE
+        ]
+        return {_agree(true_tokens, tokens, point) for point in points}
+
+
 def _agree(true_tokens: list[str], tokens: list[str], point: Mapping[str, complex]) -> bool | None:
-    truth, value = _Reader(true_tokens, point).value(), _Reader(tokens, point).value()
+    truth = _Reader(true_tokens, point).value()
+    value = _Reader(tokens, point).value()
     decimals = any("." in token for token in (*true_tokens, *tokens))
-    if isinstance(truth, Fraction) and isinstance(value, Fraction) and (truth == value or not decimals):
+    if (
+        isinstance(truth, Fraction)
+        and isinstance(value, Fraction)
+        and (truth == value or not decimals)
+    ):
         return truth == value
     largest = max(abs(complex(truth)), abs(complex(value)))
     distance = abs(complex(truth - value)) / max(largest, 1e-9)
@@ -132,14 +173,16 @@ def _points(letters: set[str], others: set[str]) -> list[dict[str, complex]]:
 
 def _tokens(text: str) -> list[str]:
     tokens: list[str] = []
-    position, text = 0, _REPEATING.sub(_fraction, text.strip())
+    position = 0
+    text = _REPEATING.sub(_fraction, text.strip())
     only_letters = text.isalpha()
     while position < len(text):
         match = _TOKEN.match(text, position)
         if match is None:
             raise _Unread
         token = r"^\circ" if match["degree"] else match[0].strip()
-        # Two numbers side by side are no product, nor is a number behind a letter; letters alone are a word.
+        # Two numbers side by side are no product, nor is a number behind a letter; letters alone
+        # are a word.
         if tokens and match["number"] and (tokens[-1][0].isdigit() or tokens[-1].isalpha()):
             raise _Unread
         if only_letters and len(text) > 1:
@@ -153,15 +196,21 @@ def _tokens(text: str) -> list[str]:
 
 def _fraction(repeating: re.Match[str]) -> str:
     """0.1\\overline{6} as (16-1)/90."""
-    before, first, again = repeating["whole"] or "0", repeating["first"], repeating["again"]
-    return f"\\frac{{{int(before + first + again) - int(before + first)}}}{{{'9' * len(again)}{'0' * len(first)}}}"
+    before = repeating["whole"] or "0"
+    first = repeating["first"]
+    again = repeating["again"]
+    numerator = int(before + first + again) - int(before + first)
+    return f"\\frac{{{numerator}}}{{{'9' * len(again)}{'0' * len(first)}}}"
 
 
 class _Reader:
     """Evaluates tokens by recursive descent."""
 
     def __init__(self, tokens: list[str], letters: Mapping[str, complex]) -> None:
-        self._tokens, self._letters, self._next, self._depth = tokens, letters, 0, 0
+        self._tokens = tokens
+        self._letters = letters
+        self._next = 0
+        self._depth = 0
 
     def value(self) -> _Number:
         """Return the value of the whole expression."""
