@@ -25,9 +25,9 @@ from tiny_runs import make_model, problems, write_config, write_rows
 import vapo_megatron.checkpoint.checkpointer as checkpointer
 import vapo_megatron.checkpoint.host_memory as host_memory
 import vapo_megatron.checkpoint.state_saver as state_saver
-import vapo_megatron.engines.ledger as ledger
 import vapo_megatron.engines.placement as placement
-import vapo_megatron.engines.stream as stream
+import vapo_megatron.rollout.ledger as ledger
+import vapo_megatron.rollout.stream as stream
 import vapo_megatron.training.score as score
 import vapo_megatron.training.updates as updates
 import vapo_megatron.training.value_pretraining as value_pretraining
@@ -41,7 +41,8 @@ from vapo_megatron.run import launch, rank
 from vapo_megatron.training import sft
 
 PRESETS = Path(algorithm.__file__).parent / "presets"
-# One response at a time and no cache: how requests happen to meet in a batch shows in the last bit of log-probs.
+# One response at a time and no cache: how requests happen to meet in a batch shows in the last bit
+# of log-probs.
 ENGINE: dict[str, Any] = {
     "max_running_requests": 1,
     "max_total_tokens": 8192,
@@ -63,27 +64,35 @@ class World:
 
 
 def make_world(folder: Path, address: EngineAddress) -> World:
-    """A model, problems, and an engine that runs already, which each run sends its weights before it uses it."""
+    """A model, problems, and an engine that runs already, which each run sends its weights before
+    it uses it."""
     train = write_rows(folder / "train.jsonl", problems(64))
     evaluation = write_rows(folder / "eval.jsonl", problems(4))
     return World(folder, make_model(folder / "model"), train, evaluation, address)
 
 
 class SharedServer:
-    """Stands where a run would start a server of its own."""
+    """Takes the place of a run's own server."""
 
     address: EngineAddress
+    leads = True
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
     def start(self) -> None: ...
     def wait_until_ready(self) -> None: ...
     def ended(self) -> None: ...
     def lost(self) -> None: ...
+    def lost_elsewhere(self) -> None: ...
+    def is_closed(self) -> bool:
+        return False
+
+    def close(self) -> None: ...
     def stop(self) -> None: ...
 
 
 def config_of(world: World, name: str, layout: Mapping[str, int], *overrides: str) -> TrainConfig:
-    """VAPO in small: two recorded rollouts, three steps, an evaluation at each, a checkpoint at every safe point."""
+    """VAPO in small: two recorded rollouts, three steps, an evaluation at each, a checkpoint at
+    every safe point."""
     optimizer = {"lr": 1e-3, "warmup_steps": 4}
     user: dict[str, Any] = {
         "run": {"name": name, "root": str(world.folder / "runs"), "steps": 3},
@@ -103,7 +112,12 @@ def config_of(world: World, name: str, layout: Mapping[str, int], *overrides: st
         "algorithm": {
             "update": {"minibatch_size": 8},
             # A reference policy that is replaced is state as well.
-            "kl": {"placement": "loss", "estimator": "k3", "coef": 0.01, "replace_reference_every": 2},
+            "kl": {
+                "placement": "loss",
+                "estimator": "k3",
+                "coef": 0.01,
+                "replace_reference_every": 2,
+            },
         },
         "value_pretraining": {"iterations": 2, "replay_epochs": 1, "minibatch_size": 8},
         "evaluation": {"every": 1},
@@ -138,12 +152,14 @@ def live(
         config: of the run.
         count: ranks.
         prepare: called in the starter before its ranks are forked; may lay a trap.
-        stop: once this file is there, relative to the run directory, SIGUSR1 is sent to the starter and to all that
-            it has started: ranks and verifiers.
-        own_engines: the run starts its own, in place of that of the world.
+        stop: once this file is there, relative to the run directory, SIGUSR1 is sent to the starter
+            and to all that it has started: ranks and verifiers.
+        own_engines: the run starts its own, in place of the world's.
         deadline: seconds until it must have ended.
     """
-    config = config.model_copy(update={"cluster": config.cluster.model_copy(update={"ranks": count})})
+    config = config.model_copy(
+        update={"cluster": config.cluster.model_copy(update={"ranks": count})}
+    )
     SharedServer.address = world.address
     return _life(config, partial(rank.train_rank, config), prepare, stop, own_engines, deadline)
 
@@ -187,20 +203,27 @@ def _life(
 
 
 def _start(
-    config: Any, body: Callable[[Path, Path | None], None], prepare: Callable[[], None], writer: Any, own_engines: bool
+    config: Any,
+    body: Callable[[Path, Path | None], None],
+    prepare: Callable[[], None],
+    writer: Any,
+    own_engines: bool,
 ) -> None:
     os.setsid()
     logs.configure(logs.LogLevel.INFO)
     if not own_engines:
         placement.EngineServer = SharedServer  # type: ignore[assignment,misc]
     prepare()
-    code, said = 0, ""
+    code = 0
+    said = ""
     try:
         launch.launch(config, body, lambda *_: None)
     except VapoError as error:
-        code, said = error.exit_code, str(error)
+        code = error.exit_code
+        said = str(error)
     except BaseException:
-        code, said = 99, traceback.format_exc()
+        code = 99
+        said = traceback.format_exc()
     writer.send(said)
     sys.stdout.flush()
     os._exit(code)
@@ -214,8 +237,8 @@ def kill_at(
     number: signal.Signals = signal.SIGKILL,
     waits: bool = False,
 ) -> None:
-    """Have a rank kill itself in its call-th call of a place; once: only where this file is not there; waits: every
-    save is waited for."""
+    """Have a rank kill itself in its call-th call of a place; once: only where this file is not
+    there; waits: every save is waited for."""
     if waits:
         safe_point = checkpointer.Checkpointer.safe_point
 
@@ -225,7 +248,8 @@ def kill_at(
 
         checkpointer.Checkpointer.safe_point = waited  # type: ignore[method-assign]
     module, name = PLACES[place]
-    original, calls = getattr(module, name), 0
+    original = getattr(module, name)
+    calls = 0
 
     def trap(*args: Any, **kwargs: Any) -> Any:
         nonlocal calls
@@ -243,14 +267,15 @@ PLACES: dict[str, tuple[Any, str]] = {
     "rollout": (stream.GroupStream, "take"),
     "grading": (ledger.Ledger, "grade"),
     "value pretraining": (value_pretraining, "critic_step"),
-    "scoring": (score, "of_all"),
+    "scoring": (score, "_score_in_phase"),
     "policy update": (updates, "policy_loss"),
     "save": (state_saver, "commit_checkpoint"),
 }
 
 
 def fill_the_disk(limit: int) -> None:
-    """While a checkpoint is written to the disk the kernel lets no file grow beyond a size, as a full disk would."""
+    """While a checkpoint is written to the disk the kernel lets no file grow beyond a size, as a
+    full disk would."""
     write = state_saver.StateSaver._write
 
     def refused(saver: Any, save: Any) -> Any:
@@ -260,14 +285,18 @@ def fill_the_disk(limit: int) -> None:
         try:
             return write(saver, save)
         finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+            resource.setrlimit(
+                resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+            )
 
     state_saver.StateSaver._write = refused  # type: ignore[method-assign]
 
 
 def refuse_checkpoints(number: int, times: int) -> None:
-    """Have the file system refuse, with an error number, to give the first checkpoints that are written their names."""
-    commit, left = state_saver.commit_checkpoint, times
+    """Have the file system refuse, with an error number, to give the first checkpoints that are
+    written their names."""
+    commit = state_saver.commit_checkpoint
+    left = times
 
     def refused(*args: Any) -> Any:
         nonlocal left
@@ -280,9 +309,11 @@ def refuse_checkpoints(number: int, times: int) -> None:
 
 
 def lose_the_disk(folder: Path, place: str, call: int) -> None:
-    """From the call-th call of a place on, have the file system answer nothing about a folder, as where it lost it."""
+    """From the call-th call of a place on, have the file system answer nothing about a folder, as
+    where it lost it."""
     module, name = PLACES[place]
-    original, calls = getattr(module, name), 0
+    original = getattr(module, name)
+    calls = 0
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         nonlocal calls
@@ -298,14 +329,26 @@ def lose_the_disk(folder: Path, place: str, call: int) -> None:
         return act_or_refuse
 
     setattr(module, name, counted)
-    for act in ("stat", "lstat", "listdir", "scandir", "mkdir", "open", "unlink", "rename", "replace", "rmdir"):
+    for act in (
+        "stat",
+        "lstat",
+        "listdir",
+        "scandir",
+        "mkdir",
+        "open",
+        "unlink",
+        "rename",
+        "replace",
+        "rmdir",
+    ):
         setattr(os, act, answers(getattr(os, act)))
     builtins.open = io.open = answers(open)  # type: ignore[assignment]
 
 
 def refuse_sync(module: Any, part: str, times: int = 1000) -> None:
     """Have the file system refuse, so often, to sync paths with this part that a module writes."""
-    sync, left = module.sync, times
+    sync = module.sync
+    left = times
 
     def refused(path: Path) -> None:
         nonlocal left
@@ -317,20 +360,26 @@ def refuse_sync(module: Any, part: str, times: int = 1000) -> None:
     module.sync = refused
 
 
-_NOT_REPRODUCIBLE = re.compile(r"(^|/)(time|memory|device_memory|throughput)/|_seconds(/turn_\d+)?$")
+_NOT_REPRODUCIBLE = re.compile(
+    r"(^|/)(time|memory|device_memory|throughput)/|_seconds(/turn_\d+)?$"
+)
 
 
 def metrics(run_dir: Path) -> list[dict[str, Any]]:
     """The rows of a run without seconds and bytes."""
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return [{name: value for name, value in row.items() if not _NOT_REPRODUCIBLE.search(name)} for row in rows]
+    return [
+        {name: value for name, value in row.items() if not _NOT_REPRODUCIBLE.search(name)}
+        for row in rows
+    ]
 
 
 def left_behind(run_dir: Path) -> dict[str, bytes]:
-    """What a run is for, by file: exported models, samples, evaluations."""
+    """What a run is for, by file: exported models, samples, evaluations. Model cards give the
+    run's name and hours."""
     found = {}
     for folder in ("hf", "samples", "evaluation"):
         for path in sorted((run_dir / folder).rglob("*")):
-            if path.is_file():
+            if path.is_file() and path.name != "README.md":
                 found[path.relative_to(run_dir).as_posix()] = path.read_bytes()
     return found | {"evaluation.json": (run_dir / "evaluation.json").read_bytes()}

@@ -1,9 +1,12 @@
-"""Run a function on several ranks, forked from this process, which has imported everything already."""
+"""Run a function on several ranks, forked from this process, which has imported everything
+already."""
 
+import faulthandler
 import multiprocessing
 import os
 import queue
 import re
+import signal
 import tempfile
 import time
 import traceback
@@ -26,7 +29,27 @@ cpu_torch.install()
 
 
 def _rank(
-    rank: int, world_size: int, store: str, results: Any, fn: Callable[..., Any], args: tuple[Any, ...], cuda: bool
+    rank: int,
+    world_size: int,
+    store: str,
+    results: Any,
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    cuda: bool,
+) -> None:
+    with open(_stacks_of(store, rank), "w", encoding="utf-8") as stacks:
+        faulthandler.register(signal.SIGUSR2, file=stacks, all_threads=True)
+        _answer(rank, world_size, store, results, fn, args, cuda)
+
+
+def _answer(
+    rank: int,
+    world_size: int,
+    store: str,
+    results: Any,
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    cuda: bool,
 ) -> None:
     torch.set_num_threads(1)
     if cuda:
@@ -34,7 +57,9 @@ def _rank(
         if world_size > torch.cuda.device_count():
             use_staged_groups()
     backend = current_platform().world_backend if cuda else "gloo"
-    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=world_size)
+    dist.init_process_group(
+        backend, init_method=f"file://{store}", rank=rank, world_size=world_size
+    )
     try:
         with _one_world() if world_size == 1 and not cuda else nullcontext():
             results.put((rank, True, fn(*args)))
@@ -48,7 +73,8 @@ def _rank(
 
 
 def _in_this_process(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """One rank that is no process of its own: what it reaches is seen by a tool that watches this one."""
+    """One rank in this process: its coverage is seen by a tool that watches this
+    one."""
     if not dist.is_initialized():
         store = tempfile.mkdtemp() + "/store"
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
@@ -58,8 +84,8 @@ def _in_this_process(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
 
 @contextmanager
 def _one_world() -> Iterator[None]:
-    """Every group of a single rank is its world: gloo's threads outlive its groups, and a file of tests would have
-    thousands of them."""
+    """Every group of a single rank is its world: gloo's threads outlive its groups, and a file of
+    tests would have thousands of them."""
     new_group = dist.new_group
     dist.new_group = distributed_c10d.new_group = lambda *args, **kwargs: dist.group.WORLD
     try:
@@ -74,27 +100,30 @@ def one_rank_in_process() -> bool:
 
 
 def run_ranks(
-    world_size: int, fn: Callable[..., Any], *args: Any, deadline: float = 60, cuda: bool = False
+    world_size: int, fn: Callable[..., Any], *args: Any, deadline: float = 240, cuda: bool = False
 ) -> list[Any]:
-    """fn(*args) on each of world_size gloo ranks; what it returned, by rank.
+    """fn(*args) on each of world_size gloo ranks; its results, by rank.
 
-    No tensors: they would not outlive the rank. With cuda every rank has a GPU, as in training, or shares one with
-    others where there are too few (staged_group.py); it is started afresh, because CUDA does not survive a fork, so fn
-    has to be a module's.
+    No tensors: they would not outlive the rank. With cuda every rank has a GPU, as in training, or
+    shares one with others where there are too few (staged_group.py); it is started afresh, because
+    CUDA does not survive a fork, so fn has to be a module's.
 
-    A rank's exception fails the test, and so does a rank that dies: its peers lose a connection, and the exit codes say
-    whose it was. With RANKS_IN_PROCESS in the environment (tools/mutants.py) a single rank is not forked.
+    A rank's exception fails the test, and so does a rank that dies: its peers lose a connection,
+    and the exit codes say whose it was. With RANKS_IN_PROCESS in the environment (tools/mutants.py)
+    a single rank is not forked.
     """
     if world_size == 1 and not cuda and one_rank_in_process():
         return [_in_this_process(fn, args)]
-    if dist.is_initialized():  # by _in_this_process: ranks have a world of their own
+    if dist.is_initialized():  # by _in_this_process: ranks have their own world
         dist.destroy_process_group()
     context: Any = multiprocessing.get_context("spawn" if cuda else "fork")
     results = context.Queue()
     with tempfile.TemporaryDirectory() as folder:
         store = str(Path(folder) / "store")
         ranks = [
-            context.Process(target=_rank, args=(rank, world_size, store, results, fn, args, cuda), daemon=True)
+            context.Process(
+                target=_rank, args=(rank, world_size, store, results, fn, args, cuda), daemon=True
+            )
             for rank in range(world_size)
         ]
         for rank in ranks:
@@ -108,6 +137,7 @@ def run_ranks(
                 except queue.Empty:
                     raise TimeoutError(
                         f"{world_size} ranks: only {sorted(answers)} answered within {deadline} s"
+                        + _stacks(store, ranks)
                     ) from None
                 if not good:
                     _raise_first_cause({rank_id: value}, results, ranks)
@@ -121,8 +151,27 @@ def run_ranks(
     return [answers[rank] for rank in range(world_size)]
 
 
+def _stacks_of(store: str, rank: int) -> str:
+    return f"{store}.{rank}.stacks"
+
+
+def _stacks(store: str, ranks: list[Any]) -> str:
+    """Where each rank that still runs is, from a second of asking: what a deadline leaves
+    unsaid."""
+    running = [(number, rank.pid) for number, rank in enumerate(ranks) if rank.is_alive()]
+    for _, pid in running:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGUSR2)
+    time.sleep(1)
+    return "".join(
+        f"\nrank {number}:\n{Path(_stacks_of(store, number)).read_text(encoding='utf-8')}"
+        for number, _ in running
+    )
+
+
 def _raise_first_cause(failures: dict[int, str], results: Any, ranks: list[Any]) -> None:
-    """A rank whose peer died reports the broken connection: another's report, within two seconds, says more."""
+    """A rank whose peer died reports the broken connection: another's report, within two seconds,
+    says more."""
     broken = re.compile(r"Connection (reset|closed|refused) by peer|Broken pipe")
     end = time.monotonic() + 2
     while all(broken.search(failure) for failure in failures.values()) and time.monotonic() < end:
@@ -133,4 +182,7 @@ def _raise_first_cause(failures: dict[int, str], results: Any, ranks: list[Any])
         if not broken.search(failure):
             raise AssertionError(f"rank {rank_id} failed:\n{failure}")
     codes = [rank.exitcode for rank in ranks]
-    raise AssertionError(f"ranks {sorted(failures)} lost a peer, exit codes {codes}:\n{next(iter(failures.values()))}")
+    raise AssertionError(
+        f"ranks {sorted(failures)} lost a peer, exit codes "
+        f"{codes}:\n{next(iter(failures.values()))}"
+    )

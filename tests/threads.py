@@ -1,6 +1,8 @@
-"""Ranks that are threads of this process, for code that moves samples between ranks and asks for nothing else of them.
+"""Ranks that are threads of this process, for code that moves samples between ranks and asks for
+nothing else of them.
 
-What they reach is seen by a tool that watches this process (tools/mutants.py), and they start in no time.
+What they reach is seen by a tool that watches this process (tools/mutants.py), and they start in no
+time.
 """
 
 import copy
@@ -15,11 +17,13 @@ from torch import Tensor
 
 
 class _World:
-    """torch.distributed as a thread has it: all that ranks hand over at a meeting is seen by each."""
+    """torch.distributed as a thread has it: all that ranks hand over at a meeting is seen by
+    each."""
 
     def __init__(self, size: int) -> None:
-        self.size, self.here = size, threading.local()
-        self.barrier = threading.Barrier(size, timeout=10)
+        self.size = size
+        self.here = threading.local()
+        self.barrier = threading.Barrier(size, timeout=120)
         self.given: list[Any] = [None] * size
 
     def meet(self, given: Any) -> list[Any]:
@@ -34,8 +38,14 @@ class _World:
         found = torch.stack(self.meet(tensor.clone()))
         tensor.copy_(found.amax(0) if op == dist.ReduceOp.MAX else found.sum(0))
 
-    def all_to_all_single(self, output: Tensor, given: Tensor, takes: Sequence[int], gives: Sequence[int]) -> None:
-        assert output.dtype == given.dtype == torch.uint8 and sum(gives) == len(given) and sum(takes) == len(output)
+    def all_to_all_single(
+        self, output: Tensor, given: Tensor, takes: Sequence[int], gives: Sequence[int]
+    ) -> None:
+        assert (
+            output.dtype == given.dtype == torch.uint8
+            and sum(gives) == len(given)
+            and sum(takes) == len(output)
+        )
         parts = [sent[self.here.rank] for sent in self.meet(given.split(list(gives)))]
         assert [len(part) for part in parts] == list(takes)
         output.copy_(torch.cat(parts))
@@ -48,8 +58,11 @@ class _World:
 
 
 def on_threads(size: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
-    """fn(*args) on each of so many ranks; what it returned, by rank. The first exception is raised."""
-    world, answers, failed = _World(size), [None] * size, []
+    """fn(*args) on each of so many ranks; its results, by rank. The first exception is
+    raised."""
+    world = _World(size)
+    answers = [None] * size
+    failed = []
 
     def rank(number: int) -> None:
         world.here.rank = number
@@ -59,8 +72,16 @@ def on_threads(size: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
             failed.append(error)
             world.barrier.abort()
 
-    collectives = {name: getattr(world, name) for name in vars(_World) if not name.startswith("_") and name != "meet"}
-    seat = {"is_initialized": lambda: True, "get_world_size": lambda *_: size, "get_rank": lambda: world.here.rank}
+    collectives = {
+        name: getattr(world, name)
+        for name in vars(_World)
+        if not name.startswith("_") and name != "meet"
+    }
+    seat = {
+        "is_initialized": lambda: True,
+        "get_world_size": lambda *_: size,
+        "get_rank": lambda: world.here.rank,
+    }
     with patch.multiple(dist, **collectives, **seat):
         threads = [threading.Thread(target=rank, args=(number,)) for number in range(size)]
         for thread in threads:

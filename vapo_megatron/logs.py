@@ -1,7 +1,8 @@
-"""The package's log: one format with time, rank and phase, on standard error; `--log-level` sets how much it says.
+"""The package's log: one format with time, rank and phase, on standard error; `--log-level` sets
+how much it says.
 
-Tables, step lines and results are not in it: they go to standard output (monitoring/console.py). The one line of a
-failed command goes to standard error without this format (errors.py).
+Tables, step lines and results are not in it: they go to standard output (monitoring/console.py).
+The one line of a failed command goes to standard error without this format (errors.py).
 """
 
 import logging
@@ -19,7 +20,8 @@ _place = {"rank": "-", "phase": NO_PHASE}
 
 @dataclass(frozen=True)
 class PhaseNow:
-    """A process's current phase, the number of phases begun so far, and when this one began (time.monotonic())."""
+    """A process's current phase, the number of phases begun, and when this one began
+    (time.monotonic())."""
 
     phase: str
     begun: int
@@ -31,7 +33,8 @@ _progressed = _phase.since
 
 
 class LogLevel(StrEnum):
-    """The lowest level that is written; debug adds the beginning and the seconds of every phase on every rank."""
+    """The lowest level that is written; debug adds the beginning and the seconds of every phase on
+    every rank."""
 
     DEBUG = "debug"
     INFO = "info"
@@ -47,7 +50,8 @@ class _StandardError(logging.Handler):
 
 
 def configure(level: LogLevel) -> None:
-    """Write records of this level and above to standard error. May be called again, also in a child process."""
+    """Write records of this level and above to standard error. May be called again, also in a child
+    process."""
     handler = _StandardError()
     handler.setFormatter(logging.Formatter(_FORMAT, "%Y-%m-%d %H:%M:%S"))
     handler.addFilter(_add_place)

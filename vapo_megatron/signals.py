@@ -1,15 +1,16 @@
-"""Requests to save and stop: SIGUSR1 (Slurm's warning before a limit), SIGTERM (cancelled, preempted, drained) and
-SIGHUP (the terminal is gone; ignored under nohup).
+"""Requests to save and stop: SIGUSR1 (Slurm's warning before a limit), SIGTERM (cancelled,
+preempted, drained) and SIGHUP (the terminal is gone; ignored under nohup).
 
-A handler only records the request; the run acts on it when its state is consistent. A repeated signal is the same
-request. This module also ends processes that run untrusted code, with everything that the code has started.
+A handler only records the request; the run acts on it when its state is consistent. A repeated
+signal is the same request. This module also ends processes that run untrusted code, with everything
+that the code has started.
 """
 
 import ctypes
 import os
 import signal
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -18,8 +19,9 @@ import psutil
 STOP_SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGHUP)
 
 _libc = ctypes.CDLL(None)
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
-_TREE_SECONDS = 5.0  # for the kernel to end what was killed
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_TREE_SECONDS = 5.0  # for the kernel to end killed processes
 
 _received: list[str] = []
 _terminals: list[int] = []
@@ -45,7 +47,8 @@ def heeded_signals() -> list[signal.Signals]:
 
 
 def ignore_stop_signals() -> None:
-    """Ignore stop signals once everything is saved, so that a late one does not look like a failure."""
+    """Ignore stop signals once everything is saved, so that a late one does not look like a
+    failure."""
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
@@ -61,7 +64,8 @@ def leave_terminal(number: int) -> None:
 
 @contextmanager
 def stop_signals_blocked() -> Iterator[None]:
-    """Processes that this thread starts in here do not get stop signals, from their first instruction on.
+    """Processes that this thread starts in here do not get stop signals, from their first
+    instruction on.
 
     Signals sent to this thread meanwhile arrive afterwards.
     """
@@ -72,27 +76,33 @@ def stop_signals_blocked() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def end_with_parent() -> None:
-    """Have this process killed when the thread that started it ends."""
-    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+def end_with_parent(number: int = signal.SIGKILL) -> None:
+    """Have this process killed, or sent another signal, when the thread that started it ends."""
+    _libc.prctl(_PR_SET_PDEATHSIG, number)
 
 
 def adopt_orphans() -> None:
-    """Make this process the parent of descendants whose own parent ends, daemons included; exec keeps this."""
+    """Make this process the parent of descendants whose own parent ends, daemons included; exec
+    keeps this."""
     _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def end_tree(pid: int) -> None:
-    """Kill a child of this process that adopts orphans, and all its descendants, in whichever session they are.
+    """Kill a child of this process that adopts orphans, and all its descendants, in whichever
+    session they are.
 
-    The caller waits for the child. If the child has already ended by itself, only its process group is killed.
+    The caller waits for the child. If the child has already ended by itself, only its process group
+    is killed.
     """
     with suppress(ProcessLookupError):
         os.kill(pid, signal.SIGSTOP)  # it starts nothing more, and still adopts
     with suppress(psutil.Error):
-        root, end, gone = psutil.Process(pid), time.monotonic() + _TREE_SECONDS, set[psutil.Process]()
+        root = psutil.Process(pid)
+        end = time.monotonic() + _TREE_SECONDS
+        gone = set[psutil.Process]()
         while time.monotonic() < end:
-            # Until it has stopped it may start another one; so may one that ends by itself after it was listed.
+            # Until it has stopped it may start another one; so may one that ends by itself after it
+            # was listed.
             starts_none = root.status() in (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE)
             left = set(root.children(recursive=True)) - gone
             if starts_none and not left:
@@ -101,6 +111,35 @@ def end_tree(pid: int) -> None:
             time.sleep(0.001)
     with suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)
+
+
+def end_descendants(spared: Callable[[psutil.Process], bool] = lambda _: False) -> int:
+    """Kill and reap all descendants of this process, which adopts orphans; returns how many were
+    alive.
+
+    Args:
+        spared: whether one stays, with its children.
+    """
+    this = psutil.Process()
+    end = time.monotonic() + _TREE_SECONDS
+    killed = set[psutil.Process]()
+    gone = set[psutil.Process]()
+    while time.monotonic() < end:
+        children = [child for child in this.children() if not spared(child)]
+        left = set(children) - gone
+        for child in children:
+            with suppress(psutil.Error):
+                left |= set(child.children(recursive=True)) - gone
+        if not left:
+            break
+        alive = {process for process in left if _killed(process)}
+        killed |= alive
+        gone |= left - alive
+        for child in children:
+            with suppress(OSError):  # its owner may have waited for it
+                os.waitpid(child.pid, os.WNOHANG)
+        time.sleep(0.001)
+    return len(killed)
 
 
 def _killed(process: psutil.Process) -> bool:
@@ -118,7 +157,8 @@ def stop_requested() -> str | None:
 
 
 def first_signal(of_ranks: Sequence[str | None]) -> str | None:
-    """The first stop signal among those of all ranks, with its rank unless all got one; None if none did."""
+    """The first stop signal of all ranks, with its rank unless all got one; None if
+    none did."""
     for rank, name in enumerate(of_ranks):
         if name is not None:
             return name if all(of_ranks) else f"{name} on rank {rank}"

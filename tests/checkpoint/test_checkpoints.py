@@ -1,4 +1,5 @@
-"""Checkpoints are found by looking, committed at once, and let go by the rules of retention alone."""
+"""Checkpoints are found by looking, committed at once, and let go by the rules of retention
+alone."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -89,7 +90,7 @@ def test_a_newer_unit_replaces_one_of_its_name(
     assert (first / "file").read_text() == "newer" and list(first.parent.iterdir()) == [first]
 
 
-def test_a_checkpoint_that_was_about_to_be_replaced_is_found_after_a_kill(
+def test_checkpoint_about_to_be_replaced_is_found_after_a_kill(
     tmp_path: Path, exchanges: Callable[[bool], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     exchanges(False)
@@ -110,14 +111,20 @@ def test_a_checkpoint_that_was_about_to_be_replaced_is_found_after_a_kill(
     assert (first / "file").read_text() == "older"
 
 
-def test_removing_takes_the_name_away_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_removing_takes_the_name_away_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     paths = [save(tmp_path, CheckpointName(step)) for step in (1, 2)]
     monkeypatch.setattr("shutil.rmtree", lambda *_, **__: None)  # killed before anything is deleted
     remove_checkpoint(paths[0])
     assert list(list_checkpoints(tmp_path).values()) == [paths[1]]
 
 
-NAMES = [CheckpointName(0, 4), CheckpointName(0), *(CheckpointName(step) for step in (10, 20, 30, 40, 50))]
+NAMES = [
+    CheckpointName(0, 4),
+    CheckpointName(0),
+    *(CheckpointName(step) for step in (10, 20, 30, 40, 50)),
+]
 
 
 @pytest.mark.parametrize(
@@ -139,5 +146,9 @@ def test_retention(config: RetentionConfig, kept: list[int]) -> None:
 
 
 def test_of_equals_the_earliest_is_the_best() -> None:
-    metrics = {CheckpointName(20): {"a": 1.0}, CheckpointName(10): {"a": 1.0}, CheckpointName(30): {"b": 2.0}}
+    metrics = {
+        CheckpointName(20): {"a": 1.0},
+        CheckpointName(10): {"a": 1.0},
+        CheckpointName(30): {"b": 2.0},
+    }
     assert best_checkpoint(metrics, RetentionConfig(best="a")) == CheckpointName(10)

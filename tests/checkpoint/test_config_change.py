@@ -1,4 +1,4 @@
-"""A run goes on with a config that asks for the same learning, or not at all."""
+"""A run resumes only with a config that means the same training."""
 
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,9 @@ BASE: dict[str, Any] = {
 
 
 def config(changes: dict[str, Any]) -> TrainConfig:
-    return TrainConfig.model_validate({key: BASE.get(key, {}) | changes.get(key, {}) for key in {**BASE, **changes}})
+    return TrainConfig.model_validate(
+        {key: BASE.get(key, {}) | changes.get(key, {}) for key in {**BASE, **changes}}
+    )
 
 
 @pytest.fixture
@@ -32,12 +34,17 @@ def checkpoint(tmp_path: Path) -> Path:
     [
         {},
         {"run": {"steps": 500, "resume": "auto", "overwrite": True}},
-        {"actor": {"layout": {"tp": 4}, "max_tokens_per_microbatch": 1000}, "cluster": {"ranks": 8}},
+        {
+            "actor": {"layout": {"tp": 4}, "max_tokens_per_microbatch": 1000},
+            "cluster": {"ranks": 8},
+        },
         {"evaluation": {"every": 3}, "export": {"every": 5}, "monitoring": {"tensorboard": False}},
         {"checkpoint": {"every": 1, "keep": {"last": 5}}, "rollout": {"num_engines": 2}},
     ],
 )
-def test_how_far_where_and_how_visibly_a_run_goes_may_change(checkpoint: Path, changes: dict[str, Any]) -> None:
+def test_how_far_where_and_how_visibly_a_run_goes_may_change(
+    checkpoint: Path, changes: dict[str, Any]
+) -> None:
     check_config_change(config(changes), checkpoint, ())
 
 
@@ -54,7 +61,9 @@ def test_how_far_where_and_how_visibly_a_run_goes_may_change(checkpoint: Path, c
         ({"rollout": {"deterministic": False}}, "rollout.deterministic=False"),
     ],
 )
-def test_what_a_run_learns_from_may_not_unless_it_is_meant(checkpoint: Path, changes: dict[str, Any], key: str) -> None:
+def test_what_a_run_learns_from_may_not_unless_it_is_meant(
+    checkpoint: Path, changes: dict[str, Any], key: str
+) -> None:
     with pytest.raises(BadInput) as raised:
         check_config_change(config(changes), checkpoint, ())
     assert str(raised.value).startswith(key) and str(checkpoint) in str(raised.value)
@@ -67,5 +76,10 @@ def test_what_a_run_learns_from_may_not_unless_it_is_meant(checkpoint: Path, cha
 
 
 def test_differences_are_told_by_their_dotted_keys() -> None:
-    old, new = {"a": {"b": 1, "c": [1]}, "d": None}, {"a": {"b": 1, "c": [1, 2]}, "d": {"e": 1}, "f": 0}
-    assert list(differences(old, new)) == [("a.c", [1], [1, 2]), ("d", None, {"e": 1}), ("f", None, 0)]
+    old = {"a": {"b": 1, "c": [1]}, "d": None}
+    new = {"a": {"b": 1, "c": [1, 2]}, "d": {"e": 1}, "f": 0}
+    assert list(differences(old, new)) == [
+        ("a.c", [1], [1, 2]),
+        ("d", None, {"e": 1}),
+        ("f", None, 0),
+    ]

@@ -1,4 +1,5 @@
-"""The folder in host memory is a run's alone, and goes with the process that made it, however that ended."""
+"""The folder in host memory is a run's alone, and goes with the process that made it, however that
+ended."""
 
 import errno
 import json
@@ -14,7 +15,12 @@ from ranks import run_ranks
 
 from vapo_megatron.checkpoint.checkpointer import Checkpointer
 from vapo_megatron.checkpoint.checkpoints import list_checkpoints
-from vapo_megatron.checkpoint.host_memory import copies_left, host_memory, host_memory_of, job_memory
+from vapo_megatron.checkpoint.host_memory import (
+    copies_left,
+    host_memory,
+    host_memory_of,
+    job_memory,
+)
 from vapo_megatron.checkpoint.manifest import Progress
 from vapo_megatron.checkpoint.state_saver import SavedRun, Snapshot
 from vapo_megatron.config.run import MonitoringConfig
@@ -37,17 +43,23 @@ def killed_in(run_dir: Path) -> None:
 
 def test_what_killed_processes_left_goes_at_the_next_start(root: Path, tmp_path: Path) -> None:
     for name in ("own", "other"):
-        process = multiprocessing.get_context("fork").Process(target=killed_in, args=(tmp_path / name,))
+        process = multiprocessing.get_context("fork").Process(
+            target=killed_in, args=(tmp_path / name,)
+        )
         process.start()
         process.join()
         assert host_memory_of(tmp_path / name).is_dir()
     with host_memory(tmp_path / "alive") as alive, host_memory(tmp_path / "own") as own:
         assert alive is not None and own == host_memory_of(tmp_path / "own")
-        assert set(root.iterdir()) == {alive, own}, "of the killed ones nothing is left, the live one's stays"
+        assert set(root.iterdir()) == {alive, own}, (
+            "of the killed ones nothing is left, the live one's stays"
+        )
         assert not (own / "copy").exists() and own.stat().st_mode & 0o077 == 0
         (tmp_path / "own" / "recorded_rollouts").mkdir(parents=True)
         (tmp_path / "own" / "recorded_rollouts" / "file").touch()
-        assert (own / "recorded_rollouts" / "file").exists(), "what a copy names of the run directory is found from it"
+        assert (own / "recorded_rollouts" / "file").exists(), (
+            "what a copy names of the run directory is found from it"
+        )
     assert not list(root.iterdir()) and (tmp_path / "own" / "recorded_rollouts" / "file").exists()
 
 
@@ -61,14 +73,19 @@ def test_copies_of_a_killed_starter_are_taken_over(root: Path, tmp_path: Path) -
     assert copies_left(tmp_path) == place
     with host_memory(tmp_path, keep_copies=True) as folder:
         assert folder == place and (place / "checkpoints" / "step_000003").is_dir()
-        assert json.loads((place / "owner.json").read_text())["pid"] == os.getpid() and not (place / "copy").exists()
+        assert (
+            json.loads((place / "owner.json").read_text())["pid"] == os.getpid()
+            and not (place / "copy").exists()
+        )
     assert copies_left(tmp_path) is None
     place.symlink_to(tmp_path)
-    assert copies_left(tmp_path) is None, "its name can be guessed, and what it holds is trusted"
+    assert copies_left(tmp_path) is None, "its name can be guessed, and its contents are trusted"
 
 
-@pytest.mark.parametrize("error", [BadInput("no such key"), RunFailed("a bug"), KeyboardInterrupt(), TryAgain("75")])
-def test_the_only_place_of_a_state_outlives_a_start_that_comes_to_nothing(
+@pytest.mark.parametrize(
+    "error", [BadInput("no such key"), RunFailed("a bug"), KeyboardInterrupt(), TryAgain("75")]
+)
+def test_the_only_copy_of_a_state_survives_a_failed_start(
     root: Path, tmp_path: Path, error: BaseException
 ) -> None:
     """And the start of another run meanwhile; once a checkpoint is as new it goes."""
@@ -78,7 +95,9 @@ def test_the_only_place_of_a_state_outlives_a_start_that_comes_to_nothing(
         state.mkdir(parents=True)
         raise TryAgain("the disk refused it")
     with pytest.raises(type(error)), host_memory(tmp_path, keep_copies=True):
-        process = multiprocessing.get_context("fork").Process(target=killed_in, args=(tmp_path / "other",))
+        process = multiprocessing.get_context("fork").Process(
+            target=killed_in, args=(tmp_path / "other",)
+        )
         process.start()
         process.join()
         assert (state.parents[1] / "kept").exists(), "also if this process is killed"
@@ -97,12 +116,14 @@ def saves_and_is_killed(run_dir: Path) -> None:
         os._exit(1)
 
 
-def test_a_state_that_the_disk_has_by_now_does_not_stay_in_memory(root: Path, tmp_path: Path) -> None:
+def test_state_already_on_disk_does_not_stay_in_memory(root: Path, tmp_path: Path) -> None:
     with pytest.raises(TryAgain), host_memory(tmp_path) as folder:
         assert folder is not None
         (folder / "checkpoints" / "step_000003").mkdir(parents=True)
         raise TryAgain("the disk refused it")
-    process = multiprocessing.get_context("fork").Process(target=saves_and_is_killed, args=(tmp_path,))
+    process = multiprocessing.get_context("fork").Process(
+        target=saves_and_is_killed, args=(tmp_path,)
+    )
     process.start()
     process.join()
     assert host_memory_of(tmp_path).is_dir()
@@ -110,7 +131,9 @@ def test_a_state_that_the_disk_has_by_now_does_not_stay_in_memory(root: Path, tm
         assert set(root.iterdir()) == {other}
 
 
-@pytest.mark.parametrize("error", [TryAgain("a full disk"), OSError(errno.ESTALE, "Stale file handle")])
+@pytest.mark.parametrize(
+    "error", [TryAgain("a full disk"), OSError(errno.ESTALE, "Stale file handle")]
+)
 def test_a_disk_that_does_not_answer_takes_no_state_with_it(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
@@ -141,13 +164,20 @@ def test_a_run_that_failed_goes_on_from_its_checkpoint(root: Path, tmp_path: Pat
 
 
 def goes_on_without_its_folder(run_dir: Path, memory: Path) -> tuple[list[str], list[int]]:
-    """A run of three steps without models, whose folder in host memory is removed after the first: what it says in red,
-    and the steps of its checkpoints."""
-    tree = {"model": {"path": "model"}, "data": {"train": "unread.jsonl"}, "sampling": {"max_new_tokens": 8}}
-    config, alarms = TrainConfig.model_validate(tree), list[str]()
+    """A run of three steps without models, whose folder in host memory is removed after the first:
+    its red lines, and the steps of its checkpoints."""
+    tree = {
+        "model": {"path": "model"},
+        "data": {"train": "unread.jsonl"},
+        "sampling": {"max_new_tokens": 8},
+    }
+    config = TrainConfig.model_validate(tree)
+    alarms = list[str]()
     with Recorder(run_dir, MonitoringConfig(tensorboard=False), is_main_rank=True) as recorder:
         recorder.console.alarm = alarms.append  # type: ignore[method-assign]
-        saver = Checkpointer(config.checkpoint, SavedRun(config, "train", run_dir, {}, "run"), recorder, None, memory)
+        saver = Checkpointer(
+            config.checkpoint, SavedRun(config, "train", run_dir, {}, "run"), recorder, None, memory
+        )
         for step in (1, 2, 3):
             saver.safe_point(Snapshot(Progress(step=step), {}), due=step == 3, last=False)
             saver.wait()
@@ -157,30 +187,38 @@ def goes_on_without_its_folder(run_dir: Path, memory: Path) -> tuple[list[str], 
     return alarms, [name.step for name in list_checkpoints(run_dir)]
 
 
-def test_a_folder_that_is_removed_while_the_run_goes_on_is_named_once(tmp_path: Path) -> None:
-    run_dir, memory = tmp_path / "run", tmp_path / "memory"
+def test_folder_removed_during_a_run_is_named_once(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    memory = tmp_path / "memory"
     run_dir.mkdir()
     memory.mkdir()
     alarms, saved = run_ranks(1, goes_on_without_its_folder, run_dir, memory)[0]
     assert alarms == [
-        f"no more copies in host memory ({memory} was removed): a lost rank costs what follows the last checkpoint"
+        f"no more copies in host memory ({memory} was removed): a lost rank costs what follows the "
+        "last checkpoint"
     ]
     assert saved == [3] and not memory.exists()
 
 
 def test_a_jobs_folder_waits_for_the_next_attempt(root: Path, tmp_path: Path) -> None:
     own = root / "vapo-job-42.0.node"
-    process = multiprocessing.get_context("fork").Process(target=job_memory, args=(tmp_path, True, job_on(own)))
+    process = multiprocessing.get_context("fork").Process(
+        target=job_memory, args=(tmp_path, True, job_on(own))
+    )
     process.start()
     process.join()
     (own / "checkpoints").mkdir()
     assert host_memory_of(tmp_path, job_on(own)) == own and own.stat().st_mode & 0o077 == 0
     assert job_memory(tmp_path, False, job_on(own)) == own and (own / "checkpoints").is_dir()
     again = job_on(own) | {"VAPO_ATTEMPT": "1"}
-    assert job_memory(tmp_path, True, again) == own and (own / "checkpoints").is_dir(), "its own, by an earlier attempt"
+    assert job_memory(tmp_path, True, again) == own and (own / "checkpoints").is_dir(), (
+        "its own, by an earlier attempt"
+    )
     with host_memory(tmp_path / "other"):
         assert own.is_dir(), "its job lives"
-    process = multiprocessing.get_context("fork").Process(target=job_memory, args=(tmp_path, True, again))
+    process = multiprocessing.get_context("fork").Process(
+        target=job_memory, args=(tmp_path, True, again)
+    )
     process.start()
     process.join()
     with host_memory(tmp_path / "other"):
@@ -192,17 +230,22 @@ def test_a_jobs_folder_waits_for_the_next_attempt(root: Path, tmp_path: Path) ->
     assert job_memory(tmp_path, True, {}) is None
 
 
-def test_copies_of_another_run_of_the_job_are_not_taken_for_this_ones(root: Path, tmp_path: Path) -> None:
+def test_copies_of_another_run_of_the_job_are_not_used(root: Path, tmp_path: Path) -> None:
     own = root / "vapo-job-42.0.node"
     assert job_memory(tmp_path / "first", True, job_on(own)) == own
     (own / "checkpoints").mkdir()
-    assert job_memory(tmp_path / "second", True, job_on(own)) == own and not (own / "checkpoints").exists()
+    assert (
+        job_memory(tmp_path / "second", True, job_on(own)) == own
+        and not (own / "checkpoints").exists()
+    )
     assert (own / "recorded_rollouts").readlink() == tmp_path / "second" / "recorded_rollouts"
 
 
 def test_copies_from_before_the_job_was_requeued_go(root: Path, tmp_path: Path) -> None:
-    """Slurm may have left no time to take them away; nothing goes on from them."""
-    before, other, now = (root / f"vapo-job-{name}" for name in ("42.9.node", "43.0.node", "42.10.node.of.a.site"))
+    """Slurm may have left no time to take them away; nothing resumes from them."""
+    before, other, now = (
+        root / f"vapo-job-{name}" for name in ("42.9.node", "43.0.node", "42.10.node.of.a.site")
+    )
     for folder, job in ((before, {"SLURM_RESTART_COUNT": "9"}), (other, {"SLURM_JOB_ID": "43"})):
         assert job_memory(tmp_path, True, job_on(folder) | job) == folder
     assert job_memory(tmp_path, True, job_on(now) | {"SLURM_RESTART_COUNT": "10"}) == now
@@ -225,8 +268,13 @@ def job_on(folder: Path) -> dict[str, str]:
     return {"VAPO_HOST_MEMORY": str(folder), "SLURM_JOB_ID": "42"}
 
 
-def test_without_host_memory_there_are_no_copies(root: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_without_host_memory_there_are_no_copies(
+    root: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     root.rmdir()
-    with caplog.at_level("WARNING", logger="vapo_megatron"), host_memory(tmp_path / "run") as folder:
+    with (
+        caplog.at_level("WARNING", logger="vapo_megatron"),
+        host_memory(tmp_path / "run") as folder,
+    ):
         assert folder is None
     assert "cannot be used (No such file or directory)" in caplog.text

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from vapo_megatron import logs
+from vapo_megatron.checkpoint.host_memory import host_memory_of
 from vapo_megatron.checkpoint.lease import Lease
 from vapo_megatron.errors import BadInput
 
@@ -50,7 +51,9 @@ def seem_elsewhere(run_dir: Path) -> None:
     """Have the holder be on a machine whose processes are not seen from here."""
     path = lease_file(run_dir)
     touched = path.stat()
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"machine": "another", "host": "node7"}))
+    path.write_text(
+        json.dumps(json.loads(path.read_text()) | {"machine": "another", "host": "node7"})
+    )
     os.utime(path, (touched.st_atime, touched.st_mtime))
 
 
@@ -59,14 +62,17 @@ def test_a_live_run_is_named_and_left_alone(tmp_path: Path) -> None:
     with holder(run_dir, SLURM_JOB_ID="77") as other, Lease(run_dir, {}) as lease:
         before = lease_file(run_dir).read_text()
         with pytest.raises(
-            BadInput, match=rf"process {other.pid} on \S+ \(job 77\) works in it, last sign of life \d+ s"
+            BadInput,
+            match=rf"process {other.pid} on \S+ \(job 77\) works in it, last sign of life \d+ s",
         ):
             lease.take()
         assert lease_file(run_dir).read_text() == before
     assert lease_file(run_dir).exists(), "released by one who did not hold it"
 
 
-def test_after_kill_9_on_this_machine_nobody_waits(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_after_kill_9_on_this_machine_nobody_waits(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     logs.configure(logs.LogLevel.WARNING)
     with holder(tmp_path / "vapo") as other:
         os.kill(other.pid, signal.SIGKILL)
@@ -78,7 +84,7 @@ def test_after_kill_9_on_this_machine_nobody_waits(tmp_path: Path, capfd: pytest
     assert not list(tmp_path.iterdir()), "something stays behind"
 
 
-def test_a_process_of_another_life_with_the_same_number_is_not_taken_for_it(tmp_path: Path) -> None:
+def test_process_of_another_life_with_the_same_pid_is_not_owner(tmp_path: Path) -> None:
     path = lease_file(tmp_path / "vapo")
     with Lease(tmp_path / "vapo", {}) as lease:
         lease.take()
@@ -106,12 +112,17 @@ def test_of_another_machine_a_sign_of_life_is_waited_for(tmp_path: Path) -> None
         seem_elsewhere(run_dir)
         alive = threading.Timer(0.5, os.utime, [lease_file(run_dir)])
         alive.start()
-        with Lease(run_dir, {}, beat=0.4, stale=3600) as second, pytest.raises(BadInput, match=r"on node7 works in it"):
+        with (
+            Lease(run_dir, {}, beat=0.4, stale=3600) as second,
+            pytest.raises(BadInput, match=r"on node7 works in it"),
+        ):
             second.take()
     assert lease_file(run_dir).exists()
 
 
-def test_without_a_sign_of_life_it_is_taken_over(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_without_a_sign_of_life_it_is_taken_over(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     logs.configure(logs.LogLevel.WARNING)
     run_dir = tmp_path / "vapo"
     with holder(run_dir) as other:
@@ -130,9 +141,12 @@ def test_of_many_that_find_a_dead_one_one_takes_over(tmp_path: Path) -> None:
     with holder(run_dir) as other:
         other.kill()
         other.join()
-    started, done = FORK.Event(), FORK.Event()
+    started = FORK.Event()
+    done = FORK.Event()
     answers = FORK.SimpleQueue()
-    rivals = [FORK.Process(target=compete, args=(run_dir, started, done, answers)) for _ in range(6)]
+    rivals = [
+        FORK.Process(target=compete, args=(run_dir, started, done, answers)) for _ in range(6)
+    ]
     for rival in rivals:
         rival.start()
     started.set()
@@ -160,7 +174,7 @@ def test_it_shows_signs_of_life_until_it_is_let_go(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt), Lease(run_dir, {}, beat=0.05) as lease:
         lease.take()
         os.utime(lease_file(run_dir), (0, 0))
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 120
         while lease_file(run_dir).stat().st_mtime == 0:
             assert time.monotonic() < deadline
             time.sleep(0.02)
@@ -168,7 +182,7 @@ def test_it_shows_signs_of_life_until_it_is_let_go(tmp_path: Path) -> None:
     assert not lease_file(run_dir).exists()
 
 
-def test_a_disk_that_is_gone_at_the_end_does_not_fail_a_run_that_is_over(
+def test_disk_lost_at_the_end_does_not_fail_a_finished_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: Any, **__: Any) -> None:
@@ -177,3 +191,32 @@ def test_a_disk_that_is_gone_at_the_end_does_not_fail_a_run_that_is_over(
     with Lease(tmp_path / "runs" / "vapo", {}) as lease:
         lease.take()
         monkeypatch.setattr(Path, "open", refuse)
+
+
+def test_two_names_of_a_directory_are_one_lease(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "disk")
+    with (
+        holder(tmp_path / "disk" / "vapo"),
+        Lease(tmp_path / "link" / "vapo", {}) as lease,
+        pytest.raises(BadInput, match="works in it"),
+    ):
+        lease.take()
+    here = host_memory_of(tmp_path / "disk" / "vapo", {})
+    assert here == host_memory_of(tmp_path / "link" / "vapo", {})
+
+
+def test_a_lease_that_is_removed_is_made_again(tmp_path: Path) -> None:
+    run_dir = tmp_path / "vapo"
+    ended = threading.Event()
+    with Lease(run_dir, {}, beat=0.02, end_run=ended.set) as lease:
+        lease.take()
+        lease_file(run_dir).unlink()
+        deadline = time.monotonic() + 120
+        while not lease_file(run_dir).exists() or not lease_file(run_dir).read_text():
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        assert not ended.is_set()
+        other = json.loads(lease_file(run_dir).read_text()) | {"pid": 1, "host": "elsewhere"}
+        lease_file(run_dir).write_text(json.dumps(other))
+        assert ended.wait(60), "two runs would write here"

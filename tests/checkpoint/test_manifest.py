@@ -70,9 +70,14 @@ def test_progress_is_read_as_it_was_saved_or_not_at_all(
     saved = Progress(step=7, prompts={"cursor": 28}, weight_version=8)
     write_json(path, saved.model_dump(mode="json"))
     manifest = read_manifest(checkpoint)
-    with pytest.raises(BadInput, match=r"checkpoint: its manifest knows no progress\.json: the checkpoint is damaged"):
+    with pytest.raises(
+        BadInput,
+        match=r"checkpoint: its manifest knows no progress\.json: the checkpoint is damaged",
+    ):
         read_progress(checkpoint, manifest)
-    manifest = manifest.model_copy(update={"files": manifest.files | file_facts(checkpoint, [path])})
+    manifest = manifest.model_copy(
+        update={"files": manifest.files | file_facts(checkpoint, [path])}
+    )
     assert read_progress(checkpoint, manifest) == saved
     harm(path)
     with pytest.raises(BadInput, match=message):
@@ -92,7 +97,10 @@ def test_a_flipped_bit_is_named(tmp_path: Path) -> None:
             lambda checkpoint: (checkpoint / "actor" / "weights").write_bytes(b"x"),
             "actor/weights has 1 bytes, its manifest says 200",
         ),
-        (lambda checkpoint: (checkpoint / "critic" / "weights").unlink(), "critic/weights is missing"),
+        (
+            lambda checkpoint: (checkpoint / "critic" / "weights").unlink(),
+            "critic/weights is missing",
+        ),
         (lambda checkpoint: (checkpoint / "manifest.json").unlink(), "manifest.json is missing"),
         (lambda checkpoint: (checkpoint / "manifest.json").write_text("{"), "manifest.json"),
         (
@@ -109,11 +117,17 @@ def test_damage_is_named_with_the_unit_and_what_to_do(
     with pytest.raises(BadInput) as raised:
         check(checkpoint)
     text = str(raised.value)
-    assert text.startswith(str(checkpoint)) and message in text and "delete this folder" in text and "\n" not in text
+    assert (
+        text.startswith(str(checkpoint))
+        and message in text
+        and "delete this folder" in text
+        and "\n" not in text
+    )
 
 
 def test_halves_of_two_units_are_not_mixed(tmp_path: Path) -> None:
-    checkpoint, other = make_unit(tmp_path / "checkpoint"), make_unit(tmp_path / "other", "u2", step=3)
+    checkpoint = make_unit(tmp_path / "checkpoint")
+    other = make_unit(tmp_path / "other", "u2", step=3)
     shutil.rmtree(checkpoint / "critic")
     (other / "critic").rename(checkpoint / "critic")
     assert "the content of critic/weights has changed since it was saved" in str(check(checkpoint))
@@ -124,5 +138,37 @@ def test_another_format_is_refused_as_such(tmp_path: Path, number: int) -> None:
     checkpoint = make_unit(tmp_path / "checkpoint")
     content = json.loads((checkpoint / "manifest.json").read_text())
     (checkpoint / "manifest.json").write_text(json.dumps(content | {"format": number}))
-    with pytest.raises(BadInput, match=f"format {number}, this version reads format 3: go on with the version of"):
+    with pytest.raises(
+        BadInput,
+        match=f"format {number}, this version reads format 3: continue with the version of",
+    ):
+        check(checkpoint)
+
+
+def test_a_file_that_the_manifest_does_not_know_is_named(tmp_path: Path) -> None:
+    checkpoint = make_unit(tmp_path / "checkpoint")
+    (checkpoint / "critic" / "more").write_bytes(b"x")
+    with pytest.raises(BadInput, match=r"does not know critic/more, which would be loaded"):
+        check(checkpoint)
+
+
+def test_a_checkpoint_of_another_step_than_its_name_is_refused(tmp_path: Path) -> None:
+    checkpoint = make_unit(tmp_path / "checkpoints" / "step_000008", step=7)
+    with pytest.raises(BadInput, match=r"name says step 8, its manifest 7"):
+        check(checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[" * 100_000, "manifest.json cannot be read .it is nested too deeply"),
+        ('{"format": "3"}', "format '3', this version reads format 3"),
+    ],
+)
+def test_a_manifest_that_makes_no_sense_is_one_line(
+    tmp_path: Path, text: str, message: str
+) -> None:
+    checkpoint = make_unit(tmp_path / "checkpoint")
+    (checkpoint / "manifest.json").write_text(text)
+    with pytest.raises(BadInput, match=message):
         check(checkpoint)

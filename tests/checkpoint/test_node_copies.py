@@ -1,4 +1,5 @@
-"""Ranks on several nodes go on from copies in the nodes' host memory, of which each keeps that of the one before it."""
+"""Ranks on several nodes resume from copies in the nodes' host memory; each also keeps the copy of
+the one before it."""
 
 import multiprocessing
 import os
@@ -44,7 +45,8 @@ def config_of(folder: Path, name: str) -> SftConfig:
 
 
 def killed_in(step: int) -> None:
-    """Rank 2 kills itself after a step, once the copies of the step before are whole on all nodes."""
+    """Rank 2 kills itself after a step, once the copies of the step before are whole on all
+    nodes."""
     safe_point = checkpoint.Checkpointer.safe_point
 
     def trap(saver: Any, snapshot: Any, **kwargs: Any) -> None:
@@ -74,8 +76,12 @@ def rank_of(config: SftConfig, rank: int, port: int, memory: Path, kill: int) ->
 
 def live(config: SftConfig, memory: Path, kill: int = 0) -> tuple[list[Any], str]:
     """Exit codes of ranks that others started, and what rank 0 said."""
-    context, port = multiprocessing.get_context("fork"), free_port()
-    ranks = [context.Process(target=rank_of, args=(config, n, port, memory, kill)) for n in range(len(NODES))]
+    context = multiprocessing.get_context("fork")
+    port = free_port()
+    ranks = [
+        context.Process(target=rank_of, args=(config, n, port, memory, kill))
+        for n in range(len(NODES))
+    ]
     for rank in ranks:
         rank.start()
     for rank in ranks:
@@ -96,7 +102,8 @@ def test_what_a_node_has_lost_comes_from_the_one_that_keeps_it(tmp_path: Path) -
     make_model(tmp_path / "model")
     memory = tmp_path / "shm"
     memory.mkdir()
-    straight, lost = config_of(tmp_path, "straight"), config_of(tmp_path, "lost")
+    straight = config_of(tmp_path, "straight")
+    lost = config_of(tmp_path, "lost")
     assert attempts.fine_tune(straight).code == 0
 
     codes, _ = live(lost, memory, kill=4)
@@ -104,14 +111,16 @@ def test_what_a_node_has_lost_comes_from_the_one_that_keeps_it(tmp_path: Path) -
     assert [copies(memory, node) for node in "abc"] == [["step_000003"]] * 3
     held = {node: {path.name for path in (memory / node).rglob("*.distcp")} for node in "abc"}
     parts = {node: {int(name.split("_")[2]) for name in names} for node, names in held.items()}
-    assert parts == {"a": {0, 1, 3}, "b": {0, 1, 2}, "c": {2, 3}}, "its own, and those of the node before it"
+    assert parts == {"a": {0, 1, 3}, "b": {0, 1, 2}, "c": {2, 3}}, (
+        "its copies, and the previous node's"
+    )
 
     # Node b is another one, and a file of rank 3 on c has changed: all of that is on c and a.
     shutil.rmtree(memory / "b")
     flip(next((memory / "c").rglob("__3_*.distcp")))
     codes, said = live(lost, memory, kill=6)
     assert codes[2] == -signal.SIGKILL, said
-    assert f"goes on from {memory}/a/checkpoints/step_000003" in said.replace("\n", "")
+    assert f"resumes from {memory}/a/checkpoints/step_000003" in said.replace("\n", "")
     assert "the content of actor/__3_" in (memory / "said3").read_text()
 
     # Of ranks 0 and 1 there is no copy any more: the last checkpoint it is, the one of step 4.
@@ -121,15 +130,21 @@ def test_what_a_node_has_lost_comes_from_the_one_that_keeps_it(tmp_path: Path) -
     codes, said = live(lost, memory)
     assert codes == [0] * len(NODES), said
     assert "step_000005: " in said and "is on no node; it is left aside" in said
-    assert [copies(memory, node) for node in "abc"] == [["step_000006"]] * 3, "what was left aside is in nobody's way"
-    run_dir, other = Path(lost.run.directory), Path(straight.run.directory)
-    assert attempts.metrics(run_dir) == attempts.metrics(other) and len(attempts.metrics(run_dir)) == 7
+    assert [copies(memory, node) for node in "abc"] == [["step_000006"]] * 3, (
+        "abandoned files do no harm"
+    )
+    run_dir = Path(lost.run.directory)
+    other = Path(straight.run.directory)
+    assert (
+        attempts.metrics(run_dir) == attempts.metrics(other) and len(attempts.metrics(run_dir)) == 7
+    )
     weights = "hf/final/actor/model.safetensors"
     assert (run_dir / weights).read_bytes() == (other / weights).read_bytes()
 
 
 def fetched(folder: Path, file: str, changes: bool) -> str:
-    """What rank 1 says of a file that it gets from another node; changes: while it is on its way."""
+    """What rank 1 says of a file that it gets from another node; changes: while it is on its
+    way."""
     receive = nodes.receive_file
 
     def received(path: Path, *args: Any) -> OSError | None:
@@ -139,7 +154,14 @@ def fetched(folder: Path, file: str, changes: bool) -> str:
 
     if changes:
         nodes.receive_file = received
-    ids = {"checkpoint_id": "c", "run_id": "r", "step": 8, "kind": "sft", "models": (), "world_size": 2}
+    ids = {
+        "checkpoint_id": "c",
+        "run_id": "r",
+        "step": 8,
+        "kind": "sft",
+        "models": (),
+        "world_size": 2,
+    }
     facts = file_facts(folder / "a", [folder / "a" / file])
     manifest = Manifest.model_validate(ids | {"layouts": {}, "metrics": {}, "files": facts})
     path = folder / "ab"[dist.get_rank()]
@@ -154,20 +176,24 @@ def fetched(folder: Path, file: str, changes: bool) -> str:
 
 
 @pytest.mark.parametrize("changes", [False, True])
-def test_a_file_that_changes_on_its_way_between_nodes_is_not_used(tmp_path: Path, changes: bool) -> None:
+def test_file_that_changes_between_nodes_is_not_used(tmp_path: Path, changes: bool) -> None:
     for node in "ab":
         (tmp_path / node).mkdir()
     (tmp_path / "a" / "progress.json").write_bytes(b"{}" * 50)
     _, said = run_ranks(2, fetched, tmp_path, "progress.json", changes)
     assert (tmp_path / "b" / "progress.json").exists()
     if changes:
-        assert "the content of progress.json has changed" in said and "on its way between nodes" in said
+        assert (
+            "the content of progress.json has changed" in said
+            and "on its way between nodes" in said
+        )
     else:
         assert not said
 
 
 @pytest.mark.parametrize(
-    ("places", "keepers"), [("aabb", [2, 3, 0, 1]), ("aabc", [2, 2, 3, 0]), ("abb", [1, 0, 0]), ("a", [0])]
+    ("places", "keepers"),
+    [("aabb", [2, 3, 0, 1]), ("aabc", [2, 2, 3, 0]), ("abb", [1, 0, 0]), ("a", [0])],
 )
 def test_each_rank_has_a_keeper_on_the_next_node(places: str, keepers: list[int]) -> None:
     nodes = Nodes(tuple(places))

@@ -1,4 +1,5 @@
-"""Recorded rollouts are files: what is selected from them is what memory would give, and memory holds none of it."""
+"""Recorded rollouts are files: a selection equals the one from memory, and memory
+holds none of it."""
 
 import errno
 import os
@@ -24,28 +25,52 @@ from vapo_megatron.checkpoint.manifest import (
     check_structure,
     needed_files,
 )
-from vapo_megatron.checkpoint.recorded_rollouts import BYTES_PER_TOKEN, RecordedRollouts, remove_unneeded, write_rollout
+from vapo_megatron.checkpoint.recorded_rollouts import (
+    BYTES_PER_TOKEN,
+    RecordedRollouts,
+    remove_unneeded,
+    write_rollout,
+)
 from vapo_megatron.config.algorithm import AlgorithmConfig
-from vapo_megatron.config.atomic import CannotWrite
 from vapo_megatron.data.batch import ExperienceBatch, from_samples
 from vapo_megatron.data.sample import Prompt, Sample
 from vapo_megatron.errors import BadInput
+from vapo_megatron.files import CannotWrite
 from vapo_megatron.training.value_pretraining import Targets
 from vapo_megatron.weights.hf_writer import write_json
 
 
-def some_samples(seed: int, groups: int, size: int = 3, longest: int = 30, observed: bool = False) -> list[Sample]:
-    """Graded samples of random lengths, tokens, log-probs and grades, with observations where asked for."""
+def some_samples(
+    seed: int, groups: int, size: int = 3, longest: int = 30, observed: bool = False
+) -> list[Sample]:
+    """Graded samples of random lengths, tokens, log-probs and grades, with observations where asked
+    for."""
     rng = random.Random(seed)
     samples = []
     for group in range(groups):
-        prompt = Prompt(str(group), "", "", tuple(rng.randrange(99) for _ in range(rng.randint(1, 9))))
+        prompt = Prompt(
+            str(group), "", "", tuple(rng.randrange(99) for _ in range(rng.randint(1, 9)))
+        )
         prompt = replace(prompt, privileged_ids=tuple(range(seed))) if observed else prompt
         for index in range(size):
-            n, correct = rng.randint(1, longest), rng.random() < 0.5
-            ids, logprobs = [rng.randrange(99) for _ in range(n)], [-rng.random() for _ in range(n)]
+            n = rng.randint(1, longest)
+            correct = rng.random() < 0.5
+            ids = [rng.randrange(99) for _ in range(n)]
+            logprobs = [-rng.random() for _ in range(n)]
             reason = "length" if rng.random() < 0.3 else "stop"
-            made = Sample(prompt, group, index, 0, ids, logprobs, reason, 0, 0, reward=float(correct), correct=correct)  # type: ignore[arg-type]
+            made = Sample(
+                prompt,
+                group,
+                index,
+                0,
+                ids,
+                logprobs,
+                reason,
+                0,
+                0,
+                reward=float(correct),
+                correct=correct,
+            )  # type: ignore[arg-type]
             if observed and index:
                 made = with_observation(made, n // 2, index)
                 made = with_segment(made, n // 2, 3) if index == 2 else made
@@ -57,7 +82,9 @@ def some_samples(seed: int, groups: int, size: int = 3, longest: int = 30, obser
 def recorded(run_dir: Path, rollouts: list[list[Sample]]) -> RecordedRollouts:
     record = RecordedRollouts(run_dir)
     for samples in rollouts:
-        record.add(record.next_name, write_rollout(from_samples(samples), run_dir / record.next_name))
+        record.add(
+            record.next_name, write_rollout(from_samples(samples), run_dir / record.next_name)
+        )
     return record
 
 
@@ -70,7 +97,7 @@ def in_memory(rollouts: list[list[Sample]]) -> ExperienceBatch:
             sample.group += first
         samples += rollout
     batch = from_samples(samples)
-    batch.prompt_keys = None  # a record has prompt_ids of its own
+    batch.prompt_keys = None  # a record has its own prompt_ids
     return batch
 
 
@@ -82,15 +109,22 @@ def selected_of(record: RecordedRollouts, samples: list[int]) -> ExperienceBatch
 def assert_same(found: ExperienceBatch, expected: ExperienceBatch) -> None:
     assert found.tensors().keys() == expected.tensors().keys()
     for name, tensor in expected.tensors().items():
-        assert torch.equal(found.tensors()[name], tensor) and found.tensors()[name].dtype == tensor.dtype, name
+        assert (
+            torch.equal(found.tensors()[name], tensor)
+            and found.tensors()[name].dtype == tensor.dtype
+        ), name
 
 
 @pytest.fixture
 def rollouts() -> list[list[Sample]]:
-    return [some_samples(seed, groups, observed=seed == 2) for seed, groups in ((1, 4), (2, 1), (3, 5))]
+    return [
+        some_samples(seed, groups, observed=seed == 2) for seed, groups in ((1, 4), (2, 1), (3, 5))
+    ]
 
 
-def test_what_is_selected_is_what_memory_would_give(tmp_path: Path, rollouts: list[list[Sample]]) -> None:
+def test_what_is_selected_is_what_memory_would_give(
+    tmp_path: Path, rollouts: list[list[Sample]]
+) -> None:
     record = recorded(tmp_path, rollouts)
     again = RecordedRollouts(tmp_path, record.files)
     whole = in_memory(rollouts)
@@ -98,21 +132,36 @@ def test_what_is_selected_is_what_memory_would_give(tmp_path: Path, rollouts: li
         expected = whole.select(selected)
         assert_same(selected_of(record, selected), expected)
         assert_same(selected_of(again, selected), expected)
-    for name in ("group_ids", "rewards", "correct", "truncated", "response_lengths", "prompt_lengths"):
+    for name in (
+        "group_ids",
+        "rewards",
+        "correct",
+        "truncated",
+        "response_lengths",
+        "prompt_lengths",
+    ):
         assert torch.equal(getattr(again.table, name), getattr(whole, name)), name
-    assert again.prompt_ids.dtype == torch.int64 and torch.equal(again.prompt_ids, record.prompt_ids)
+    assert again.prompt_ids.dtype == torch.int64 and torch.equal(
+        again.prompt_ids, record.prompt_ids
+    )
     assert len(again.prompt_ids.unique()) == 10 and again.files == record.files
     assert again.next_name == record.next_name == "recorded_rollouts/rollouts_00003.safetensors"
 
 
-def test_targets_of_a_part_know_the_whole_group(tmp_path: Path, rollouts: list[list[Sample]]) -> None:
+def test_targets_of_a_part_know_the_whole_group(
+    tmp_path: Path, rollouts: list[list[Sample]]
+) -> None:
     shaping = {"soft_overlong": {"max_length": 30, "cache_length": 20}}
     config = AlgorithmConfig.model_validate({"shaping": shaping})
     targets = Targets(recorded(tmp_path, rollouts), config)
-    whole = targets.select(range(30)).own
-    part = targets.select([7, 21]).own
+    whole = targets.select(range(30)).local
+    part = targets.select([7, 21]).local
     placed = whole.select([7, 21]).turn_rewards
-    assert placed is not None and part.turn_rewards is not None and torch.equal(part.turn_rewards, placed)
+    assert (
+        placed is not None
+        and part.turn_rewards is not None
+        and torch.equal(part.turn_rewards, placed)
+    )
     expected = whole.select([7, 21]).returns
     assert part.returns is not None and expected is not None and torch.equal(part.returns, expected)
     assert len(part.returns.unique()) > 1
@@ -125,16 +174,20 @@ def resident(kind: str) -> int:
 
 
 def test_memory_holds_a_mini_batch_and_not_the_record(tmp_path: Path) -> None:
-    groups, length = 64, 40_000
-    ids, logprobs = torch.arange(length).numpy(), torch.zeros(length).numpy()
+    groups = 64
+    length = 40_000
+    ids = torch.arange(length).numpy()
+    logprobs = torch.zeros(length).numpy()
     samples = [
-        Sample(Prompt("", "", "", (1,)), g, 0, 0, ids, logprobs, "stop", 0, 0, reward=1.0) for g in range(groups)
+        Sample(Prompt("", "", "", (1,)), g, 0, 0, ids, logprobs, "stop", 0, 0, reward=1.0)
+        for g in range(groups)
     ]
     written = recorded(tmp_path, [samples]).files
     size = next(iter(written.values())).bytes
     assert size == pytest.approx(groups * length * BYTES_PER_TOKEN, rel=0.01)
     del samples
-    own, mapped = resident("RssAnon"), resident("RssFile")
+    own = resident("RssAnon")
+    mapped = resident("RssFile")
     record = RecordedRollouts(tmp_path, written)
     grown = []
     for sample in range(groups):
@@ -148,8 +201,17 @@ def make_checkpoint(run_dir: Path, step: str, record: dict[str, FileFacts]) -> P
     """A checkpoint without models."""
     checkpoint = run_dir / "checkpoints" / step
     checkpoint.mkdir(parents=True)
-    settings = {"checkpoint_id": "u", "run_id": "r", "step": 0, "kind": "train", "models": (), "world_size": 1}
-    manifest = Manifest.model_validate(settings | {"layouts": {}, "metrics": {}, "files": {}, "record": record})
+    settings = {
+        "checkpoint_id": "u",
+        "run_id": "r",
+        "step": 0,
+        "kind": "train",
+        "models": (),
+        "world_size": 1,
+    }
+    manifest = Manifest.model_validate(
+        settings | {"layouts": {}, "metrics": {}, "files": {}, "record": record}
+    )
     write_json(checkpoint / "manifest.json", manifest.model_dump(mode="json"))
     return checkpoint
 
@@ -169,7 +231,8 @@ def refusal(checkpoint: Path) -> str | None:
     [
         (
             Path.unlink,
-            "rollouts_00001.safetensors is missing: the checkpoint is damaged; restore it from a copy",
+            "rollouts_00001.safetensors is missing: the checkpoint is damaged; restore it from a "
+            "copy",
         ),
         (lambda path: path.write_bytes(path.read_bytes()[:-1]), "rollouts_00001.safetensors has"),
         (flip, "rollouts_00001.safetensors has changed since it was saved (sha256"),
@@ -185,18 +248,24 @@ def test_harm_to_a_file_is_told_by_its_name(
     harm(path)
     found = refusal(checkpoint)
     assert found is not None and said in found and str(path) in found and "\n" not in found
-    first = {name: facts for name, facts in record.files.items() if name.endswith("00000.safetensors")}
+    first = {
+        name: facts for name, facts in record.files.items() if name.endswith("00000.safetensors")
+    }
     assert refusal(make_checkpoint(tmp_path, "step_000000_pretraining_000001", first)) is None
 
 
-def test_files_go_when_no_checkpoint_needs_them(tmp_path: Path, rollouts: list[list[Sample]]) -> None:
+def test_files_go_when_no_checkpoint_needs_them(
+    tmp_path: Path, rollouts: list[list[Sample]]
+) -> None:
     record = recorded(tmp_path, rollouts)
     names = sorted(record.files)
     older = make_checkpoint(
         tmp_path, "step_000000_pretraining_000002", {name: record.files[name] for name in names[:2]}
     )
     make_checkpoint(tmp_path, "step_000000", {})
-    (tmp_path / "recorded_rollouts" / ".rollouts_00003.safetensors.half").write_bytes(b"left by a kill")
+    (tmp_path / "recorded_rollouts" / ".rollouts_00003.safetensors.half").write_bytes(
+        b"left by a kill"
+    )
     manifest = (older / "manifest.json").read_text()
     (older / "manifest.json").write_text("{")
     remove_unneeded(tmp_path)
@@ -223,7 +292,8 @@ def test_what_cannot_be_removed_stays(tmp_path: Path) -> None:
 def test_a_file_system_that_refuses_is_asked_twice(
     tmp_path: Path, rollouts: list[list[Sample]], monkeypatch: pytest.MonkeyPatch, refusals: int
 ) -> None:
-    """To map a file as well as to write it; what it refuses then interrupts a run, as it may pass."""
+    """To map a file as well as to write it; what it refuses then interrupts a run, as it may
+    pass."""
     left = 0
 
     def refused(do: Callable[..., object], *args: object, **named: object) -> object:
@@ -233,14 +303,18 @@ def test_a_file_system_that_refuses_is_asked_twice(
             raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
         return do(*args, **named)
 
-    refuses = pytest.raises(CannotWrite, match=r"rollouts_00000\.safetensors: cannot be \w+ \(Stale file handle\)")
+    refuses = pytest.raises(
+        CannotWrite, match=r"rollouts_00000\.safetensors: cannot be \w+ \(Stale file handle\)"
+    )
     outcome: AbstractContextManager[object] = refuses if refusals == 2 else nullcontext()
     monkeypatch.setattr(recorded_rollouts, "sync", partial(refused, recorded_rollouts.sync))
     left = refusals
     with outcome:
         recorded(tmp_path, rollouts[:1])
     record = recorded(tmp_path, rollouts[:1])
-    monkeypatch.setattr(recorded_rollouts, "safe_open", partial(refused, recorded_rollouts.safe_open))
+    monkeypatch.setattr(
+        recorded_rollouts, "safe_open", partial(refused, recorded_rollouts.safe_open)
+    )
     left = refusals
     with outcome:
         assert RecordedRollouts(tmp_path, record.files).files == record.files
@@ -251,6 +325,10 @@ def test_what_is_no_record_is_refused_by_name(tmp_path: Path) -> None:
     path.parent.mkdir()
     path.write_bytes(b"x" * 40)
     with pytest.raises(
-        BadInput, match=r"rollouts_00000.safetensors: cannot be read \(.*every rank has to see the same"
+        BadInput,
+        match=r"rollouts_00000.safetensors: cannot be read \(.*every rank has to see the same",
     ):
-        RecordedRollouts(tmp_path, {"recorded_rollouts/rollouts_00000.safetensors": FileFacts(bytes=40, sha256="")})
+        RecordedRollouts(
+            tmp_path,
+            {"recorded_rollouts/rollouts_00000.safetensors": FileFacts(bytes=40, sha256="")},
+        )

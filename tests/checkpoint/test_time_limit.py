@@ -1,4 +1,5 @@
-"""A run stops while there is still time to save, and never because of time that it does not need."""
+"""A run stops while there is still time to save, and never because of time that it does not
+need."""
 
 import subprocess
 import sys
@@ -24,7 +25,7 @@ def work(limit: TimeLimit, clock: Clock, seconds: float) -> bool:
     return limit.is_short
 
 
-def test_it_is_short_where_the_longest_stretch_and_the_longest_save_would_not_end() -> None:
+def test_time_is_short_if_longest_stretch_and_save_would_not_end() -> None:
     clock = Clock()
     limit = TimeLimit(deadline=1000 + 100, margin=5, clock=clock)
     limit.left_point()
@@ -36,7 +37,7 @@ def test_it_is_short_where_the_longest_stretch_and_the_longest_save_would_not_en
     assert work(limit, clock, 10)  # 40 left
 
 
-def test_a_long_stretch_is_expected_again_however_long_ago_it_was() -> None:
+def test_long_stretch_is_expected_again_however_long_ago() -> None:
     clock = Clock()
     limit = TimeLimit(deadline=1000 + 200, margin=0, clock=clock)
     limit.left_point()
@@ -51,12 +52,17 @@ def test_a_long_stretch_is_expected_again_however_long_ago_it_was() -> None:
 @pytest.mark.full
 def test_a_limit_counts_from_the_start_of_the_process() -> None:
     code = (
-        "import time; time.sleep(4); from vapo_megatron.checkpoint.checkpointer import process_start as p; print(p())"
+        "import time; time.sleep(4); "
+        "from vapo_megatron.checkpoint.checkpointer import process_start as p; print(p())"
     )
     before = time.time()
-    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    told = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
+    )
     started = float(told.stdout)
-    assert before - 2 < started < time.time() - 2, "the kernel's boot time, from which it counts, is in whole seconds"
+    assert before - 2 < started < time.time() - 2, (
+        "the kernel's boot time, from which it counts, is in whole seconds"
+    )
 
 
 def test_what_happens_at_a_point_is_no_stretch_of_work() -> None:
@@ -88,7 +94,7 @@ def test_the_earlier_of_the_configs_and_slurms_limit_counts() -> None:
     )
 
 
-def test_the_margin_is_three_minutes_or_a_twentieth_of_a_short_job() -> None:
+def test_margin_is_three_minutes_or_a_twentieth_of_a_short_job() -> None:
     assert margin_before(None, 0.0) == 0
     assert margin_before(4 * 3600.0, 0.0) == 180
     assert margin_before(1000.0 + 600.0, 1000.0) == 30

@@ -24,7 +24,8 @@ def _entry(name: str, number: int, state: str, created: int, p2p: bool = True) -
 
 
 def test_sends_that_nccl_begins_as_one_are_over_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch 2.13 gives single ones no state (ProcessGroupNCCL::pointToPoint), only nccl:coalesced after them."""
+    """torch 2.13 gives single ones no state (ProcessGroupNCCL::pointToPoint), only nccl:coalesced
+    after them."""
     entries = [
         _entry("nccl:all_reduce", 2, "completed", 0, p2p=False),
         _entry("nccl:send 0->1", 1, "scheduled", 1),
@@ -33,6 +34,10 @@ def test_sends_that_nccl_begins_as_one_are_over_with_it(monkeypatch: pytest.Monk
         _entry("nccl:send 0->1", 2, "scheduled", 4),
         _entry("nccl:coalesced", 2, "started", 5),
     ]
-    monkeypatch.setattr(_distributed_c10d, "_dump_nccl_trace_json", lambda: json.dumps({"entries": entries}), False)
+    monkeypatch.setattr(
+        _distributed_c10d, "_dump_nccl_trace_json", lambda: json.dumps({"entries": entries}), False
+    )
     monkeypatch.setattr(_distributed_c10d, "_dump_fr_trace_json", lambda: "{}", False)
-    assert [line.rpartition(": ")[2] for line in last_collectives()] == ["over"] * 4 + ["NOT OVER"] * 2
+    assert [line.rpartition(": ")[2] for line in last_collectives()] == ["over"] * 4 + [
+        "NOT OVER"
+    ] * 2

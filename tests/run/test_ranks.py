@@ -1,4 +1,5 @@
-"""Ranks start where they are told to, and the first that fails ends all of them with its own words."""
+"""Ranks start where they are told to, and the first that fails ends all of them with its own
+words."""
 
 import ctypes
 import gc
@@ -29,7 +30,7 @@ from vapo_megatron.megatron.mesh import make_mesh
 from vapo_megatron.megatron.platform import Platform
 from vapo_megatron.monitoring.timers import PhaseTimer
 from vapo_megatron.run import ranks as cluster_ranks
-from vapo_megatron.run.place import node_name, place_from_environment
+from vapo_megatron.run.launch_env import node_name, place_from_environment
 from vapo_megatron.run.rank import train_rank
 from vapo_megatron.run.ranks import (
     DEVICE_FAULT,
@@ -44,7 +45,9 @@ from vapo_megatron.signals import listen, stop_requested
 
 pytestmark = pytest.mark.full
 
-_PTRACE_ATTACH, _PTRACE_DETACH, _WAIT_FOR_ANY = 16, 17, 0x40000000
+_PTRACE_ATTACH = 16
+_PTRACE_DETACH = 17
+_WAIT_FOR_ANY = 0x40000000
 
 
 def write_rank(folder: Path) -> None:
@@ -74,11 +77,13 @@ def test_every_rank_runs_once_in_one_world(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(60)
-def test_ranks_do_not_end_the_process_groups_they_were_forked_with(tmp_path: Path) -> None:
+def test_ranks_do_not_end_process_groups_they_were_forked_with(tmp_path: Path) -> None:
     """Its threads are not in them: they would wait for ever, at any collection of cycles."""
     gc.disable()
     try:
-        dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+        dist.init_process_group(
+            "gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1
+        )
         cycle: list[object] = [dist.group.WORLD]
         cycle.append(cycle)
         dist.destroy_process_group()
@@ -92,7 +97,9 @@ def write_timeouts(folder: Path) -> None:
     mesh = make_mesh(LayoutConfig(tp=2))
     groups = [group for group in vars(mesh.pg).values() if isinstance(group, dist.ProcessGroup)]
     waits = {group._get_backend(torch.device("cpu")).options._timeout for group in groups}
-    (folder / str(dist.get_rank())).write_text(" ".join(str(wait.total_seconds()) for wait in waits))
+    (folder / str(dist.get_rank())).write_text(
+        " ".join(str(wait.total_seconds()) for wait in waits)
+    )
 
 
 def test_every_group_waits_as_long_as_the_config_says(tmp_path: Path) -> None:
@@ -104,10 +111,16 @@ def test_every_group_waits_as_long_as_the_config_says(tmp_path: Path) -> None:
     "body,error,message",
     [
         (fail_on_one, BadInput, r"^data\.train: there is no such file$"),
-        (killed_on_one, TryAgain, r"rank1 was killed by SIGKILL and said nothing: start the same command again"),
+        (
+            killed_on_one,
+            TryAgain,
+            r"rank1 was killed by SIGKILL and said nothing: start the same command again",
+        ),
     ],
 )
-def test_the_first_failure_ends_all_ranks(tmp_path: Path, body: object, error: type[Exception], message: str) -> None:
+def test_the_first_failure_ends_all_ranks(
+    tmp_path: Path, body: object, error: type[Exception], message: str
+) -> None:
     started = time.monotonic()
     with pytest.raises(error, match=message):
         start_ranks(3, partial(body, tmp_path), 60)  # type: ignore[operator]
@@ -117,7 +130,7 @@ def test_the_first_failure_ends_all_ranks(tmp_path: Path, body: object, error: t
 
 
 def stopped_on_one(folder: Path, seconds: float) -> None:
-    """Rank 1 is stopped twice, and rank 0 has it go on after `seconds`."""
+    """Rank 1 is stopped twice, and rank 0 continues it after `seconds`."""
     write_rank(folder)
     dist.barrier()
     for _ in range(2):
@@ -129,7 +142,7 @@ def stopped_on_one(folder: Path, seconds: float) -> None:
             other.send_signal(signal.SIGCONT)
             time.sleep(0.2)
         else:
-            time.sleep(0.6)  # the barrier is over for the other rank too, or it goes on for a while
+            time.sleep(0.6)  # the barrier is over for the other rank too, or it runs on for a while
             os.kill(os.getpid(), signal.SIGSTOP)
 
 
@@ -138,7 +151,8 @@ def traced_on_one(folder: Path) -> None:
     write_rank(folder)
     dist.barrier()
     if dist.get_rank() == 0:
-        ptrace, other = ctypes.CDLL(None).ptrace, int((folder / "1").read_text().split()[0])
+        ptrace = ctypes.CDLL(None).ptrace
+        other = int((folder / "1").read_text().split()[0])
         if ptrace(_PTRACE_ATTACH, other, None, None) == 0:
             (folder / "attached").touch()
             os.waitpid(other, _WAIT_FOR_ANY)
@@ -156,7 +170,8 @@ def looks_often(look_every: Callable[[float], None]) -> None:
 def test_a_rank_that_is_stopped_for_good_counts_as_killed(tmp_path: Path) -> None:
     began = time.monotonic()
     with pytest.raises(
-        RankKilled, match=r"^rank1 \(process \d+\) was stopped by a signal \(SIGSTOP\) .*start the same"
+        RankKilled,
+        match=r"^rank1 \(process \d+\) was stopped by a signal \(SIGSTOP\) .*start the same",
     ):
         start_ranks(2, partial(stopped_on_one, tmp_path, 60.0), 60)
     assert time.monotonic() - began < 30
@@ -185,10 +200,20 @@ def test_a_world_that_somebody_else_started_is_joined() -> None:
     assert place_from_environment({"SLURM_NTASKS": "1", "SLURM_PROCID": "0"}) is None
     torchrun = place_from_environment({"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1"} | MEETING)
     assert torchrun is not None
-    assert (torchrun.rank, torchrun.world_size, torchrun.local_rank, torchrun.init_method) == (3, 8, 1, "env://")
+    assert (torchrun.rank, torchrun.world_size, torchrun.local_rank, torchrun.init_method) == (
+        3,
+        8,
+        1,
+        "env://",
+    )
     place = place_from_environment(SLURM | MEETING)
     assert place is not None
-    assert (place.rank, place.world_size, place.local_rank, place.init_method) == (9, 16, 1, "tcp://127.0.0.1:29500")
+    assert (place.rank, place.world_size, place.local_rank, place.init_method) == (
+        9,
+        16,
+        1,
+        "tcp://127.0.0.1:29500",
+    )
 
 
 @pytest.mark.parametrize("given", [{"RANK": "3", "WORLD_SIZE": "8"}, SLURM])
@@ -199,18 +224,25 @@ def test_a_world_that_somebody_else_started_is_joined() -> None:
         ({"MASTER_PORT": ""}, "MASTER_ADDR and MASTER_PORT are not set"),
         ({"MASTER_PORT": "abc"}, "MASTER_PORT is 'abc', expected a number"),
         ({"MASTER_PORT": "65536"}, "MASTER_PORT is '65536', expected a number"),
-        ({"RANK": "8", "SLURM_PROCID": "16"}, "(RANK|SLURM_PROCID)=(8|16) with .*: ranks count from 0"),
+        (
+            {"RANK": "8", "SLURM_PROCID": "16"},
+            "(RANK|SLURM_PROCID)=(8|16) with .*: ranks count from 0",
+        ),
         ({"MASTER_ADDR": "a b"}, "MASTER_ADDR=a b: .* knows no such host"),
     ],
 )
-def test_a_place_where_ranks_cannot_meet_is_refused(given: dict[str, str], wrong: dict[str, str], named: str) -> None:
+def test_a_place_where_ranks_cannot_meet_is_refused(
+    given: dict[str, str], wrong: dict[str, str], named: str
+) -> None:
     with pytest.raises(BadInput, match=named):
         place_from_environment(given | MEETING | wrong)
 
 
 def cuda_error(code: int, text: str) -> torch.AcceleratorError:
     """As torch raises it: it hangs the number onto the error."""
-    error = torch.AcceleratorError(f"CUDA error: {text}\nCUDA kernel errors might be asynchronously reported")
+    error = torch.AcceleratorError(
+        f"CUDA error: {text}\nCUDA kernel errors might be asynchronously reported"
+    )
     error.error_code = code  # type: ignore[attr-defined]
     return error
 
@@ -222,8 +254,9 @@ def lack_memory() -> None:
 
 def lack_device_memory() -> None:
     raise torch.OutOfMemoryError(
-        "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 3 has a total capacity of 79.11 GiB of which 1.19 GiB is "
-        "free. Including non-PyTorch memory, this process has 77.91 GiB memory in use."
+        "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 3 has a total capacity of 79.11 GiB "
+        "of which 1.19 GiB is free. Including non-PyTorch memory, this process has 77.91 GiB "
+        "memory in use."
     )
 
 
@@ -234,34 +267,58 @@ def raise_it(error: Exception) -> None:
 ECC = cuda_error(214, "uncorrectable ECC error encountered")
 NCCL = "NCCL error in: ProcessGroupNCCL.cpp:3690, {}, NCCL version 2.27.7\nLast error:\n{}"
 ENDS: dict[str, tuple[Callable[[], None], type[VapoError] | None, int, tuple[str, ...]]] = {
-    # What rank 1 does; how the run ends (None: with a stack trace); exit code of the rank; what is told of it.
+    # What rank 1 does; how the run ends (None: with a stack trace); exit code of the rank; what is
+    # told of it.
     "memory": (
         lack_memory,
         RunFailed,
         1,
         ("in the phase update_policy", "1048576.00 GiB", "max_tokens_per_microbatch"),
     ),
-    "device memory": (lack_device_memory, RunFailed, 1, ("2.50 GiB", "1.19 GiB of 79.11 GiB were free", "plan CONFIG")),
+    "device memory": (
+        lack_device_memory,
+        RunFailed,
+        1,
+        ("2.50 GiB", "1.19 GiB of 79.11 GiB were free", "plan CONFIG"),
+    ),
     "ecc": (partial(raise_it, ECC), TryAgain, DEVICE_FAULT, ("the device failed", "ECC", "doctor")),
     "nccl ecc": (
         partial(
             raise_it,
-            dist.DistBackendError(NCCL.format("unhandled cuda error", "Cuda failure 214 'uncorrectable ECC error'")),
+            dist.DistBackendError(
+                NCCL.format("unhandled cuda error", "Cuda failure 214 'uncorrectable ECC error'")
+            ),
         ),
         TryAgain,
         DEVICE_FAULT,
         ("the device failed",),
     ),
-    "kernel": (partial(raise_it, cuda_error(700, "an illegal memory access")), TryAgain, 75, ("illegal memory",)),
-    "assertion": (partial(raise_it, cuda_error(710, "device-side assert triggered")), None, 1, ("Traceback",)),
+    "kernel": (
+        partial(raise_it, cuda_error(700, "an illegal memory access")),
+        TryAgain,
+        75,
+        ("illegal memory",),
+    ),
+    "assertion": (
+        partial(raise_it, cuda_error(710, "device-side assert triggered")),
+        None,
+        1,
+        ("Traceback",),
+    ),
     "nccl": (
-        partial(raise_it, dist.DistBackendError(NCCL.format("remote process exited", "socketPollConnect failed"))),
+        partial(
+            raise_it,
+            dist.DistBackendError(NCCL.format("remote process exited", "socketPollConnect failed")),
+        ),
         TryAgain,
         LOST_A_PEER,
         ("lost another",),
     ),
     "nccl misuse": (
-        partial(raise_it, dist.DistBackendError(NCCL.format("ncclInvalidUsage", "Duplicate GPU detected"))),
+        partial(
+            raise_it,
+            dist.DistBackendError(NCCL.format("ncclInvalidUsage", "Duplicate GPU detected")),
+        ),
         None,
         1,
         ("Traceback", "Duplicate GPU"),
@@ -272,8 +329,18 @@ ENDS: dict[str, tuple[Callable[[], None], type[VapoError] | None, int, tuple[str
         LOST_A_PEER,
         ("lost another",),
     ),
-    "network": (partial(raise_it, dist.DistNetworkError("failed to recv")), TryAgain, LOST_A_PEER, ("lost another",)),
-    "mistake": (partial(raise_it, KeyError("no such field")), None, 1, ("Traceback", "no such field")),
+    "network": (
+        partial(raise_it, dist.DistNetworkError("failed to recv")),
+        TryAgain,
+        LOST_A_PEER,
+        ("lost another",),
+    ),
+    "mistake": (
+        partial(raise_it, KeyError("no such field")),
+        None,
+        1,
+        ("Traceback", "no such field"),
+    ),
 }
 
 
@@ -297,27 +364,29 @@ def test_what_an_error_means_where_the_ranks_were_started_here(name: str) -> Non
 
 
 @pytest.mark.parametrize("name", ["device memory", "ecc", "assertion", "nccl"])
-def test_what_an_error_means_where_somebody_else_started_the_ranks(
+def test_meaning_of_error_where_another_launcher_started_ranks(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SLURMD_NODENAME", "node7")
     end, kind, code, told = ENDS[name]
     codes, output = foreign_ranks(tmp_path, partial(end_on_one, end))
     assert codes[1] == code
-    assert codes[0] == LOST_A_PEER and "rank 0 on node7 (CPU): lost another rank" in output[0], "it lost rank 1"
+    assert codes[0] == LOST_A_PEER and "rank 0 on node7 (CPU): lost another rank" in output[0], (
+        "it lost rank 1"
+    )
     assert all(words in output[1] for words in told), output[1]
     if kind is not None:
         assert re.fullmatch(r"vapo-megatron: rank 1 on node7 \(CPU\): [^\n]*\n", output[1])
 
 
-def test_a_rank_that_loses_one_that_was_killed_asks_to_be_started_again(tmp_path: Path) -> None:
+def test_rank_that_loses_a_killed_one_asks_to_be_restarted(tmp_path: Path) -> None:
     codes, output = foreign_ranks(tmp_path, partial(end_on_one, kill_myself))
     assert codes == [LOST_A_PEER, -signal.SIGKILL]
     assert "lost another rank" in output[0]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_a_request_to_stop_keeps_its_name_on_its_way_to_the_ranks(number: signal.Signals) -> None:
+def test_stop_request_keeps_its_name_on_the_way_to_the_ranks(number: signal.Signals) -> None:
     with pytest.raises(TryAgain, match=f"^{number.name}$"):
         start_ranks(2, partial(ask_the_starter, number), 60)
 
@@ -331,7 +400,7 @@ def ask_the_starter(number: int) -> None:
 
 
 @pytest.mark.parametrize("before", [False, True], ids=["while it waits", "before it waits"])
-def test_a_rank_that_waits_for_one_that_never_comes_says_so_and_ends_when_asked(
+def test_rank_waiting_for_another_says_so_and_stops_on_signal(
     tmp_path: Path, before: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cluster_ranks, "_SILENT_SECONDS", 1.0)
@@ -342,7 +411,7 @@ def test_a_rank_that_waits_for_one_that_never_comes_says_so_and_ends_when_asked(
     process = multiprocessing.get_context("fork").Process(target=lonely_rank, args=(output, before))
     process.start()
     try:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 120
         while not before and "still waits" not in (output.read_text() if output.exists() else ""):
             assert time.monotonic() < deadline and process.is_alive()
             time.sleep(0.05)
@@ -353,7 +422,10 @@ def test_a_rank_that_waits_for_one_that_never_comes_says_so_and_ends_when_asked(
     finally:
         process.kill()
     said = output.read_text().splitlines()
-    waits = f"vapo-megatron: rank 1 on {node_name()} still waits for rank 0 (MASTER_ADDR=127.0.0.1, MASTER_PORT={port})"
+    waits = (
+        f"vapo-megatron: rank 1 on {node_name()} still waits for rank 0 (MASTER_ADDR=127.0.0.1, "
+        f"MASTER_PORT={port})"
+    )
     assert [line.startswith(waits) for line in said] == ([False] if before else [True, False])
     assert said[-1] == f"vapo-megatron: rank 1 on {node_name()}: SIGTERM while it waited for rank 0"
 
@@ -368,7 +440,11 @@ def lonely_rank(output: Path, before: bool) -> None:
             time.sleep(0.01)
     place = place_from_environment({**os.environ, "RANK": "1", "WORLD_SIZE": "2"})
     assert place is not None
-    run_as_external_rank(replace(place, init_method="tcp://127.0.0.1:" + os.environ["MASTER_PORT"]), lambda: None, 900)
+    run_as_external_rank(
+        replace(place, init_method="tcp://127.0.0.1:" + os.environ["MASTER_PORT"]),
+        lambda: None,
+        900,
+    )
 
 
 def kill_myself() -> None:
@@ -376,7 +452,7 @@ def kill_myself() -> None:
 
 
 def foreign_ranks(folder: Path, body: Callable[[], None]) -> tuple[list[Any], list[str]]:
-    """Exit codes and what is said on standard error of two ranks that nobody watches."""
+    """Exit codes and standard error of two ranks that nobody watches."""
     context = multiprocessing.get_context("fork")
     started = [context.Process(target=foreign_rank, args=(folder, rank, body)) for rank in range(2)]
     for process in started:
@@ -386,7 +462,9 @@ def foreign_ranks(folder: Path, body: Callable[[], None]) -> tuple[list[Any], li
         if process.is_alive():
             process.kill()
             process.join()
-    return [process.exitcode for process in started], [(folder / f"said{rank}").read_text() for rank in range(2)]
+    return [process.exitcode for process in started], [
+        (folder / f"said{rank}").read_text() for rank in range(2)
+    ]
 
 
 def foreign_rank(folder: Path, rank: int, body: Callable[[], None]) -> NoReturn:
@@ -398,17 +476,25 @@ def foreign_rank(folder: Path, rank: int, body: Callable[[], None]) -> NoReturn:
 
 
 def config_of_rank(config: TrainConfig, folder: Path) -> None:
-    (folder / "config").write_text(f"{config.run.name} {multiprocessing.get_start_method(allow_none=True)}")
+    (folder / "config").write_text(
+        f"{config.run.name} {multiprocessing.get_start_method(allow_none=True)}"
+    )
 
 
-def test_a_task_that_does_not_see_its_gpu_says_how_to_ask_for_it(gpus: Callable[[int], None]) -> None:
+def test_a_task_that_does_not_see_its_gpu_says_how_to_ask_for_it(
+    gpus: Callable[[int], None],
+) -> None:
     gpus(1)  # as with --gpus-per-task=1
-    with pytest.raises(BadInput, match=r"number 3 on \S+, counted from 0, and sees 1 GPUs: .*--gpus-per-task"):
+    with pytest.raises(
+        BadInput, match=r"number 3 on \S+, counted from 0, and sees 1 GPUs: .*--gpus-per-task"
+    ):
         run_as_rank(RankPlace(11, 16, 3, "env://"), lambda: None, 10.0)
 
 
 @pytest.mark.timeout(60)
-def test_ranks_can_be_started_afresh_as_gpus_want_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_can_be_started_afresh_as_gpus_want_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """CUDA does not survive a fork: what a rank is given has to travel."""
     monkeypatch.setattr(cluster_ranks, "current_platform", lambda: Platform("cpu", "gloo", "spawn"))
     parts = {"run": {"name": "afresh"}, "model": {"path": "m"}, "data": {"train": "d"}}

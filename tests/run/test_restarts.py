@@ -1,4 +1,5 @@
-"""Ranks that are killed are started again in the same process, from a copy in host memory or the last checkpoint."""
+"""Ranks that are killed are started again in the same process, from a copy in host memory or the
+last checkpoint."""
 
 import errno
 import os
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from tiny_runs import make_model, problems, write_rows
 
 from vapo_megatron.checkpoint import host_memory
-from vapo_megatron.checkpoint.manifest import MANIFEST_FILE, Damaged, Manifest
+from vapo_megatron.checkpoint.manifest import MANIFEST_FILE, Damaged, Manifest, file_facts
 from vapo_megatron.checkpoint.resume import Start
 from vapo_megatron.config.load import dump_config
 from vapo_megatron.config.train import TrainConfig
@@ -32,8 +33,12 @@ BeginAt = Callable[[Callable[[TrainConfig], Path | None]], None]
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
     folder = tmp_path_factory.mktemp("restarts")
-    train, evaluation = (write_rows(folder / f"{name}.jsonl", problems(64)) for name in ("train", "eval"))
-    world = attempts.World(folder, make_model(folder / "model"), train, evaluation, EngineAddress("", ""))
+    train, evaluation = (
+        write_rows(folder / f"{name}.jsonl", problems(64)) for name in ("train", "eval")
+    )
+    world = attempts.World(
+        folder, make_model(folder / "model"), train, evaluation, EngineAddress("", "")
+    )
     return attempts.config_of(world, "run", {"tp": 1}, "cluster.ranks=2", "cluster.restarts=2")
 
 
@@ -42,7 +47,9 @@ def begin_at(monkeypatch: pytest.MonkeyPatch) -> BeginAt:
     """Sets the checkpoint at which a start of this config begins; None: at the beginning."""
 
     def begin(checkpoint_of: Callable[[TrainConfig], Path | None]) -> None:
-        monkeypatch.setattr(launch, "prepare_start", lambda settings, *_: Start(checkpoint_of(settings)))
+        monkeypatch.setattr(
+            launch, "prepare_start", lambda settings, *_: Start(checkpoint_of(settings))
+        )
 
     return begin
 
@@ -94,31 +101,53 @@ def test_killed_ranks_start_again(
     assert resumes[0] == "never" and set(resumes[1:]) == {"auto"}
 
 
-def saved(folder: Path, checkpoint_id: str) -> Path:
-    """A checkpoint without models."""
-    ids = {"checkpoint_id": checkpoint_id, "run_id": "r", "step": 8, "kind": "train", "models": (), "world_size": 1}
-    manifest = Manifest.model_validate(ids | {"layouts": {}, "metrics": {}, "files": {}})
+def saved(folder: Path, checkpoint_id: str, config: TrainConfig | None = None) -> Path:
+    """A checkpoint without models; config: whose config.yaml it has."""
     folder.mkdir(parents=True)
+    files = {}
+    if config is not None:
+        dump_config(config, folder / "config.yaml")
+        files = {
+            name: facts.model_dump()
+            for name, facts in file_facts(folder, [folder / "config.yaml"]).items()
+        }
+    ids = {
+        "checkpoint_id": checkpoint_id,
+        "run_id": "r",
+        "step": int(folder.name.removeprefix("step_")),
+        "kind": "train",
+        "models": (),
+        "world_size": 1,
+    }
+    manifest = Manifest.model_validate(ids | {"layouts": {}, "metrics": {}, "files": files})
     write_json(folder / MANIFEST_FILE, manifest.model_dump(mode="json"))
     return folder
 
 
-def test_after_a_damaged_copy_ranks_start_from_the_last_checkpoint(
+def test_after_a_damaged_copy_ranks_start_from_last_checkpoint(
     config: TrainConfig, tmp_path: Path, begin_at: BeginAt
 ) -> None:
     run = config.run.model_copy(update={"root": str(tmp_path), "name": "damaged"})
     config = config.model_copy(update={"run": run})
-    memory, checkpoints = tmp_path / "memory", Path(config.run.directory) / "checkpoints"
+    memory = tmp_path / "memory"
+    checkpoints = Path(config.run.directory) / "checkpoints"
     copy = saved(memory / "checkpoints" / "step_000008", "copied")
     on_disk = saved(checkpoints / "step_000004", "saved")
     begin_at(lambda _: on_disk)
-    after: Any = partial(launch._start_after, settings=config, lease=SimpleNamespace(take=lambda: None))
+    after: Any = partial(
+        launch._start_after, settings=config, lease=SimpleNamespace(take=lambda: None)
+    )
     again = after(RankKilled("killed"), start=Start(memory=memory))
     assert again.checkpoint == copy
-    assert after(Damaged("damaged", shared=True), start=again).checkpoint == on_disk and not copy.exists()
+    assert (
+        after(Damaged("damaged", shared=True), start=again).checkpoint == on_disk
+        and not copy.exists()
+    )
 
 
-def test_a_disk_that_is_gone_does_not_hide_why_the_ranks_ended(config: TrainConfig, begin_at: BeginAt) -> None:
+def test_a_disk_that_is_gone_does_not_hide_why_the_ranks_ended(
+    config: TrainConfig, begin_at: BeginAt
+) -> None:
     answers = iter([None])
 
     def first_alone(_: TrainConfig) -> Path | None:
@@ -136,36 +165,42 @@ def test_a_disk_that_is_gone_does_not_hide_why_the_ranks_ended(config: TrainConf
         launch.launch(config, body, lambda *_: None)
 
 
-def test_ctrl_c_in_a_start_from_host_memory_names_the_state_there(
+def test_ctrl_c_in_a_start_from_host_memory_names_state_there(
     config: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shared_memory: Path
 ) -> None:
     """Not an older checkpoint, nor run.overwrite=true, which would remove it."""
     run = config.run.model_copy(update={"root": str(tmp_path), "name": "asked", "resume": "auto"})
     config = config.model_copy(update={"run": run})
-    copy = saved(host_memory.host_memory_of(Path(config.run.directory)) / "checkpoints" / "step_000008", "copied")
-    dump_config(config, copy / "config.yaml")
-    saved(Path(config.run.directory) / "checkpoints" / "step_000004", "saved")
+    copy = saved(
+        host_memory.host_memory_of(Path(config.run.directory)) / "checkpoints" / "step_000008",
+        "copied",
+        config,
+    )
+    saved(Path(config.run.directory) / "checkpoints" / "step_000004", "saved", config)
 
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(launch, "start_ranks", interrupted)
-    with pytest.raises(Interrupted, match=f"saved in host memory, {copy}: the same command with run.resume=auto"):
+    with pytest.raises(
+        Interrupted, match=f"saved in host memory, {copy}: rerun the command with run.resume=auto"
+    ):
         launch.launch(config, lambda *_: None, lambda *_: None)
     assert copy.is_dir()
 
 
-def test_a_new_start_goes_on_from_the_copy_that_a_killed_starter_left(
+def test_restart_uses_the_copy_that_a_killed_starter_left(
     config: TrainConfig, tmp_path: Path, begin_at: BeginAt, shared_memory: Path
 ) -> None:
-    """And from the last checkpoint where that is newer, or the folder goes away while the run goes on."""
+    """And from the last checkpoint where that is newer, or the folder goes away while the run goes
+    on."""
     run = config.run.model_copy(update={"root": str(tmp_path), "name": "left", "resume": "auto"})
     config = config.model_copy(update={"run": run})
     run_dir = Path(config.run.directory)
-    copy = saved(host_memory.host_memory_of(run_dir) / "checkpoints" / "step_000008", "copied")
+    place = host_memory.host_memory_of(run_dir) / "checkpoints" / "step_000008"
+    copy = saved(place, "copied", config)
     (copy.parent / ".step_000009.half").mkdir()
-    dump_config(config, copy / "config.yaml")
-    saved(run_dir / "checkpoints" / "step_000004", "saved")
+    saved(run_dir / "checkpoints" / "step_000004", "saved", config)
     begun = tmp_path / "begun"
     begun.mkdir()
 
@@ -188,7 +223,7 @@ def test_a_new_start_goes_on_from_the_copy_that_a_killed_starter_left(
     assert launch.find_left_copy(config, SimpleNamespace(take=lambda: None)) is None  # type: ignore[arg-type]
 
 
-def test_a_request_to_stop_ends_ranks_of_which_one_is_stopped_and_keeps_their_copy(
+def test_stop_request_ends_ranks_with_stopped_one_and_keeps_copy(
     config: TrainConfig,
     tmp_path: Path,
     begin_at: BeginAt,
@@ -200,7 +235,7 @@ def test_a_request_to_stop_ends_ranks_of_which_one_is_stopped_and_keeps_their_co
     run = config.run.model_copy(update={"root": str(tmp_path), "name": "stopped", "resume": "auto"})
     config = config.model_copy(update={"run": run})
     run_dir = Path(config.run.directory)
-    dump_config(config, saved(run_dir / "checkpoints" / "step_000004", "saved") / "config.yaml")
+    saved(run_dir / "checkpoints" / "step_000004", "saved", config)
     begin_at(lambda _: run_dir / "checkpoints" / "step_000004")
 
     def body(_: Path, start: Start) -> None:
@@ -208,7 +243,7 @@ def test_a_request_to_stop_ends_ranks_of_which_one_is_stopped_and_keeps_their_co
         if dist.get_rank() == 0:
             with (tmp_path / "starts").open("a") as file:
                 file.write("x")
-            dump_config(config, saved(start.memory / "checkpoints" / "step_000006", "copied") / "config.yaml")
+            saved(start.memory / "checkpoints" / "step_000006", "copied", config)
             os.kill(os.getppid(), signal.SIGTERM)
         dist.barrier()
         if dist.get_rank() == 1:
@@ -216,7 +251,8 @@ def test_a_request_to_stop_ends_ranks_of_which_one_is_stopped_and_keeps_their_co
         dist.barrier()
 
     with pytest.raises(
-        TryAgain, match=r"rank1 .* was stopped .*; the state is saved in host memory, .*step_000006: a st"
+        TryAgain,
+        match=r"rank1 .* was stopped .*; the state is saved in host memory, .*step_000006: a st",
     ):
         launch.launch(config, body, lambda *_: None)
     assert (tmp_path / "starts").read_text() == "x"

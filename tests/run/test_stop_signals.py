@@ -1,4 +1,5 @@
-"""What asks a run to save and stop is heeded wherever it waits, and a terminal that is gone is such a request."""
+"""What asks a run to save and stop is heeded wherever it waits, and a terminal that is gone is such
+a request."""
 
 import os
 import pty
@@ -11,8 +12,8 @@ from types import SimpleNamespace
 
 from threads import on_threads
 
-from vapo_megatron.engines.engines import Engines
-from vapo_megatron.engines.keeper import Kept
+from vapo_megatron.engines.keeper import EngineStatus
+from vapo_megatron.engines.pool import EnginePool
 from vapo_megatron.signals import take_note
 
 SAVES = """
@@ -41,10 +42,11 @@ def wait_for(path: Path) -> None:
 
 
 def test_a_terminal_that_goes_away_asks_for_a_save(tmp_path: Path) -> None:
-    """Of a lost ssh: what is printed afterwards would be an error."""
+    """Of a lost ssh: printing afterwards would be an error."""
     pid, terminal = pty.fork()
     if pid == 0:
-        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored where the tests themselves were started by nohup
+        # Ignored where the tests themselves were started by nohup
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
         os.execv(sys.executable, [sys.executable, "-c", SAVES, str(tmp_path), "0"])
     wait_for(tmp_path / "listens")
     os.close(terminal)
@@ -54,7 +56,9 @@ def test_a_terminal_that_goes_away_asks_for_a_save(tmp_path: Path) -> None:
 def test_one_that_was_started_by_nohup_goes_on(tmp_path: Path) -> None:
     ignores = lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN)  # noqa: E731
     program = [sys.executable, "-c", SAVES, str(tmp_path), "60"]
-    with subprocess.Popen(program, preexec_fn=ignores, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+    with subprocess.Popen(
+        program, preexec_fn=ignores, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    ) as process:
         wait_for(tmp_path / "listens")
         process.send_signal(signal.SIGHUP)
         process.send_signal(signal.SIGUSR1)
@@ -69,11 +73,13 @@ def test_one_that_was_started_by_nohup_goes_on(tmp_path: Path) -> None:
 def test_a_request_to_stop_is_heeded_while_no_engine_serves() -> None:
     """One that is not the run's own may be gone for hours."""
     take_note(signal.SIGTERM, None)
-    engines = Engines.__new__(Engines)
-    engines.failure, engines._failures, engines._seen = None, [], {}
-    gone = Kept("http://node:1", "starting", 1, 1, "gone")
+    engines = EnginePool.__new__(EnginePool)
+    engines.failure = None
+    engines._causes = []
+    engines._noted_failures = {}
+    gone = EngineStatus("http://node:1", "starting", 1, 1, "gone")
     engines._placement = SimpleNamespace(engines=lambda: [gone], is_external=True)  # type: ignore[assignment]
-    assert on_threads(1, engines._wait_for_one) == [False]
+    assert on_threads(1, engines.wait_for_one) == [False]
     assert str(engines.failure).startswith(
-        "SIGTERM came while no engine served, the last step is saved: start the same"
+        "SIGTERM arrived while no engine was serving; the last step is saved: start the same"
     )

@@ -1,4 +1,4 @@
-"""A rank that stands still is named by the others, and the job ends."""
+"""A stopped rank is named by the others, and the job ends."""
 
 import json
 import os
@@ -19,7 +19,7 @@ from ranks import run_ranks
 
 from vapo_megatron import logs
 from vapo_megatron.config.run import HangsConfig
-from vapo_megatron.engines.engines import Engines
+from vapo_megatron.engines.pool import EnginePool
 from vapo_megatron.errors import TryAgain, VapoError
 from vapo_megatron.megatron.mesh import group_timeout
 from vapo_megatron.monitoring.timers import PhaseTimer
@@ -44,21 +44,32 @@ def test_a_stopped_rank_is_named_and_the_job_ends(tmp_path: Path) -> None:
                 time.sleep(0.15)
 
     begin = time.monotonic()
-    with pytest.raises(TryAgain, match=r"rank 1 \(silent since its phase update\) did not arrive; ranks 0, 2 wait"):
+    with pytest.raises(
+        TryAgain, match=r"rank 1 \(silent since its phase update\) did not arrive; ranks 0, 2 wait"
+    ):
         start_ranks(3, body, 300)
     assert time.monotonic() - begin < 60
     stacks = {path.name: path.read_text() for path in tmp_path.glob("hang_*.txt")}
     assert stacks and all("test_watchdog.py" in text for text in stacks.values())
     for text in stacks.values():
-        # Collectives of earlier tests' groups in this process are in the record, which forked ranks inherit.
-        barriers = [line for line in text.splitlines() if "default_pg" in line and line.endswith(("over", "OVER"))]
+        # Collectives of earlier tests' groups in this process are in the record, which forked ranks
+        # inherit.
+        barriers = [
+            line
+            for line in text.splitlines()
+            if "default_pg" in line and line.endswith(("over", "OVER"))
+        ]
         assert [line.partition(" of group")[0] for line in barriers] == [
             f"gloo:barrier number {number}" for number in range(1, 8)
         ], text
-        assert [line for line in text.splitlines() if line.endswith("NOT OVER")] == text.splitlines()[-1:]
+        assert [
+            line for line in text.splitlines() if line.endswith("NOT OVER")
+        ] == text.splitlines()[-1:]
 
 
-def test_a_rank_that_is_started_late_has_all_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_is_started_late_has_all_its_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It is forked from a process that has been in no phase for hours."""
     monkeypatch.setattr(logs, "_phase", logs.PhaseNow(logs.NO_PHASE, 0, time.monotonic() - 10_000))
     told: list[VapoError] = []
@@ -71,21 +82,34 @@ def test_a_rank_that_is_started_late_has_all_its_time(tmp_path: Path, monkeypatc
 
 
 def test_a_rank_in_another_phase_than_the_others_is_named() -> None:
-    beats = [Heartbeat(0, "rollout", 4, 1.0, 9.9), *(Heartbeat(r, "broadcast", 3, 1.0, 10.0) for r in (1, 2))]
+    beats = [
+        Heartbeat(0, "rollout", 4, 1.0, 9.9),
+        *(Heartbeat(r, "broadcast", 3, 1.0, 10.0) for r in (1, 2)),
+    ]
     said = describe(beats, 3, patience=1.0)
-    assert said == "rank 0 (in the phase rollout) did not arrive; ranks 1, 2 wait in the phase broadcast"
+    assert (
+        said
+        == "rank 0 (in the phase rollout) did not arrive; ranks 1, 2 wait in the phase broadcast"
+    )
     assert describe(beats[1:], 3, 1.0).startswith("rank 0 (silent) did not arrive")
 
 
 def test_a_rank_that_says_nothing_hangs_in_whatever_phase(tmp_path: Path) -> None:
     """The others may be in a rollout for hours. One that is done need say no more."""
     limits = HangsConfig(floor_s=1.5)
-    errors: dict[str, list[VapoError]] = {"both say something": [], "one is done": [], "one is silent": []}
+    errors: dict[str, list[VapoError]] = {
+        "both say something": [],
+        "one is done": [],
+        "one is silent": [],
+    }
     folders = {name: tmp_path / name for name in errors}
     logs.set_phase("rollout")
-    first = {name: Watchdog(limits, folders[name], 0, 2, 60, errors[name].append) for name in errors}
+    first = {
+        name: Watchdog(limits, folders[name], 0, 2, 60, errors[name].append) for name in errors
+    }
     second, done = (
-        Watchdog(limits, folders[name], 1, 2, 60, errors[name].append) for name in ("both say something", "one is done")
+        Watchdog(limits, folders[name], 1, 2, 60, errors[name].append)
+        for name in ("both say something", "one is done")
     )
     done.close()
     silent = Heartbeat(1, "sync", 4, 1.0, time.time())
@@ -100,11 +124,16 @@ def test_a_rank_that_says_nothing_hangs_in_whatever_phase(tmp_path: Path) -> Non
     logs.set_phase(None)
     assert not errors["both say something"] and not errors["one is done"]
     message = str(errors["one is silent"][0])
-    assert re.search(r"rank 1 \(silent since its phase sync\).* rank 1 has said nothing for \d s", message)
+    assert re.search(
+        r"rank 1 \(silent since its phase sync\).* rank 1 has said nothing for \d s", message
+    )
 
 
-def test_a_slow_disk_does_not_slow_the_watch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    beat, told = Watchdog._beat, list[VapoError]()
+def test_a_slow_disk_does_not_slow_the_watch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    beat = Watchdog._beat
+    told = list[VapoError]()
 
     def slow(*args: Any) -> None:
         time.sleep(0.5)
@@ -116,10 +145,10 @@ def test_a_slow_disk_does_not_slow_the_watch(tmp_path: Path, monkeypatch: pytest
     while not told and time.monotonic() < begin + 8:  # of a phase that may take 1 s; it took 11
         time.sleep(0.02)
     watcher.close()
-    assert told, "the seconds of its own writes count"
+    assert told, "the seconds of its writes count"
 
 
-# Phase, seconds that it is watched for at most, whether it gets further, and what is told of it.
+# Phase, seconds that it is watched for at most, whether it gets further, and the report about it.
 PLACES: list[tuple[str | None, float, bool, str | None]] = [
     ("rollout", 2.5, False, None),
     ("evaluation", 2.5, False, None),
@@ -132,11 +161,14 @@ PLACES: list[tuple[str | None, float, bool, str | None]] = [
 
 
 def told_of(folder: Path) -> str | None:
-    """What a watchdog of its own tells of this rank's place."""
+    """A separate watchdog's report of this rank's place."""
     phase, seconds, gets_further, _ = PLACES[dist.get_rank()]
-    errors, timer = list[VapoError](), PhaseTimer()
+    errors = list[VapoError]()
+    timer = PhaseTimer()
     logs.set_phase(None)
-    watchdog = Watchdog(HangsConfig(floor_s=1.0), folder / str(dist.get_rank()), 0, 1, 60, errors.append)
+    watchdog = Watchdog(
+        HangsConfig(floor_s=1.0), folder / str(dist.get_rank()), 0, 1, 60, errors.append
+    )
     end = time.monotonic() + seconds
     with timer(phase) if phase is not None else nullcontext():
         while time.monotonic() < end and not errors:
@@ -147,10 +179,12 @@ def told_of(folder: Path) -> str | None:
     return str(errors[0]) if errors else None
 
 
-def test_only_what_waits_for_engines_may_take_the_longest_time_at_first(tmp_path: Path) -> None:
-    """An update that gets no further is told of within minutes, as is the time between phases; an update that does, and
-    responses that engines write, are waited for."""
-    for (*place, expected), message in zip(PLACES, run_ranks(len(PLACES), told_of, tmp_path), strict=True):
+def test_only_waits_for_engines_may_take_longest_time_at_first(tmp_path: Path) -> None:
+    """An update that gets no further is told of within minutes, as is the time between phases; an
+    update that does, and responses that engines write, are waited for."""
+    for (*place, expected), message in zip(
+        PLACES, run_ranks(len(PLACES), told_of, tmp_path), strict=True
+    ):
         if expected is None:
             assert message is None, place
         else:
@@ -159,18 +193,37 @@ def test_only_what_waits_for_engines_may_take_the_longest_time_at_first(tmp_path
 
 def test_ranks_wait_for_engines_as_long_as_rank_0_does(tmp_path: Path) -> None:
     """It alone is in a phase of its step while they generate."""
-    engines: Any = SimpleNamespace(dispatcher=SimpleNamespace(), _sync_again=None)
+    engines = EnginePool.__new__(EnginePool)
+    engines._user = SimpleNamespace()
+    engines._resync = None  # type: ignore[assignment]
 
     def body() -> None:
         Watchdog(HangsConfig(floor_s=3.0), tmp_path, dist.get_rank(), 2, 60, end_from_thread)
         timer = PhaseTimer()
-        with Engines.attended(engines):
+        with engines.rank0_uses_engines():
             if dist.get_rank() == 0:
                 with timer("rollout"):
                     time.sleep(5.0)
         assert logs.phase_now().phase == logs.NO_PHASE
 
     start_ranks(2, body, 300)
+
+
+def test_ranks_outwait_a_collective_while_rank_0_waits() -> None:
+    """A rollout may take longer than a collective: rank 0 keeps calling the others meanwhile."""
+
+    def body() -> None:
+        user: Any = SimpleNamespace()
+        engines = EnginePool.__new__(EnginePool)
+        engines._user = user
+        engines._resync = None
+        with engines.rank0_uses_engines():
+            end = time.monotonic() + 5.0
+            while dist.get_rank() == 0 and time.monotonic() < end:
+                user.on_wait()
+                time.sleep(0.1)
+
+    start_ranks(2, body, 2)
 
 
 def test_groups_of_nccl_wait_no_longer_than_an_update_may_hang() -> None:
@@ -200,14 +253,17 @@ sys.exit(str(told[0]) if told else 0)
 def test_a_job_that_was_suspended_has_not_hung_meanwhile(tmp_path: Path) -> None:
     """As `scontrol suspend` and `resume` stop and continue it."""
     child = subprocess.Popen(
-        [sys.executable, "-c", SUSPENDED, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", SUSPENDED, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     try:
         assert child.stdout is not None and child.stdout.readline() == "watching\n"
         os.kill(child.pid, signal.SIGSTOP)
         time.sleep(4.0)
         os.kill(child.pid, signal.SIGCONT)
-        child.communicate("\n", timeout=30)
+        child.communicate("\n", timeout=240)
         assert child.returncode == 0
     finally:
         child.kill()
@@ -234,7 +290,9 @@ def test_a_rank_that_is_done_is_not_said_to_be_in_a_phase() -> None:
         Heartbeat(1, "over", 9, 1.0, 9.9),
         Heartbeat(2, "export", 4, 1.0, 9.9),
     ]
-    assert describe(beats, 3, patience=1.0).startswith("rank 1 (done) did not arrive; ranks 0, 2 wait")
+    assert describe(beats, 3, patience=1.0).startswith(
+        "rank 1 (done) did not arrive; ranks 0, 2 wait"
+    )
     beats[0] = Heartbeat(0, "over", 9, 1.0, 9.9)
     expected = "rank 0 (done), rank 1 (done) did not arrive; ranks 2 wait in the phase export"
     assert describe(beats, 3, patience=1.0) == expected

@@ -1,6 +1,8 @@
-"""A run under faults of each kind in each of its phases, started again for as long as it ends with a code that says so.
+"""A run under faults of each kind in each of its phases, started again for as long as it ends with
+a code that says so.
 
-What a person would do is done: a checkpoint that is named as damaged is removed, then the same command is given again.
+What a person would do is done: a checkpoint that is named as damaged is removed, then the same
+command is given again.
 """
 
 import multiprocessing
@@ -65,13 +67,15 @@ class Soak:
 
 
 class Attempt:
-    """One start of the run, in a process that leads a group of its own."""
+    """One start of the run, in a process that leads its own group."""
 
     def __init__(self, config: TrainConfig, prepare: Callable[[], None]) -> None:
         context = multiprocessing.get_context("fork")
         self._reader, writer = context.Pipe(duplex=False)
         body = partial(rank.train_rank, config)
-        self.process = context.Process(target=attempts._start, args=(config, body, prepare, writer, True))
+        self.process = context.Process(
+            target=attempts._start, args=(config, body, prepare, writer, True)
+        )
         self.process.start()
         writer.close()
 
@@ -105,7 +109,9 @@ def _role(process: psutil.Process, starter: int) -> str:
         return "detokenizer"
     if "vapo_megatron.rewards.worker" in command:
         return "verifier"
-    name = Path(f"/proc/{process.pid}/comm").read_text().strip() if process.ppid() == starter else ""
+    name = (
+        Path(f"/proc/{process.pid}/comm").read_text().strip() if process.ppid() == starter else ""
+    )
     return "rank" if re.fullmatch(r"rank\d+", name) else "other"
 
 
@@ -138,12 +144,18 @@ ASKED = {
     "run: SIGHUP": signal.SIGHUP,
     "run: kill -9": signal.SIGKILL,
 }
-# All but the process that started the run stand still when that is killed.
+# All but the process that started the run stop when that is killed.
 STANDING = "run: all stopped, kill -9"
 FILES = ("checkpoint: cut file", "checkpoint: flipped bit")
 # Damaged just before a rank is killed.
 COPIES = ("copy in memory: cut file", "copy in memory: flipped bit")
-SURROUNDINGS = ("disk: full", "disk: slow", "network: reset", "clock: set forward", "clock: set back")
+SURROUNDINGS = (
+    "disk: full",
+    "disk: slow",
+    "network: reset",
+    "clock: set forward",
+    "clock: set back",
+)
 KINDS = (*SIGNALS, *ASKED, STANDING, *FILES, *COPIES, *SURROUNDINGS)
 
 # The phases of a run as the table of faults has them, of phases of rank 0's timer.
@@ -175,21 +187,35 @@ FAMILIES: dict[str, tuple[str, ...]] = {
 
 
 def cells(waits: bool) -> set[tuple[str, str]]:
-    """Phase and family of every fault that a run can meet. waits: it waits for engines before a weight sync.
-    A stopped engine that has not served yet is waited for, as for a slow start, and a copy comes after a step."""
+    """Phase and family of every fault that a run can meet. waits: it waits for engines before a
+    weight sync. A stopped engine that has not served yet is waited for, as for a slow start, and a
+    copy comes after a step."""
     missing = {"wait for engines"} if not waits else set()
     phases = PHASES.keys() - missing
-    started = {"engine killed", "engine stopped", "verifier killed", "verifier stopped", "copy damaged"}
-    return {(phase, family) for phase in phases for family in FAMILIES if phase != "start" or family not in started}
+    started = {
+        "engine killed",
+        "engine stopped",
+        "verifier killed",
+        "verifier stopped",
+        "copy damaged",
+    }
+    return {
+        (phase, family)
+        for phase in phases
+        for family in FAMILIES
+        if phase != "start" or family not in started
+    }
 
 
 def hold_phases(folder: Path) -> None:
-    """Before ranks are forked: rank 0 stands at the begin of a phase that `wanted` holds until `reached` is removed."""
+    """Before ranks are forked: rank 0 stands at the begin of a phase that `wanted` holds until
+    `reached` is removed."""
     set_phase = logs.set_phase
 
     def held(phase: str | None) -> None:
         set_phase(phase)
-        reached, group = folder / "reached", _PHASE_OF.get(phase or "")
+        reached = folder / "reached"
+        group = _PHASE_OF.get(phase or "")
         if logs._place["rank"] != "0" or group is None:
             return
         with suppress(OSError):
@@ -199,7 +225,8 @@ def hold_phases(folder: Path) -> None:
         end = time.monotonic() + _HELD_SECONDS
         while reached.exists() and time.monotonic() < end:
             time.sleep(0.005)
-        reached.unlink(missing_ok=True)  # no fault is wanted any more: later phases need not wait for one
+        # No fault is wanted any more: later phases need not wait for one
+        reached.unlink(missing_ok=True)
 
     logs.set_phase = held
 
@@ -211,7 +238,7 @@ class Fuzzer:
         config: of the run, with run.resume=auto.
         chance: chooses the kinds of a family, and faults of the surroundings.
         most: faults in this run.
-        soak: gets what was done.
+        soak: collects the results.
         wanted: phases and families; those that were done least come first.
         plan: steps after which a fault is done, and its kind, instead of these.
     """
@@ -226,9 +253,13 @@ class Fuzzer:
         plan: Sequence[tuple[int, str]] = (),
     ) -> None:
         self._plan = list(plan)
-        self._config, self._chance, self._wanted, self._soak = config, chance, sorted(wanted), soak
+        self._config = config
+        self._chance = chance
+        self._wanted = sorted(wanted)
+        self._soak = soak
         self._gate = Path(tempfile.mkdtemp(prefix="gate-", dir="/tmp"))
-        self._left, self._waits_since = len(self._plan) or most, -1
+        self._left = len(self._plan) or most
+        self._waits_since = -1
         self._run_dir = Path(config.run.directory)
         self._groups: set[int] = set()
         self._seen: set[psutil.Process] = set()
@@ -242,7 +273,8 @@ class Fuzzer:
             self._soak.codes[code] += 1
             if code == 0:
                 break
-            # An engine that dies before it ever served may have been given what it cannot serve: the run fails.
+            # An engine that dies before it ever served may have been given what it cannot serve:
+            # the run fails.
             assert code in (2, 75, -signal.SIGKILL) or "ended while starting" in said, (
                 f"an attempt ended with {code}: {said}"
             )
@@ -254,13 +286,17 @@ class Fuzzer:
     def _attempt(self, end: float) -> tuple[int, str]:
         for file in self._gate.iterdir():
             file.unlink()
-        attempt, self._waits_since = Attempt(self._config, self._prepare()), -1
-        known, may = rows_of(self._run_dir), self._chance.random() < _EARLY  # disturb it before it has done a step
+        attempt = Attempt(self._config, self._prepare())
+        self._waits_since = -1
+        # Disturb it before it has done a step
+        known = rows_of(self._run_dir)
+        may = self._chance.random() < _EARLY
         while attempt.process.is_alive():
             assert time.monotonic() < end, "the run does not end"
             time.sleep(0.02)
             if (rows := rows_of(self._run_dir)) > known:
-                known, may = rows, True
+                known = rows
+                may = True
                 self._progress(rows)
             if self._plan:
                 if rows >= self._plan[0][0] and self._signal(attempt, self._plan[0][1]):
@@ -299,15 +335,20 @@ class Fuzzer:
         return partial(set_the_clock, self._chance.uniform(2, 10), by)
 
     def _disturb(self, attempt: Attempt) -> bool:
-        """Do a fault where rank 0 stands at the begin of a phase that has one left; whether one was done."""
-        reached, wanted = self._gate / "reached", self._gate / "wanted"
+        """Do a fault where rank 0 stands at the begin of a phase that has one left; whether one was
+        done."""
+        reached = self._gate / "reached"
+        wanted = self._gate / "wanted"
         if not reached.exists():
             rows = rows_of(self._run_dir)
-            if not wanted.exists() or rows > self._waits_since:  # that phase may not come in this step
+            # That phase may not come in this step
+            if not wanted.exists() or rows > self._waits_since:
                 phases = {phase for phase, _ in self._least()}
                 if self._waits_since >= 0:
                     phases.discard("start")
-                wanted.with_suffix(".part").write_text(self._chance.choice(sorted(phases) or sorted(PHASES)))
+                wanted.with_suffix(".part").write_text(
+                    self._chance.choice(sorted(phases) or sorted(PHASES))
+                )
                 wanted.with_suffix(".part").rename(wanted)
                 self._waits_since = rows
             return False
@@ -318,13 +359,13 @@ class Fuzzer:
             if not family or not self._signal(attempt, self._chance.choice(FAMILIES[family])):
                 return False
             self._soak.cells[phase, family] += 1
-            wanted.unlink(missing_ok=True)  # written anew when this one had just been reached
+            wanted.unlink(missing_ok=True)  # written again when this one had just been reached
             return True
         finally:
             reached.unlink(missing_ok=True)
 
     def _least(self) -> list[tuple[str, str]]:
-        """What was done least so far."""
+        """The least exercised combination."""
         least = min(self._soak.cells[cell] for cell in self._wanted)
         return [cell for cell in self._wanted if self._soak.cells[cell] == least]
 
@@ -335,7 +376,12 @@ class Fuzzer:
         self._seen |= {process for processes in family.values() for process in processes}
         try:
             if kind == STANDING:
-                for process in (process for role, found in family.items() if role != "other" for process in found):
+                for process in (
+                    process
+                    for role, found in family.items()
+                    if role != "other"
+                    for process in found
+                ):
                     with suppress(psutil.NoSuchProcess):
                         process.send_signal(signal.SIGSTOP)
                 os.kill(attempt.process.pid or 0, signal.SIGKILL)
@@ -382,7 +428,11 @@ class Fuzzer:
     def _harm(self, checkpoint: Path, kind: str) -> bool:
         """Whether a file of it could be harmed: a copy in memory may be gone by now."""
         try:
-            files = [path for path in sorted(checkpoint.rglob("*")) if path.is_file() and path.stat().st_size > 64]
+            files = [
+                path
+                for path in sorted(checkpoint.rglob("*"))
+                if path.is_file() and path.stat().st_size > 64
+            ]
             path = self._chance.choice(files)
             content = bytearray(path.read_bytes())
             if kind.endswith("cut file"):
@@ -397,7 +447,8 @@ class Fuzzer:
         return True
 
     def _mend(self, said: str) -> None:
-        """What the one line asks for: remove a damaged checkpoint; the disk has room again by itself."""
+        """What the one line asks for: remove a damaged checkpoint; the disk has room again by
+        itself."""
         named = re.search(r"(\S+?/checkpoints/step_\w+)", said)
         if named and "damaged" in said:
             shutil.rmtree(named[1])
@@ -423,7 +474,7 @@ class Fuzzer:
         while (alive := self._alive()) and time.monotonic() < end:
             time.sleep(0.2)
         shared = [path.name for pid in self._groups for path in Path("/dev/shm").glob(f"*_{pid}_*")]
-        # Ranks that are killed have no chance to remove a folder; what they leave there is empty.
+        # Ranks that are killed have no chance to remove a folder; the remains are empty.
         temporary = [path.name for path in Path(tempfile.gettempdir()).iterdir()]
         if host_memory_of(self._run_dir).exists():
             shared.append(host_memory_of(self._run_dir).name)
@@ -453,9 +504,12 @@ def _group_lives(group: int) -> bool:
 
 @contextmanager
 def temporary_files_of_its_own() -> Iterator[None]:
-    """All temporary files of this process and of those that it starts go to a directory of their own."""
-    before, variable = tempfile.tempdir, os.environ.get("TMPDIR")
-    with tempfile.TemporaryDirectory(prefix="soak-") as folder:  # not below pytest's, which is too long for sockets
+    """All temporary files of this process and of those that it starts go to a directory of their
+    own."""
+    before = tempfile.tempdir
+    variable = os.environ.get("TMPDIR")
+    # Not below pytest's, which is too long for sockets
+    with tempfile.TemporaryDirectory(prefix="soak-") as folder:
         tempfile.tempdir = os.environ["TMPDIR"] = folder
         try:
             yield

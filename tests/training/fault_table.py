@@ -1,4 +1,4 @@
-"""Prints what `make test-faults` has done, as docs/operations.md has it: python tests/training/fault_table.py [FILE]"""
+"""Prints the tables of `make test-faults` for results/faults.md: fault_table.py [FILE]"""
 
 import json
 import sys
@@ -13,16 +13,23 @@ def table(done: dict) -> str:
     families = list(FAMILIES)
     rows = [f"| | {' | '.join(families)} |", f"|---|{'---|' * len(families)}"]
     for phase in PHASES:
-        rows.append(f"| {phase} | {' | '.join(str(counts.get((phase, family), '–')) for family in families)} |")
+        cells = [str(counts.get((phase, family), "–")) for family in families]
+        rows.append(f"| {phase} | {' | '.join(cells)} |")
     rows += [
         "",
         "| runs | faults | of them of disk, network, clock and files | ended equal to the bit |",
         "|---|---|---|---|",
     ]
     for name, mode in done["modes"].items():
-        around = sum(n for kind, n in mode["faults"].items() if kind in SURROUNDINGS or kind.startswith("checkpoint"))
+        around = sum(
+            n
+            for kind, n in mode["faults"].items()
+            if kind in SURROUNDINGS or kind.startswith("checkpoint")
+        )
         equal = "all" if mode["equal"] else "not claimed; ledger compared"
-        rows.append(f"| {name} ({mode['runs']}) | {sum(mode['faults'].values())} | {around} | {equal} |")
+        rows.append(
+            f"| {name} ({mode['runs']}) | {sum(mode['faults'].values())} | {around} | {equal} |"
+        )
     return "\n".join(rows)
 
 

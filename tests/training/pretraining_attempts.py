@@ -1,4 +1,5 @@
-"""Value pretraining of a real critic on written responses, as the loop does it; stopped and gone on with."""
+"""Value pretraining of a real critic on written responses, as the loop does it; stopped and gone on
+with."""
 
 import random
 import tempfile
@@ -21,7 +22,8 @@ from vapo_megatron.training.models import load_models
 from vapo_megatron.training.state import RunState
 
 P = "value_pretraining."
-# Two rollouts of four prompts with three responses each: 24 responses, those to one prompt are held out.
+# Two rollouts of four prompts with three responses each: 24 responses, those to one prompt are held
+# out.
 BASE: dict[str, Any] = {P + "enabled": True, P + "iterations": 2, P + "minibatch_size": 5}
 PROMPT = 2
 Tokens = tuple[int, ...]
@@ -59,11 +61,13 @@ class Checkpoints:
     """Keeps how far each safe point is: rollouts, updates, whether it is due and the last."""
 
     def __init__(self, stop_at: int | None) -> None:
-        self.stop_at, self.points, self.whole = stop_at, list[tuple[int, int, bool, bool]](), None
+        self.stop_at = stop_at
+        self.points = list[tuple[int, int, bool, bool]]()
+        self.whole = None
 
     def safe_point(self, whole: Any, due: bool, last: bool, making_room: bool) -> None:
         done = whole.progress.pretraining
-        assert not whole.progress.groups, "all is drawn again under a policy that stands still"
+        assert not whole.progress.groups, "all is drawn again under a fixed policy"
         self.points.append((done.iterations, done.updates, due, done.finished))
         self.whole = whole
         if len(self.points) == self.stop_at:
@@ -72,7 +76,8 @@ class Checkpoints:
 
 @dataclass
 class Seen:
-    """Weights before and after, the responses of each optimizer step and of each measurement, metrics by updates."""
+    """Weights before and after, the responses of each optimizer step and of each measurement,
+    metrics by updates."""
 
     begin: State
     end: State = field(default_factory=dict)
@@ -100,28 +105,40 @@ def pretrain(folder: Path, name: str, switches: dict[str, Any]) -> Seen:
 
 
 def resumed(folder: Path, stop_at: int) -> tuple[Seen, Seen]:
-    """Of a run that is stopped at a safe point, and of the one that goes on from there."""
+    """Of a run that is stopped at a safe point, and of the one that resumes there."""
     run_dir = Path(tempfile.mkdtemp(prefix="resumed", dir=folder))
     first, whole = attempt(folder, run_dir, {}, stop_at)
     return first, attempt(folder, run_dir, {}, before=whole)[0]
 
 
 def attempt(
-    folder: Path, run_dir: Path, switches: dict[str, Any], stop_at: int | None = None, before: Any = None
+    folder: Path,
+    run_dir: Path,
+    switches: dict[str, Any],
+    stop_at: int | None = None,
+    before: Any = None,
 ) -> tuple[Seen, Any]:
-    """before: the last safe point of the attempt that this one goes on from."""
+    """before: the last safe point of the attempt that this one resumes."""
     config = config_of(folder, BASE | switches)
-    models, rollouts, checkpoints = load_models(config, None), write_rollouts(script), Checkpoints(stop_at)
+    models = load_models(config, None)
+    rollouts = write_rollouts(script)
+    checkpoints = Checkpoints(stop_at)
     assert models.critic is not None and rollouts.prompts is not None
     critic, seen, rollouts.seed = models.critic, Seen(state_of(models.critic)), config.run.seed
     checkpoint: Any = None
     if before is not None:
         rollouts.prompts.cursor = before.progress.prompts["cursor"]
         manifest = SimpleNamespace(metrics={}, record=before.record)
-        checkpoint = SimpleNamespace(progress=before.progress, manifest=manifest, read=lambda name: b"{}")
-    state = RunState(config.run, config.checkpoint, run_dir, checkpoints, models.updates, checkpoint)  # type: ignore[arg-type]
+        checkpoint = SimpleNamespace(
+            progress=before.progress, manifest=manifest, read=lambda name: b"{}"
+        )
+    state = RunState(
+        config.run, config.checkpoint, run_dir, checkpoints, models.updates, checkpoint
+    )  # type: ignore[arg-type]
     state.steps = lambda rollouts: iter(())  # type: ignore[method-assign]
-    train_step, score, engines = critic.train_step, critic.score, rollouts.engines
+    train_step = critic.train_step
+    score = critic.score
+    engines = rollouts.engines
 
     def noted_step(batch: ExperienceBatch, samples: range, *args: Any) -> Any:
         seen.steps.append([tokens_of(batch, s) for s in samples])
@@ -132,14 +149,21 @@ def attempt(
         seen.measured.append([tokens_of(batch, s) for s in range(batch.samples)])
         return score(batch, *args, **kwargs)
 
-    critic.train_step, critic.score = noted_step, noted_score  # type: ignore[method-assign,assignment]
+    critic.train_step = noted_step
+    critic.score = noted_score  # type: ignore[method-assign,assignment]
     engines.offload = lambda: seen.onloaded.append("engines go")  # type: ignore[method-assign]
     ignored = ("evaluate", "export_critic", "export_final", "sync_weights", "show_end")
-    nothing = patch.multiple("vapo_megatron.training.loop", **dict.fromkeys(ignored, lambda *args: None))
+    nothing = patch.multiple(
+        "vapo_megatron.training.loop", **dict.fromkeys(ignored, lambda *args: None)
+    )
     with Kept(run_dir) as recorder, nothing, suppress(Stopped):
         vapo_megatron.training.loop.train(config, models, rollouts, state, recorder)
-    seen.end, seen.rows, seen.finished = state_of(critic), recorder.rows, state.pretraining.finished
-    seen.replayed, seen.notes, seen.progress = recorder.replayed, recorder.notes, recorder.progress
+    seen.end = state_of(critic)
+    seen.rows = recorder.rows
+    seen.finished = state.pretraining.finished
+    seen.replayed = recorder.replayed
+    seen.notes = recorder.notes
+    seen.progress = recorder.progress
     seen.asked = [request.prompt.cursor for request in engines.requests]  # type: ignore[attr-defined]
     seen.points = checkpoints.points
     return seen, checkpoints.whole

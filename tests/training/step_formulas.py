@@ -1,6 +1,8 @@
-"""One iteration of every algorithm, written out response by response with transformers and torch's AdamW in float64.
+"""One iteration of every algorithm, written out response by response with transformers and torch's
+AdamW in float64.
 
-It shares nothing with the program but the recorded rollout: formulas and constants are those of the papers.
+It shares nothing with the program but the recorded rollout: formulas and constants are taken from
+the papers.
 """
 
 import math
@@ -35,11 +37,13 @@ class Formula:
     frozen_attention: bool = False
     window: bool = False  # truncated responses have a value after them, and teach the policy alone
     arctan: tuple[float, float] | None = None  # the range that values are squashed into
-    calibrated: bool = False  # in the first step nothing is known of the critic: the mean of the others is the baseline
+    # In the first step nothing is known of the critic: the mean of the others is the baseline.
+    calibrated: bool = False
 
 
 VAPO = Formula("gae", high=0.28, nll=0.1)
-LONGEST, CACHE = 24, 8
+LONGEST = 24
+CACHE = 8
 FORMULAS = {
     "vapo": VAPO,
     "vapo_without_value_pretraining": VAPO,
@@ -53,11 +57,18 @@ FORMULAS = {
     "vapo_direct": replace(VAPO, calibrated=True),
     "vapo_direct_groups": replace(VAPO, calibrated=True),
     "reinforce_direct": replace(VAPO, advantage="others"),
+    # Without a past the values are the mean of the others, and differences of values are not
+    # trusted.
+    "vapo_regression": replace(VAPO, advantage="others"),
+    "reinforce_regression": replace(VAPO, advantage="others"),
+    "tempo": Formula("tempo", aggregation="sequence", kl=("k3", 0.001)),
     "vc_ppo": Formula("gae", lambda_policy=0.95, aggregation="sequence"),
     "ppo": Formula("gae", lambda_policy=0.95, lambda_critic=0.95, aggregation="sequence"),
     "t_ppo": replace(VAPO, nll=0.0, window=True),
     "bpco": Formula("gae", "dppo", aggregation="sum", alpha=0.4, arctan=(0.0, 1.0)),
-    "sao": Formula("gae", "sao", low=0.3, high=5.0, alpha=1.5, critic_rounds=2, frozen_attention=True),
+    "sao": Formula(
+        "gae", "sao", low=0.3, high=5.0, alpha=1.5, critic_rounds=2, frozen_attention=True
+    ),
     "grpo": Formula("grpo", aggregation="sequence", kl=("k3", 0.001)),
     "dr_grpo": Formula("centred", aggregation="longest"),
     "dapo": Formula("grpo", high=0.28, overlong=(LONGEST, CACHE)),
@@ -94,7 +105,8 @@ def responses_of(batch: dict[str, Tensor]) -> list[Response]:
     found = []
     for s in range(len(batch["prompt_lengths"])):
         ids = batch["tokens"][batch["cu_seqlens"][s] : batch["cu_seqlens"][s + 1]].long()
-        first, end = batch["response_cu_seqlens"][s], batch["response_cu_seqlens"][s + 1]
+        first = batch["response_cu_seqlens"][s]
+        end = batch["response_cu_seqlens"][s + 1]
         found.append(
             Response(
                 ids,
@@ -111,7 +123,8 @@ def responses_of(batch: dict[str, Tensor]) -> list[Response]:
 
 
 def read_model(model_dir: Path) -> Any:
-    """Without transformers' habit of giving the padding token's embedding no gradient where it is an input."""
+    """Without transformers' habit of giving the padding token's embedding no gradient where it is
+    an input."""
     model = transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float64)
     model.get_input_embeddings().padding_idx = None
     return model
@@ -122,7 +135,9 @@ class Policy:
 
     def __init__(self, model_dir: Path, state: State) -> None:
         self.model = read_model(model_dir)
-        missing, unexpected = self.model.load_state_dict({k: v.double() for k, v in state.items()}, strict=False)
+        missing, unexpected = self.model.load_state_dict(
+            {k: v.double() for k, v in state.items()}, strict=False
+        )
         assert not unexpected and set(missing) <= {"lm_head.weight"}
 
     def logprobs(self, response: Response) -> Tensor:
@@ -131,7 +146,8 @@ class Policy:
 
 
 class Critic:
-    """A backbone of transformers and a linear head: the value of the state before each response token."""
+    """A backbone of transformers and a linear head: the value of the state before each response
+    token."""
 
     arctan: tuple[float, float] | None = None
 
@@ -156,7 +172,8 @@ class Critic:
 
 
 class AdamW:
-    """torch's AdamW as the program is configured: no decay of vectors, gradients clipped at norm 1."""
+    """torch's AdamW as the program is configured: no decay of vectors, gradients clipped at norm
+    1."""
 
     def __init__(self, parameters: list[torch.nn.Parameter], lr: float, eps: float) -> None:
         self.parameters = parameters
@@ -187,11 +204,16 @@ def shaped(response: Response, formula: Formula) -> float:
 def token_rewards(response: Response, formula: Formula, old: Tensor, ref: Tensor) -> Tensor:
     rewards = torch.zeros(response.length, dtype=torch.float64)
     rewards[-1] = 0.0 if formula.window and response.truncated else shaped(response, formula)
-    return rewards - formula.kl[1] * (old - ref) if formula.kl and formula.kl[0] == "reward" else rewards
+    return (
+        rewards - formula.kl[1] * (old - ref)
+        if formula.kl and formula.kl[0] == "reward"
+        else rewards
+    )
 
 
 def gae(rewards: Tensor, values: Tensor, lam: float, after: float = 0.0) -> Tensor:
-    advantages, following = torch.zeros_like(rewards), 0.0
+    advantages = torch.zeros_like(rewards)
+    following = 0.0
     for t in reversed(range(len(rewards))):
         value_after = values[t + 1] if t + 1 < len(rewards) else after
         following = rewards[t] + value_after - values[t] + lam * following
@@ -223,7 +245,7 @@ def advantages_of(
         if formula.advantage == "to_go":
             found.append(torch.stack([rewards[s][t:].sum() for t in range(response.length)]))
             continue
-        if formula.advantage == "grpo":
+        if formula.advantage in ("grpo", "tempo"):
             std = math.sqrt(sum((x - mean) ** 2 for x in others) / (len(others) - 1))
             number = (totals[s] - mean) / (std + 1e-6)
         elif formula.advantage == "centred":
@@ -233,17 +255,44 @@ def advantages_of(
         elif formula.advantage == "greedy":
             number = totals[s] - response.greedy
         else:
-            first = next(i for i, r in enumerate(rollout) if r.group == response.group and totals[i] == max(others))
+            first = next(
+                i
+                for i, r in enumerate(rollout)
+                if r.group == response.group and totals[i] == max(others)
+            )
             number = float(first == s)
         found.append(torch.full((response.length,), number, dtype=torch.float64))
+    if formula.advantage == "tempo":
+        found = [a + differences(rollout, s, found) for s, a in enumerate(found)]
     if formula.whiten:
         flat = torch.cat(found)
         found = [(x - flat.mean()) / flat.std() for x in found]
     return found
 
 
-def token_losses(formula: Formula, new: Tensor, old: Tensor, rollout: Tensor, advantages: Tensor) -> Tensor:
-    low, high, ratio = 1 - formula.low, 1 + formula.high, (new - old).exp()
+def differences(rollout: list[Response], s: int, normalised: list[Tensor]) -> Tensor:
+    """V of the state after each token less that before it, V the mean over the responses of the
+    group that pass it."""
+    response = rollout[s]
+    values = []
+    for t in range(response.prompt, len(response.ids)):
+        passing = [
+            float(normalised[i][0])
+            for i, r in enumerate(rollout)
+            if r.group == response.group
+            and len(r.ids) > t
+            and torch.equal(r.ids[:t], response.ids[:t])
+        ]
+        values.append(sum(passing) / len(passing))
+    return torch.tensor([*values, float(normalised[s][0])], dtype=torch.float64).diff()
+
+
+def token_losses(
+    formula: Formula, new: Tensor, old: Tensor, rollout: Tensor, advantages: Tensor
+) -> Tensor:
+    low = 1 - formula.low
+    high = 1 + formula.high
+    ratio = (new - old).exp()
     if formula.loss == "clip":
         return -torch.minimum(ratio * advantages, ratio.clamp(low, high) * advantages)
     if formula.loss == "log":
@@ -257,7 +306,8 @@ def token_losses(formula: Formula, new: Tensor, old: Tensor, rollout: Tensor, ad
         moved = new.exp() - rollout.exp()
         cut = torch.where(advantages > 0, moved > formula.high, moved < -formula.low)
         return -(new - rollout).exp().detach().clamp(max=20) * advantages * new * ~cut
-    # GSPO's own objective (eq. 5): one ratio and one advantage a response, here spread over its tokens.
+    # GSPO's own objective (eq. 5): one ratio and one advantage a response, here spread over its
+    # tokens.
     whole = (new - old).mean().exp()
     return -torch.minimum(whole * advantages, whole.clamp(low, high) * advantages)
 
@@ -271,7 +321,9 @@ def policy_objective(
     advantages: list[Tensor],
 ) -> Tensor:
     counted = [
-        s for s in range(len(rollout)) if formula.advantage != "best" or (advantages[s][0] > 0 and rollout[s].correct)
+        s
+        for s in range(len(rollout))
+        if formula.advantage != "best" or (advantages[s][0] > 0 and rollout[s].correct)
     ]
     tokens = sum(rollout[s].length for s in counted)
     positive = [r for r in rollout if r.correct and not r.truncated]
@@ -313,13 +365,19 @@ def weights_after(
 
     The value targets that the program recorded are compared on the way.
     """
-    formula, rollout = FORMULAS[name], responses_of(begin.batch)
+    formula = FORMULAS[name]
+    rollout = responses_of(begin.batch)
     policy = Policy(model_dir, begin.actor)
     with torch.no_grad():
         old = [policy.logprobs(r) for r in rollout]
-        ref = old if begin.reference is None else [Policy(model_dir, begin.reference).logprobs(r) for r in rollout]
+        ref = (
+            old
+            if begin.reference is None
+            else [Policy(model_dir, begin.reference).logprobs(r) for r in rollout]
+        )
     rewards = [token_rewards(r, formula, o, p) for r, o, p in zip(rollout, old, ref, strict=True)]
-    values, critic_state = None, None
+    values = None
+    critic_state = None
     if begin.critic is not None:
         critic = Critic(model_dir, begin.critic)
         critic.arctan = formula.arctan
@@ -329,11 +387,15 @@ def weights_after(
             v * 0 if formula.window and response.truncated else gae(r, v, formula.lambda_critic) + v
             for response, r, v in zip(rollout, rewards, values, strict=True)
         ]
-        torch.testing.assert_close(begin.batch["returns"].double(), torch.cat(targets), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            begin.batch["returns"].double(), torch.cat(targets), rtol=1e-5, atol=1e-5
+        )
         critic_state = critic_after(critic, rollout, targets, formula, epochs, lr, eps)
     advantages = advantages_of(rollout, formula, rewards, values)
     if formula.kl and formula.kl[0] == "advantage":
-        advantages = [a - formula.kl[1] * (o - r) for a, o, r in zip(advantages, old, ref, strict=True)]
+        advantages = [
+            a - formula.kl[1] * (o - r) for a, o, r in zip(advantages, old, ref, strict=True)
+        ]
     optimizer = AdamW(list(policy.model.parameters()), lr, eps)
     for _ in range(epochs):
         optimizer.step(policy_objective(policy, rollout, formula, old, ref, advantages))
@@ -342,12 +404,22 @@ def weights_after(
 
 
 def critic_after(
-    critic: Critic, rollout: list[Response], targets: list[Tensor], formula: Formula, epochs: int, lr: float, eps: float
+    critic: Critic,
+    rollout: list[Response],
+    targets: list[Tensor],
+    formula: Formula,
+    epochs: int,
+    lr: float,
+    eps: float,
 ) -> State:
     named: list[tuple[str, Any]] = critic.named_parameters()
     trained = [p for name, p in named if not (formula.frozen_attention and ".self_attn." in name)]
     optimizer = AdamW(trained, lr, eps)
-    taught = [(r, t) for r, t in zip(rollout, targets, strict=True) if not (formula.window and r.truncated)]
+    taught = [
+        (r, t)
+        for r, t in zip(rollout, targets, strict=True)
+        if not (formula.window and r.truncated)
+    ]
     tokens = sum(r.length for r, _ in taught)
     for _ in range(epochs * formula.critic_rounds):
         squares = [(critic.values(r) - t).square().sum() / 2 for r, t in taught]

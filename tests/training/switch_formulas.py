@@ -1,7 +1,9 @@
-"""One iteration under any switch of the section algorithm, response by response with transformers in float64.
+"""One iteration under any switch of the section algorithm, response by response with transformers
+in float64.
 
-Like step_formulas, which has the presets, it shares nothing with the program but the config, the recorded rollout and
-which responses each mini-batch had. Formulas are written out anew from the papers.
+Like step_formulas, which has the presets, it shares nothing with the program but the config, the
+recorded rollout and which responses each mini-batch had. Formulas are written out again from the
+papers.
 """
 
 import math
@@ -10,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from step_formulas import AdamW, Critic, Policy, Response, State
+from step_formulas import AdamW, Critic, Policy, Response, State, differences
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -28,11 +30,13 @@ def others_of(responses: Sequence[Response], s: int) -> Group:
 
 def shaped(responses: Sequence[Response], config: AlgorithmConfig) -> list[float]:
     """The rewards that shaping makes."""
-    found, shaping = [], config.shaping
+    found = []
+    shaping = config.shaping
     for response in responses:
         reward = response.reward
         if shaping.soft_overlong is not None:
-            longest, cache = shaping.soft_overlong.max_length, shaping.soft_overlong.cache_length
+            longest = shaping.soft_overlong.max_length
+            cache = shaping.soft_overlong.cache_length
             over = response.length - (longest - cache)
             reward -= min(max(over / cache, 0), 1)
         found.append(reward)
@@ -47,7 +51,9 @@ class ValueModel(Critic):
         self.loss = config.value_loss
 
     def outputs(self, response: Response) -> Tensor:
-        hidden: Tensor = self.backbone(response.ids[None, :-1]).last_hidden_state[0, response.prompt - 1 :]
+        hidden: Tensor = self.backbone(response.ids[None, :-1]).last_hidden_state[
+            0, response.prompt - 1 :
+        ]
         return hidden @ self.weight.T + self.bias
 
     def edges(self) -> Tensor:
@@ -59,14 +65,19 @@ class ValueModel(Critic):
 
     def head_values(self, response: Response) -> Tensor:
         """The value of each state."""
-        outputs, config = self.outputs(response), self.loss
+        outputs = self.outputs(response)
+        config = self.loss
         if config.kind == "hl_gauss":
             edges = self.edges()
             return outputs.softmax(-1) @ ((edges[1:] + edges[:-1]) / 2)
         if config.squash == "arctan":
-            return config.low + (config.high - config.low) * (outputs[:, 0].arctan() + math.pi / 2) / math.pi
+            return (
+                config.low
+                + (config.high - config.low) * (outputs[:, 0].arctan() + math.pi / 2) / math.pi
+            )
         if config.squash != "none":
-            middle, half = (config.low + config.high) / 2, (config.high - config.low) / 2
+            middle = (config.low + config.high) / 2
+            half = (config.high - config.low) / 2
             return middle + half * torch.tanh(outputs[:, 0] / half)
         return outputs[:, 0]
 
@@ -76,7 +87,8 @@ class ValueModel(Critic):
     def token_losses(self, response: Response, target: Tensor, old: Tensor) -> Tensor:
         config = self.loss
         if config.kind == "hl_gauss":
-            edges, logs = self.edges(), self.outputs(response).log_softmax(-1)
+            edges = self.edges()
+            logs = self.outputs(response).log_softmax(-1)
             normal = torch.distributions.Normal(target[:, None], 0.75 * float(edges[1] - edges[0]))
             mass = normal.cdf(edges[None]).diff(dim=-1)
             return -(mass / mass.sum(-1, keepdim=True) * logs).sum(-1)
@@ -90,7 +102,8 @@ class ValueModel(Critic):
 
 def gae(rewards: Tensor, values: Tensor, lam: float, gamma: float, after: float) -> Tensor:
     """after: the value of what follows the last token."""
-    found, following = torch.zeros_like(rewards), 0.0
+    found = torch.zeros_like(rewards)
+    following = 0.0
     for t in reversed(range(len(rewards))):
         value_after = values[t + 1] if t + 1 < len(rewards) else after
         following = rewards[t] + gamma * value_after - values[t] + gamma * lam * following
@@ -102,22 +115,30 @@ def lambda_of(choice: Any, length: int, config: AlgorithmConfig) -> float:
     if choice != "length_adaptive":
         return float(choice)
     advantage = config.advantage
-    return min(max(1 - 1 / (advantage.length_adaptive_alpha * length), advantage.length_adaptive_floor), 1)
+    return min(
+        max(1 - 1 / (advantage.length_adaptive_alpha * length), advantage.length_adaptive_floor), 1
+    )
 
 
-def group_advantage(estimator: str, s: int, group: Group, totals: list[float], responses: Sequence[Response]) -> float:
+def group_advantage(
+    estimator: str, s: int, group: Group, totals: list[float], responses: Sequence[Response]
+) -> float:
     rewards = [totals[i] for i in group]
-    mean, own = sum(rewards) / len(rewards), totals[s]
-    if estimator == "grpo":
-        return (own - mean) / (math.sqrt(sum((x - mean) ** 2 for x in rewards) / (len(rewards) - 1)) + 1e-6)
+    mean = sum(rewards) / len(rewards)
+    own = totals[s]
+    if estimator in ("grpo", "tempo"):
+        return (own - mean) / (
+            math.sqrt(sum((x - mean) ** 2 for x in rewards) / (len(rewards) - 1)) + 1e-6
+        )
     if estimator in ("dr_grpo", "group_baseline"):
         return own - mean
     if estimator in ("rloo", "batch_baseline"):  # alike where every group has two
         return own - (sum(rewards) - own) / (len(rewards) - 1)
     if estimator == "remax":
         return own - responses[s].greedy
-    assert estimator == "raft"
-    return float(s == next(i for i in group if totals[i] == max(rewards)))
+    if estimator == "raft":
+        return float(s == next(i for i in group if totals[i] == max(rewards)))
+    raise NotImplementedError(f"write the formula of the estimator {estimator} here")
 
 
 class Estimates:
@@ -164,35 +185,63 @@ class Estimates:
                     lam = lam if advantage.calibration == "values" else 1.0
                     self.advantages.append(gae(rewards, baseline, lam, 1.0, 0.0))
                 lam = lambda_of(advantage.lambda_critic, response.length, config)
-                self.targets.append(gae(rewards, values[s], lam, advantage.gamma, after) + values[s])
+                self.targets.append(
+                    gae(rewards, values[s], lam, advantage.gamma, after) + values[s]
+                )
             elif advantage.estimator == "reinforce_pp":
                 to_go = [
-                    sum(advantage.gamma ** (i - t) * float(rewards[i]) for i in range(t, len(rewards)))
+                    sum(
+                        advantage.gamma ** (i - t) * float(rewards[i])
+                        for i in range(t, len(rewards))
+                    )
                     for t in range(len(rewards))
                 ]
                 self.advantages.append(torch.tensor(to_go, dtype=torch.float64))
             elif advantage.tracker:  # no step came before: a prompt has no history
                 known = [i for i in self._known(responses, config) if i != s]
-                mean = sum(totals[i] for i in known) / len(known) if s in self._known(responses, config) else 0.0
-                self.advantages.append(torch.full((response.length,), totals[s] - mean, dtype=torch.float64))
+                mean = (
+                    sum(totals[i] for i in known) / len(known)
+                    if s in self._known(responses, config)
+                    else 0.0
+                )
+                self.advantages.append(
+                    torch.full((response.length,), totals[s] - mean, dtype=torch.float64)
+                )
             elif advantage.estimator != "function":
-                found = group_advantage(advantage.estimator, s, others_of(responses, s), totals, responses)
+                found = group_advantage(
+                    advantage.estimator, s, others_of(responses, s), totals, responses
+                )
                 self.advantages.append(torch.full((response.length,), found, dtype=torch.float64))
                 if advantage.estimator == "raft":
                     self.selected[s] = self.selected[s] and found > 0 and response.correct
+        if advantage.estimator == "tempo":
+            normalised = self.advantages
+            self.advantages = [
+                z + differences(responses, s, normalised) for s, z in enumerate(normalised)
+            ]
         if advantage.function is not None:
             self.advantages = [tilted(r, self.rewards[s], old[s]) for s, r in enumerate(responses)]
         if advantage.whiten != "none":
             self._whiten(shift=advantage.whiten == "full")
         if config.kl.placement == "advantage":
             distances = [config.kl.coef * (o - r) for o, r in zip(old, ref, strict=True)]
-            self.advantages = [a - distance for a, distance in zip(self.advantages, distances, strict=True)]
+            self.advantages = [
+                a - distance for a, distance in zip(self.advantages, distances, strict=True)
+            ]
 
     def _vtrace(
-        self, rewards: Tensor, values: Tensor, weights: Tensor, after: float, length: int, config: AlgorithmConfig
+        self,
+        rewards: Tensor,
+        values: Tensor,
+        weights: Tensor,
+        after: float,
+        length: int,
+        config: AlgorithmConfig,
     ) -> None:
-        """IMPALA's v_s = V_s + sum of products of what lies between, written out; A_t = r + gamma v_{t+1} - V_t."""
-        gamma, steps = config.advantage.gamma, range(length)
+        """IMPALA's v_s = V_s + sum of products of what lies between, written out; A_t = r + gamma
+        v_{t+1} - V_t."""
+        gamma = config.advantage.gamma
+        steps = range(length)
         following = [*values.tolist()[1:], after]
         deltas = [float(rewards[t]) + gamma * following[t] - float(values[t]) for t in steps]
 
@@ -208,16 +257,21 @@ class Estimates:
             for choice in (config.advantage.lambda_critic, config.advantage.lambda_policy)
         )
         self.targets.append(torch.tensor([target(s, critic) for s in steps], dtype=torch.float64))
-        # With lambda, what is beyond V of the next state counts lambda times (remark 2).
+        # With lambda, returns beyond V of the next state count lambda times (remark 2).
         found = [deltas[t] + gamma * policy * (target(t + 1, policy) - following[t]) for t in steps]
         self.advantages.append(torch.tensor(found, dtype=torch.float64))
 
     def _known(self, responses: Sequence[Response], config: AlgorithmConfig) -> Group:
         """The responses with a return."""
-        return [i for i, r in enumerate(responses) if not r.truncated or config.shaping.truncated == "terminal"]
+        return [
+            i
+            for i, r in enumerate(responses)
+            if not r.truncated or config.shaping.truncated == "terminal"
+        ]
 
     def _others_mean(self, s: int, responses: Sequence[Response], config: AlgorithmConfig) -> float:
-        """The mean return of the others of the group, or of the rollout where it has no other; 0 for one without."""
+        """The mean return of the others of the group, or of the rollout where it has no other; 0
+        for one without."""
         known = self._known(responses, config)
         others = [i for i in known if i != s]
         others = [i for i in others_of(responses, s) if i in others] or others
@@ -229,8 +283,11 @@ class Estimates:
         return config.filter_function is None or kept(response)
 
     def _whiten(self, shift: bool) -> None:
-        counted = torch.cat([a for a, chosen in zip(self.advantages, self.selected, strict=True) if chosen])
-        mean, std = counted.mean(), counted.std()
+        counted = torch.cat(
+            [a for a, chosen in zip(self.advantages, self.selected, strict=True) if chosen]
+        )
+        mean = counted.mean()
+        std = counted.std()
         for s, chosen in enumerate(self.selected):
             scaled = (self.advantages[s] - mean) / std + (0 if shift else mean)
             self.advantages[s] = scaled if chosen else scaled * 0
@@ -248,7 +305,8 @@ def kept(response: Response) -> bool:
 
 def importance(config: AlgorithmConfig, old: Tensor, rollout: Tensor) -> Tensor:
     """A weight for every token of one response."""
-    settings, log_ratio = config.importance_sampling, old - rollout
+    settings = config.importance_sampling
+    log_ratio = old - rollout
     if settings.kind == "none":
         return torch.ones_like(old)
     ratio = log_ratio.exp()
@@ -269,10 +327,15 @@ def share(settings: PolicyLossConfig, lengths: dict[int, int], s: int) -> float:
     }[settings.aggregation]
 
 
-def surrogate(config: AlgorithmConfig, new: Tensor, old: Tensor, rollout: Tensor, advantages: Tensor) -> Tensor:
-    """The loss of each token, before importance weights."""
+def surrogate(
+    config: AlgorithmConfig, new: Tensor, old: Tensor, rollout: Tensor, advantages: Tensor
+) -> Tensor:
+    """The loss of each token of one response, before importance weights; `cut` says what of it is
+    clipped."""
     settings = config.policy_loss
-    low, high, ratio = 1 - settings.clip_low, 1 + settings.clip_high, (new - old).exp()
+    low = 1 - settings.clip_low
+    high = 1 + settings.clip_high
+    ratio = (new - old).exp()
     if settings.kind == "reinforce":
         return -advantages * new
     if settings.kind == "cispo":
@@ -282,17 +345,53 @@ def surrogate(config: AlgorithmConfig, new: Tensor, old: Tensor, rollout: Tensor
         return -to_rollout * advantages * ((to_rollout > low) & (to_rollout < high))
     if settings.kind == "dppo":
         rose = new.detach().exp() - rollout.exp()
-        kept_up, kept_down = rose <= settings.clip_high, rose >= -settings.clip_low
+        kept_up = rose <= settings.clip_high
+        kept_down = rose >= -settings.clip_low
         inside = torch.where(advantages > 0, kept_up, kept_down)
         return -(new - rollout).exp().detach().clamp(max=20) * advantages * new * inside
     if settings.kind == "function":  # switch_functions.nudge
         return -advantages * new + (new - old) ** 2 / 10
     if settings.kind == "gspo":
         ratio = (new - old).mean().exp().detach() * (new - new.detach()).exp()
+    elif settings.kind != "ppo_clip":
+        raise NotImplementedError(f"write the formula of the loss {settings.kind} here")
     losses = -torch.minimum(ratio * advantages, ratio.clamp(low, high) * advantages)
     if settings.dual_clip is not None:
-        losses = torch.where(advantages < 0, torch.minimum(losses, -settings.dual_clip * advantages), losses)
+        losses = torch.where(
+            advantages < 0, torch.minimum(losses, -settings.dual_clip * advantages), losses
+        )
     return losses
+
+
+def cut(
+    config: AlgorithmConfig, new: Tensor, old: Tensor, rollout: Tensor, advantages: Tensor
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """The tokens of one response that a low, a high and a dual bound clips; None: the loss has no
+    such bound."""
+    settings = config.policy_loss
+    low = 1 - settings.clip_low
+    high = 1 + settings.clip_high
+    ratio = (new - old).exp()
+    if settings.kind in ("reinforce", "function"):
+        return None, None, None
+    if settings.kind == "cispo":
+        return None, ratio > high, None
+    if settings.kind == "sao":
+        to_rollout = (new - rollout).exp()
+        return to_rollout <= low, to_rollout >= high, None
+    if settings.kind == "dppo":
+        rose = new.exp() - rollout.exp()
+        fell = rose < -settings.clip_low
+        grew = rose > settings.clip_high
+        return (advantages <= 0) & fell, (advantages > 0) & grew, None
+    if settings.kind == "gspo":
+        ratio = (new - old).mean().exp().expand(len(new))
+    elif settings.kind != "ppo_clip":
+        raise NotImplementedError(f"say here what the loss {settings.kind} clips")
+    dual = None
+    if settings.dual_clip is not None:
+        dual = (advantages < 0) & (ratio > settings.dual_clip)
+    return (advantages < 0) & (ratio < low), (advantages > 0) & (ratio > high), dual
 
 
 class FullPolicy(Policy):
@@ -300,16 +399,25 @@ class FullPolicy(Policy):
 
     def both(self, response: Response) -> tuple[Tensor, Tensor]:
         rows = self.model(response.ids[None, :-1]).logits[0, response.prompt - 1 :].log_softmax(-1)
-        return rows.gather(1, response.ids[response.prompt :, None])[:, 0], -(rows.exp() * rows).sum(-1)
+        return rows.gather(1, response.ids[response.prompt :, None])[:, 0], -(
+            rows.exp() * rows
+        ).sum(-1)
 
 
 class Iteration:
-    """A rollout, what policy, reference and critic said of it before the updates, and the updates themselves."""
+    """A rollout, what policy, reference and critic said of it before the updates, and the updates
+    themselves."""
 
     def __init__(
-        self, model_dir: Path, config: AlgorithmConfig, responses: list[Response], states: dict[str, State]
+        self,
+        model_dir: Path,
+        config: AlgorithmConfig,
+        responses: list[Response],
+        states: dict[str, State],
     ) -> None:
-        self.config, self.responses, self.model_dir = config, responses, model_dir
+        self.config = config
+        self.responses = responses
+        self.model_dir = model_dir
         self.policy = FullPolicy(model_dir, states["actor"])
         self.critic: ValueModel | None = None
         values = None
@@ -331,9 +439,11 @@ class Iteration:
         frozen: str = "",
         optimizer: Callable[[list[Parameter]], Any] = lambda parameters: AdamW(parameters, **ADAM),
     ) -> State:
-        """The critic's weights after an optimizer step on each mini-batch. frozen: part of names that stand still."""
+        """The critic's weights after an optimizer step on each mini-batch. frozen: part of names
+        that stand still."""
         assert self.critic is not None and self.values is not None
-        critic, estimates = self.critic, self.estimates
+        critic = self.critic
+        estimates = self.estimates
         named = critic.named_parameters()
         trained = optimizer([p for name, p in named if not frozen or frozen not in name])
         for members in minibatches:
@@ -342,7 +452,9 @@ class Iteration:
                 counted = [s for s in counted if not self.responses[s].truncated]
             losses = []
             for s in counted:
-                losses.append(critic.token_losses(self.responses[s], estimates.targets[s], self.values[s]))
+                losses.append(
+                    critic.token_losses(self.responses[s], estimates.targets[s], self.values[s])
+                )
             trained.step(torch.cat(losses).mean())
         return {name: parameter.detach() for name, parameter in named}
 
@@ -365,19 +477,26 @@ class Iteration:
         positive = [s for s in counted if self._is_positive(s)]
         loss = torch.zeros((), dtype=torch.float64)
         for s in counted:
-            response, advantages = self.responses[s], estimates.advantages[s]
+            response = self.responses[s]
+            advantages = estimates.advantages[s]
             new, entropy = self.policy.both(response)
-            corrected = weights[s] * surrogate(config, new, self.old[s], response.rollout, advantages)
+            corrected = weights[s] * surrogate(
+                config, new, self.old[s], response.rollout, advantages
+            )
             losses = torch.zeros_like(corrected)
             if config.kl.placement == "loss" and config.kl.estimator == "k2":
                 losses = losses + config.kl.coef * (new - self.ref[s]) ** 2 / 2
             if config.kl.placement == "loss" and config.kl.estimator == "k3":
-                losses = losses + config.kl.coef * ((self.ref[s] - new).exp() - (self.ref[s] - new) - 1)
+                losses = losses + config.kl.coef * (
+                    (self.ref[s] - new).exp() - (self.ref[s] - new) - 1
+                )
             losses = losses - settings.entropy_coef * entropy
             whole = {i: self.responses[i].length for i in counted}
             loss = loss + share(settings, whole, s) * (losses + corrected).sum()
             if s in positive:
-                loss = loss - settings.positive_nll.coef * new.sum() / sum(self.responses[i].length for i in positive)
+                loss = loss - settings.positive_nll.coef * new.sum() / sum(
+                    self.responses[i].length for i in positive
+                )
         return loss
 
     def _is_positive(self, s: int) -> bool:

@@ -1,4 +1,5 @@
-"""A user's advantage estimator, policy loss, filter and mask, as tests of the switches name them in a config."""
+"""A user's advantage estimator, policy loss, filter and mask, as tests of the switches name them in
+a config."""
 
 from typing import Any
 

@@ -1,12 +1,12 @@
-"""What an iteration of one optimizer step reports of itself, written out from its responses in float64."""
+"""What an iteration of one optimizer step reports of itself, written out from its responses in
+float64."""
 
 import math
 import statistics
 from collections.abc import Sequence
 
 import torch
-from step_formulas import Response
-from switch_formulas import ADAM, Iteration, importance, lambda_of, others_of, surrogate
+from switch_formulas import ADAM, Iteration, cut, importance, lambda_of, others_of, surrogate
 from torch import Tensor
 
 from vapo_megatron.monitoring import names
@@ -17,8 +17,8 @@ def k3(log_ratio: Tensor) -> Tensor:
 
 
 def reported(found: Iteration, position: float | None) -> dict[str, float]:
-    """Every metric of the row, times and memory apart. position: what the table by position explains, which
-    tests/algorithms has; None without a critic."""
+    """Every metric of the row, times and memory apart. position: what the table by position
+    explains, which tests/algorithms has; None without a critic."""
     row = of_scores(found) | of_advantages(found) | of_policy_update(found)
     if found.critic is not None:
         assert position is not None
@@ -27,7 +27,8 @@ def reported(found: Iteration, position: float | None) -> dict[str, float]:
 
 
 def of_scores(found: Iteration) -> dict[str, Tensor]:
-    old, rollout = torch.cat(found.old), torch.cat([r.rollout for r in found.responses])
+    old = torch.cat(found.old)
+    rollout = torch.cat([r.rollout for r in found.responses])
     with torch.no_grad():
         entropies = torch.cat([found.policy.both(r)[1] for r in found.responses])
     divergence = k3(old - rollout)
@@ -42,7 +43,10 @@ def of_scores(found: Iteration) -> dict[str, Tensor]:
         row |= {names.REFERENCE_KL: distance.mean(), names.REFERENCE_KL_MAX: distance.max()}
     if found.config.importance_sampling.kind == "tis":
         weights = torch.cat(
-            [importance(found.config, o, r.rollout) for o, r in zip(found.old, found.responses, strict=True)]
+            [
+                importance(found.config, o, r.rollout)
+                for o, r in zip(found.old, found.responses, strict=True)
+            ]
         )
         ratio = (old - rollout).exp()
         row |= {
@@ -55,14 +59,25 @@ def of_scores(found: Iteration) -> dict[str, Tensor]:
 
 
 def known(found: Iteration) -> list[int]:
-    """The responses with a return: a truncated one has none where a value stands for its end, or it is masked."""
-    return [s for s, r in enumerate(found.responses) if not r.truncated or found.config.shaping.truncated == "terminal"]
+    """The responses with a return: a truncated one has none where a value stands for its end, or it
+    is masked."""
+    return [
+        s
+        for s, r in enumerate(found.responses)
+        if not r.truncated or found.config.shaping.truncated == "terminal"
+    ]
 
 
 def of_advantages(found: Iteration) -> dict[str, float]:
-    responses, estimates, advantage = found.responses, found.estimates, found.config.advantage
+    responses = found.responses
+    estimates = found.estimates
+    advantage = found.config.advantage
     every = torch.cat(estimates.advantages).tolist()
-    signs = [math.copysign(float(a != 0), a) for s in known(found) for a in estimates.advantages[s].tolist()]
+    signs = [
+        math.copysign(float(a != 0), a)
+        for s in known(found)
+        for a in estimates.advantages[s].tolist()
+    ]
     outcomes = [responses[s].reward for s in known(found) for _ in range(responses[s].length)]
     row = {
         "advantage/mean": statistics.fmean(every),
@@ -85,11 +100,17 @@ def explained(errors: Sequence[float], returns: Sequence[float]) -> float:
 
 
 def of_values(found: Iteration, position: float) -> dict[str, float]:
-    """Of the critic before its update, on the responses with a return. No KL is in the reward here."""
+    """Of the critic before its update, on the responses with a return. No KL is in the reward
+    here."""
     assert found.values is not None
-    gamma, rewards, members = found.config.advantage.gamma, found.estimates.rewards, known(found)
+    gamma = found.config.advantage.gamma
+    rewards = found.estimates.rewards
+    members = known(found)
     values = {s: found.values[s].tolist() for s in members}
-    returns = {s: [rewards[s] * gamma ** (len(values[s]) - 1 - t) for t in range(len(values[s]))] for s in members}
+    returns = {
+        s: [rewards[s] * gamma ** (len(values[s]) - 1 - t) for t in range(len(values[s]))]
+        for s in members
+    }
     errors = {s: [v - r for v, r in zip(values[s], returns[s], strict=True)] for s in members}
     siblings = {}
     for s in members:
@@ -129,42 +150,52 @@ def norm_of(loss: Tensor, parameters: Sequence[torch.nn.Parameter]) -> float:
 
 
 def of_update(name: str, norm: float) -> dict[str, float]:
-    return {f"{name}/grad_norm": norm, f"{name}/grad_norm_max": norm, f"{name}/lr": ADAM["lr"], f"{name}/updates": 1}
+    return {
+        f"{name}/grad_norm": norm,
+        f"{name}/grad_norm_max": norm,
+        f"{name}/lr": ADAM["lr"],
+        f"{name}/updates": 1,
+    }
 
 
 def of_critic_update(found: Iteration) -> dict[str, float]:
-    critic, estimates, values = found.critic, found.estimates, found.values
+    critic = found.critic
+    estimates = found.estimates
+    values = found.values
     assert critic is not None and values is not None
     counted = [s for s, chosen in enumerate(estimates.selected) if chosen]
-    losses = [critic.token_losses(found.responses[s], estimates.targets[s], values[s]) for s in counted]
+    losses = [
+        critic.token_losses(found.responses[s], estimates.targets[s], values[s]) for s in counted
+    ]
     loss = torch.cat(losses).mean()
     norm = norm_of(loss, [p for _, p in critic.named_parameters()])
     return {names.VALUE_LOSS: float(loss.detach()), **of_update("critic", norm)}
 
 
 def of_policy_update(found: Iteration) -> dict[str, float]:
-    """The policy is that of the rollout's old log-probs; aggregation is token_mean."""
-    config, responses, estimates = found.config, found.responses, found.estimates
+    """The policy is the one of the rollout's old log-probs; aggregation is token_mean."""
+    config = found.config
+    responses = found.responses
+    estimates = found.estimates
     counted = [s for s, chosen in enumerate(estimates.selected) if chosen]
     of = [(responses[s], found.old[s], estimates.advantages[s]) for s in counted]
 
     def mean(parts: Sequence[Tensor]) -> float:
         return float(torch.cat(list(parts)).mean())
 
-    def cut(response: Response, old: Tensor) -> tuple[Tensor, Tensor]:
-        ratio = (old - response.rollout).exp() if config.policy_loss.of_rollout else torch.ones_like(old)
-        return (ratio <= 1 - config.policy_loss.clip_low) * 1.0, (ratio >= 1 + config.policy_loss.clip_high) * 1.0
-
+    clipped = [cut(config, old, old, r.rollout, a)[:2] for r, old, a in of]
     with torch.no_grad():
         entropies = [found.policy.both(r)[1] for r, _, _ in of]
     imitated = [old for r, old, _ in of if r.correct and not r.truncated]
-    surrogates = [importance(config, o, r.rollout) * surrogate(config, o, o, r.rollout, a) for r, o, a in of]
+    surrogates = [
+        importance(config, o, r.rollout) * surrogate(config, o, o, r.rollout, a) for r, o, a in of
+    ]
     row = {
         "actor/policy_loss": mean(surrogates),
         "actor/nll_loss": -mean(imitated),
         "actor/update_entropy": mean(entropies),
-        names.CLIP_LOW: mean([cut(r, o)[0] for r, o, _ in of]),
-        names.CLIP_HIGH: mean([cut(r, o)[1] for r, o, _ in of]),
+        names.CLIP_LOW: mean([low.double() for low, _ in clipped if low is not None]),
+        names.CLIP_HIGH: mean([high.double() for _, high in clipped if high is not None]),
         "actor/ratio_mean": 1,
         "actor/ratio_max": 1,
         "actor/approx_kl": 0,

@@ -1,4 +1,5 @@
-"""The rollout that switches are tested on, the models beside it, and the trainer's own iteration over it."""
+"""The rollout that switches are tested on, the models beside it, and the trainer's own iteration
+over it."""
 
 import tempfile
 import traceback
@@ -27,8 +28,8 @@ from vapo_megatron.training.score import score
 from vapo_megatron.training.updates import update_critic, update_policy
 from vapo_megatron.weights.export import stream_hf
 
-# Four prompts with three responses each: length, reward, correct, truncated. Groups agree or not, cut responses are
-# right or wrong, rewards tie, and no two facts go together throughout.
+# Four prompts with three responses each: length, reward, correct, truncated. Groups agree or not,
+# cut responses are right or wrong, rewards tie, and no two facts go together throughout.
 RESPONSES = [
     [(1, 1.0, True, False), (9, -1.0, False, False), (24, 1.0, True, True)],
     [(5, -1.0, False, True), (6, -0.5, False, False), (13, 1.0, True, False)],
@@ -36,7 +37,8 @@ RESPONSES = [
     [(11, -1.0, False, False), (3, 0.5, False, False), (20, -1.0, False, True)],
 ]
 GREEDY = [0.75, -0.25, 1.0, -1.0]
-# What every case starts from: lambda adapts at these lengths, a rollout is three mini-batches, the last one smaller.
+# What every case starts from: lambda adapts at these lengths, a rollout is three mini-batches, the
+# last one smaller.
 BASE: dict[str, Any] = {
     "algorithm.advantage.length_adaptive_alpha": 0.3,
     "algorithm.update.minibatch_size": 5,
@@ -68,19 +70,30 @@ def models_of_this_process() -> Path:
 
 def make_rollout(policy: Path) -> ExperienceBatch:
     """The engine's log-probs lie around the policy's, on both sides of every bound."""
-    generator, samples = torch.Generator().manual_seed(5), []
+    generator = torch.Generator().manual_seed(5)
+    samples = []
     model = Policy(policy, read_tensors(policy))
     for group, members in enumerate(RESPONSES):
-        prompt = Prompt(str(group), "", "", tuple(torch.randint(0, VOCAB, (2 + group,), generator=generator).tolist()))
+        prompt = Prompt(
+            str(group),
+            "",
+            "",
+            tuple(torch.randint(0, VOCAB, (2 + group,), generator=generator).tolist()),
+        )
         for index, (length, reward, correct, truncated) in enumerate(members):
             ids = torch.randint(0, VOCAB, (length,), generator=generator)
             whole = torch.cat((torch.tensor(prompt.token_ids), ids))
-            empty = Response(whole, len(prompt.token_ids), 0.0, False, False, 0, torch.zeros(0), 0.0)
+            empty = Response(
+                whole, len(prompt.token_ids), 0.0, False, False, 0, torch.zeros(0), 0.0
+            )
             with torch.no_grad():
-                logprobs = model.logprobs(empty) + 0.4 * torch.randn(length, generator=generator).double()
+                logprobs = (
+                    model.logprobs(empty) + 0.4 * torch.randn(length, generator=generator).double()
+                )
             reason = "length" if truncated else "stop"
             sample = Sample(prompt, group, index, 0, ids.numpy(), logprobs.numpy(), reason, 0, 0)  # type: ignore[arg-type]
-            sample.reward, sample.correct = reward, correct
+            sample.reward = reward
+            sample.correct = correct
             samples.append(sample)
     batch = from_samples(samples)
     batch.greedy_rewards = torch.tensor(GREEDY)[batch.group_ids]
@@ -112,7 +125,8 @@ def config_of(folder: Path, switches: dict[str, Any]) -> TrainConfig:
 
 @dataclass
 class Seen:
-    """What the trainer did with the rollout: weights before and after, and the responses of each optimizer step."""
+    """What the trainer did with the rollout: weights before and after, and the responses of each
+    optimizer step."""
 
     begin: dict[str, State]
     end: dict[str, State] = field(default_factory=dict)
@@ -172,12 +186,18 @@ def read_rollout(folder: Path) -> ExperienceBatch:
 
 
 def iterate(folder: Path, switches: dict[str, Any]) -> Seen:
-    """On one rank: the trainer's phases from scoring to the policy's update, in the order of its loop."""
+    """On one rank: the trainer's phases from scoring to the policy's update, in the order of its
+    loop."""
     config = config_of(folder, switches)
-    models, whole = load_models(config, None), read_rollout(folder)
+    models = load_models(config, None)
+    whole = read_rollout(folder)
     if models.reference is not None:
         take_weights(models, folder)
-    held = {model.name: model for model in (models.actor, models.critic, models.reference) if model is not None}
+    held = {
+        model.name: model
+        for model in (models.actor, models.critic, models.reference)
+        if model is not None
+    }
     seen = Seen({name: state_of(model) for name, model in held.items()})
     seen.steps = {model.name: watch_steps(model, whole) for model in models.trained}
     algorithm = config.algorithm
@@ -189,20 +209,23 @@ def iterate(folder: Path, switches: dict[str, Any]) -> Seen:
         estimate_advantages(batch, algorithm, recorder)
         update_critic(models, batch, algorithm, "1/1", recorder)
         update_policy(models, batch, algorithm, "1/1", recorder)
-        seen.row, seen.progress = recorder.write(1), recorder.progress
+        seen.row = recorder.write(1)
+        seen.progress = recorder.progress
     seen.end = {model.name: state_of(model) for model in models.trained}
     return seen
 
 
 def take_weights(models: Models, folder: Path) -> None:
-    """The reference gets weights of its own: were they the policy's, its penalty would be 0 in the first step."""
+    """The reference gets other weights: were they the policy's, its penalty would be 0 in the
+    first step."""
     assert models.reference is not None
     other = config_of(folder, {"model.path": str(folder / "reference")})
     models.reference.copy_from(load_models(other, None).actor)
 
 
 def iterate_all(folder: Path, cases: dict[str, dict[str, Any]]) -> dict[str, str]:
-    """On one rank: every case, what was seen of it in a file; the tracebacks of those that failed."""
+    """On one rank: every case, what was seen of it in a file; the tracebacks of those that
+    failed."""
     failed = {}
     for name, switches in cases.items():
         try:

@@ -17,7 +17,10 @@ from vapo_megatron.training.score import score
 from vapo_megatron.training.updates import update_critic, update_policy
 
 BOTH = {"actor.kind": "adapter", "critic.kind": "adapter", "model.adapter": {"rank": 4}}
-KL = {f"algorithm.kl.{key}": value for key, value in {"placement": "loss", "estimator": "k3", "coef": 0.1}.items()}
+KL = {
+    f"algorithm.kl.{key}": value
+    for key, value in {"placement": "loss", "estimator": "k3", "coef": 0.1}.items()
+}
 
 
 @pytest.fixture(scope="module")
@@ -26,20 +29,24 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def two_steps(folder: Path, switches: dict[str, Any]) -> dict[str, Any]:
-    """Of two steps on one rollout: metrics, reference and policy log-probs, bytes of parts, weights that have moved."""
+    """Of two steps on one rollout: metrics, reference and policy log-probs, bytes of parts, weights
+    that have moved."""
     config = config_of(folder, switches)
-    models, algorithm = load_models(config, None), config.algorithm
+    models = load_models(config, None)
+    algorithm = config.algorithm
     assert models.critic is not None
     before = {model.name: state_of(model) for model in models.trained}
-    rows, references, policies = [], [], []
+    rows = []
+    references = []
+    policies = []
     for _ in range(2):
         batch = spread(read_rollout(folder))
-        batch.own.greedy_rewards = None
+        batch.local.greedy_rewards = None
         with Watched(folder) as recorder:
             score(models, batch, algorithm, recorder)
-            assert batch.own.ref_logprobs is not None
-            references.append(batch.own.ref_logprobs.numpy())
-            policies.append(models.actor.score(batch.own)[:, 0].numpy())
+            assert batch.local.ref_logprobs is not None
+            references.append(batch.local.ref_logprobs.numpy())
+            policies.append(models.actor.score(batch.local)[:, 0].numpy())
             estimate_advantages(batch, algorithm, recorder)
             update_critic(models, batch, algorithm, "1/1", recorder)
             update_policy(models, batch, algorithm, "1/1", recorder)
@@ -49,7 +56,9 @@ def two_steps(folder: Path, switches: dict[str, Any]) -> dict[str, Any]:
         sizes["base"] = models.base.footprint()
     after = {model.name: state_of(model) for model in models.trained}
     moved = {
-        name: {key for key, tensor in after[name].items() if not torch.equal(tensor, before[name][key])}
+        name: {
+            key for key, tensor in after[name].items() if not torch.equal(tensor, before[name][key])
+        }
         for name in after
     }
     has_reference = models.reference is not None
@@ -70,7 +79,10 @@ def test_the_reference_is_the_policy_without_its_adapters(folder: Path) -> None:
     assert whole["reference"] and not adapted["reference"]
     for step in (0, 1):
         assert adapted["references"][step] == pytest.approx(whole["references"][step], abs=1e-6)
-        assert adapted["rows"][step]["actor/grad_norm"] > 0 and adapted["rows"][step]["critic/grad_norm"] > 0
+        assert (
+            adapted["rows"][step]["actor/grad_norm"] > 0
+            and adapted["rows"][step]["critic/grad_norm"] > 0
+        )
     assert adapted["policies"][0] == pytest.approx(adapted["references"][0], abs=1e-6)
     assert abs(adapted["policies"][1] - adapted["references"][1]).max() > 1e-3
     assert adapted["rows"][1][names.REFERENCE_KL] > adapted["rows"][0][names.REFERENCE_KL] >= 0
@@ -96,19 +108,25 @@ def two_steps_on_two_bases(folder: Path, switches: dict[str, Any]) -> dict[str, 
 def test_one_base_serves_actor_and_critic(folder: Path, offload: str) -> None:
     """To the bit as two would, in less memory, asleep and awake."""
     switches = BOTH | KL | {"actor.offload": offload, "critic.offload": offload}
-    (shared,), (apart,) = (run_ranks(1, steps, folder, switches) for steps in (two_steps, two_steps_on_two_bases))
+    (shared,), (apart,) = (
+        run_ranks(1, steps, folder, switches) for steps in (two_steps, two_steps_on_two_bases)
+    )
     for row, expected in zip(shared["rows"], apart["rows"], strict=True):
         compared = {name for name in expected if not name.startswith(("memory/", "time/", "perf/"))}
         assert {name: row[name] for name in compared} == {name: expected[name] for name in compared}
     assert shared["moved"] == apart["moved"]
     base, critic, whole = (
-        report["sizes"][name]["weights"] for report, name in ((shared, "base"), (shared, "critic"), (apart, "critic"))
+        report["sizes"][name]["weights"]
+        for report, name in ((shared, "base"), (shared, "critic"), (apart, "critic"))
     )
     place = "host" if offload == "always" else "device"
-    assert getattr(critic, place) + getattr(base, place) == pytest.approx(getattr(whole, place), abs=4096)
+    assert getattr(critic, place) + getattr(base, place) == pytest.approx(
+        getattr(whole, place), abs=4096
+    )
     assert getattr(critic, place) < 0.5 * getattr(whole, place)
     held = [
-        sum(getattr(report["sizes"][name]["weights"], place) for name in report["sizes"]) for report in (shared, apart)
+        sum(getattr(report["sizes"][name]["weights"], place) for name in report["sizes"])
+        for report in (shared, apart)
     ]
     assert held[1] - held[0] == pytest.approx(getattr(base, place), abs=4096)
 

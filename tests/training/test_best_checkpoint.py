@@ -16,18 +16,27 @@ from vapo_megatron.monitoring.recorder import Recorder
 
 
 def kept(run_dir: Path, best: str, values: list[float]) -> list[list[int]]:
-    """The steps of the checkpoints that are there after each step. Of a run without models, to be quick."""
+    """The steps of the checkpoints kept after each step. Of a run without models, to be
+    quick."""
     tree = {
         "model": {"path": "model"},
-        "data": {"train": "unread.jsonl", "eval": [{"name": "sums", "path": "unread.jsonl", "samples": 2}]},
+        "data": {
+            "train": "unread.jsonl",
+            "eval": [{"name": "sums", "path": "unread.jsonl", "samples": 2}],
+        },
         "sampling": {"max_new_tokens": 8},
         "checkpoint": {"every": None, "every_minutes": None, "keep": {"last": 1, "best": best}},
     }
-    config, found = TrainConfig.model_validate(tree), []
+    config = TrainConfig.model_validate(tree)
+    found = []
     with Recorder(run_dir, MonitoringConfig(), is_main_rank=False) as recorder:
-        saver = Checkpointer(config.checkpoint, SavedRun(config, "train", run_dir, {}, "run"), recorder, None)
+        saver = Checkpointer(
+            config.checkpoint, SavedRun(config, "train", run_dir, {}, "run"), recorder, None
+        )
         for step, value in enumerate(values, 1):
-            saver.safe_point(Snapshot(Progress(step=step), {best: value}), due=step == 5, last=False)
+            saver.safe_point(
+                Snapshot(Progress(step=step), {best: value}), due=step == 5, last=False
+            )
             saver.wait()
             found.append([name.step for name in list_checkpoints(run_dir)])
     return found

@@ -18,10 +18,12 @@ from vapo_megatron.data.sample import Prompt, Sample
 from vapo_megatron.monitoring import names
 from vapo_megatron.monitoring.recorder import Recorder
 from vapo_megatron.training import advantages
-from vapo_megatron.training.advantages import ReturnHistory, calibrated_advantages, estimate_advantages
+from vapo_megatron.training.advantages import calibrated_advantages, estimate_advantages
+from vapo_megatron.training.return_history import ReturnHistory
 from vapo_megatron.training.shards import ShardedBatch
 
-# By group: (response tokens, reward, cut off). Of the last group one return alone is known with truncated=mask.
+# By group: (response tokens, reward, cut off). Of the last group one return alone is known with
+# truncated=mask.
 DRAWN = [
     [(3, 1.0, False), (9, -1.0, False), (20, 1.0, True)],
     [(5, -1.0, False), (6, 1.0, False), (13, 1.0, False)],
@@ -31,13 +33,24 @@ DRAWN = [
 
 def batch_of(step: int) -> ShardedBatch:
     drawn = [
-        Sample(Prompt(str(g), "", "", (1,)), g, i, 0, [3] * n, [0.0] * n, "length" if cut else "stop", 0, 0, reward=r)  # type: ignore[arg-type]
+        Sample(
+            Prompt(str(g), "", "", (1,)),
+            g,
+            i,
+            0,
+            [3] * n,
+            [0.0] * n,
+            "length" if cut else "stop",
+            0,
+            0,
+            reward=r,
+        )  # type: ignore[arg-type]
         for g, members in enumerate(DRAWN)
         for i, (n, r, cut) in enumerate(members)
     ]
     batch = spread(from_samples(drawn))
     generator = torch.Generator().manual_seed(step)
-    own = batch.own
+    own = batch.local
     ends = torch.repeat_interleave(own.rewards, own.response_lengths)
     # On average 3 R: the slope is below a half, so that trust is neither 0 nor 1.
     own.values = 3 * ends + torch.randn(own.response_tokens, generator=generator)
@@ -47,7 +60,8 @@ def batch_of(step: int) -> ShardedBatch:
 
 def lambda_return(returns: float, values: Tensor, lam: float) -> Tensor:
     """GAE of a response whose reward comes at its end."""
-    advantage, found = 0.0, []
+    advantage = 0.0
+    found = []
     for t in reversed(range(len(values))):
         after = returns if t + 1 == len(values) else float(values[t + 1])
         advantage = after - float(values[t]) + (lam * advantage if t + 1 < len(values) else 0.0)
@@ -58,33 +72,52 @@ def lambda_return(returns: float, values: Tensor, lam: float) -> Tensor:
 @pytest.mark.parametrize("trusted", [True, False])
 @pytest.mark.parametrize("truncated", ["terminal", "mask"])
 def test_the_advantages_of_three_steps_are_those_written_out(truncated: str, trusted: bool) -> None:
-    history, shaping = ReturnHistory(), ShapingConfig.model_validate({"truncated": truncated})
+    history = ReturnHistory()
+    shaping = ShapingConfig.model_validate({"truncated": truncated})
     for step in range(3):
-        batch, past = batch_of(step), history.past
-        own, table = batch.own, batch.table
+        batch = batch_of(step)
+        past = history.past
+        own = batch.local
+        table = batch.table
         assert own.values is not None
         known = advantages.returns_known(table.truncated, shaping)
         bounds = own.response_cu_seqlens.tolist()
         rewards = place_terminal(own.rewards, own.response_cu_seqlens, own.response_tokens)
         lam = 1 - 1 / (own.response_lengths + 1.0)
         found, row = calibrated_advantages(
-            batch, rewards, lam, known, history, AdvantageConfig(calibration="trust" if trusted else "values")
+            batch,
+            rewards,
+            lam,
+            known,
+            history,
+            AdvantageConfig(calibration="trust" if trusted else "values"),
         )
 
-        returns, siblings, first = own.rewards.tolist(), [], []
+        returns = own.rewards.tolist()
+        siblings = []
+        first = []
         for s in range(batch.samples):
             others = [o for o in range(batch.samples) if o != s and known[o] and known[s]]
             group = [o for o in others if table.group_ids[o] == table.group_ids[s]]
             siblings.append(sum(returns[o] for o in group) / max(len(group), 1))
             apart = [o for o in others if table.group_ids[o] != table.group_ids[s]]
-            first.append(siblings[s] if group else sum(returns[o] for o in apart) / max(len(apart), 1))
-        trust, calibrated = 0.0, []
-        c = calibration.coefficients(past).bins if past is not None else torch.zeros(calibration.BINS, 3)
+            first.append(
+                siblings[s] if group else sum(returns[o] for o in apart) / max(len(apart), 1)
+            )
+        trust = 0.0
+        calibrated = []
+        c = (
+            calibration.coefficients(past).bins
+            if past is not None
+            else torch.zeros(calibration.BINS, 3)
+        )
         for s, (begin, end) in enumerate(pairwise(bounds)):
             bins = [c[(t + 1).bit_length() - 1].tolist() for t in range(end - begin)]
             raw = own.values[begin:end].tolist()
             fitted = [b[0] + b[1] * v + b[2] * siblings[s] for b, v in zip(bins, raw, strict=True)]
-            calibrated.append(torch.tensor(fitted if past is not None else [first[s]] * (end - begin)))
+            calibrated.append(
+                torch.tensor(fitted if past is not None else [first[s]] * (end - begin))
+            )
         if past is not None:
             trust = float(((2 * c[:, 1]).clamp(0, 1) * past.responses).sum() / past.responses.sum())
             assert 0.2 < trust < 0.95, "both parts of the advantage count"
@@ -101,8 +134,10 @@ def test_the_advantages_of_three_steps_are_those_written_out(truncated: str, tru
         errors = targets - torch.cat([calibrated[s] for s in kept])
         explained = 1 - float(errors.var() / targets.var())
         assert row[names.EXPLAINED_CALIBRATED] == pytest.approx(explained, abs=1e-3)
-        sums = calibration.response_sums(own.values, own.response_cu_seqlens)[known]
-        moments = calibration.moments(sums, own.rewards[known], torch.tensor(siblings, dtype=torch.float64)[known])
+        sums = calibration.response_sums(own.values[None], own.response_cu_seqlens)[known]
+        moments = calibration.moments(
+            sums, own.rewards[known], torch.tensor(siblings, dtype=torch.float64)[None, known]
+        )
         after = moments if past is None else past.followed_by(moments)
         assert history.past is not None
         for one, other in zip(history.past, after, strict=True):
@@ -114,12 +149,15 @@ def test_the_advantages_of_three_steps_are_those_written_out(truncated: str, tru
 
 @pytest.mark.parametrize("kind", ["trust", "values"])
 def test_the_config_says_whether_trust_counts_and_which_lambda(kind: str, tmp_path: Path) -> None:
-    """The policy's lambda, not the critic's, and g only where it is asked for."""
-    config = AlgorithmConfig.model_validate({"advantage": {"calibration": kind, "length_adaptive_floor": 0.5}})
-    history, apart = ReturnHistory(), ReturnHistory()
+    """The policy's lambda, not the critic's, and g only where configured."""
+    config = AlgorithmConfig.model_validate(
+        {"advantage": {"calibration": kind, "length_adaptive_floor": 0.5}}
+    )
+    history = ReturnHistory()
+    apart = ReturnHistory()
     for step in range(2):
         batch = batch_of(step)
-        own = batch.own
+        own = batch.local
         lam = advantages.policy_lambda(own.response_lengths, config.advantage)
         rewards = place_terminal(own.rewards, own.response_cu_seqlens, own.response_tokens)
         known = torch.ones(batch.samples, dtype=torch.bool)

@@ -1,4 +1,5 @@
-"""What is collected, through the trainer's collect(): dynamic sampling, greedy baselines, grades of cut responses."""
+"""What is collected, through the trainer's collect(): dynamic sampling, greedy baselines, grades of
+cut responses."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,19 +17,22 @@ from vapo_megatron.config.rollout import AsynchronousConfig, PartialResponsesCon
 from vapo_megatron.config.run import BatchConfig, MonitoringConfig
 from vapo_megatron.data.batch import from_samples
 from vapo_megatron.data.sample import Prompt, Sample
-from vapo_megatron.engines.ledger import StepRule, step_rule
-from vapo_megatron.engines.stream import StopAsked
 from vapo_megatron.monitoring.recorder import Recorder
+from vapo_megatron.rollout.ledger import StepRule, step_rule
+from vapo_megatron.rollout.stream import StopAsked
 from vapo_megatron.training.collect import collect, spread
 from vapo_megatron.training.metrics import rollout_metrics
-from vapo_megatron.training.shards import seat
+from vapo_megatron.training.shards import rank_and_world
 
 SIZE = BatchConfig(prompts_per_step=4, samples_per_prompt=3)
-GOOD, BAD, LATE = (RIGHT, END), (WRONG, END), (RIGHT, CUT)
+GOOD = (RIGHT, END)
+BAD = (WRONG, END)
+LATE = (RIGHT, CUT)
 
 
 def every_third(cursor: int) -> Sequence[Sequence[int]]:
-    """Only every third prompt has responses of both kinds; the others are all right, or all wrong."""
+    """Only every third prompt has responses of both kinds; the others are all right, or all
+    wrong."""
     return [(GOOD, BAD, BAD), (GOOD, GOOD, GOOD), (BAD, BAD, BAD)][cursor % 3]
 
 
@@ -41,13 +45,14 @@ def right_but_late(cursor: int) -> Sequence[Sequence[int]]:
 
 
 def uneven(cursor: int) -> Sequence[Sequence[int]]:
-    """Of other lengths in every group; the last group is all wrong, and its last response runs in circles."""
+    """Of other lengths in every group; the last group is all wrong, and its last response runs in
+    circles."""
     first = BAD if cursor == 3 else GOOD
     return (first, (WRONG, *range(5, 6 + cursor), END), (WRONG, *[7, 8] * (4 + 8 * cursor), CUT))
 
 
 def by_prompt(cursor: int) -> Sequence[Sequence[int]]:
-    """The first response, the greedy one where one is asked for, is right for odd prompts alone."""
+    """The first response, the greedy one where requested, is right for odd prompts alone."""
     return (GOOD if cursor % 2 else BAD, BAD, GOOD)
 
 
@@ -63,20 +68,25 @@ class Kept(Recorder):
 
 
 def collected(script: str, algorithm: dict[str, Any], fixed_policy: bool = False) -> dict[str, Any]:
-    """On one rank: what the batch holds, and what engines were asked for."""
+    """On one rank: the batch, and the engines' requests."""
     rollouts = write_rollouts(SCRIPTS[script])
     config = AlgorithmConfig.model_validate(algorithm)
     with Kept(Path("unused"), MonitoringConfig(), is_main_rank=False) as recorder:
-        rule = step_rule(SIZE, DynamicSamplingConfig() if fixed_policy else config.dynamic_sampling, 1, RolloutConfig())
+        rule = step_rule(
+            SIZE,
+            DynamicSamplingConfig() if fixed_policy else config.dynamic_sampling,
+            1,
+            RolloutConfig(),
+        )
         rollouts.begin(rule, SIZE.samples_per_prompt, 0, fixed_policy)
         batch = collect(rollouts, config, 1, recorder)
         row = recorder.write(1)
-        assert torch.equal(spread(batch, recorder).own.tokens, batch.tokens)
+        assert torch.equal(spread(batch, recorder).local.tokens, batch.tokens)
         assert "time/broadcast" in recorder.write(2)
         rollouts.end()
     whole = batch.tokens.split(batch.cu_seqlens.diff().tolist())
     responses = [ids.tolist()[int(n) :] for ids, n in zip(whole, batch.prompt_lengths, strict=True)]
-    assert recorder.kept == (1, responses), "what is trained on is what is shown"
+    assert recorder.kept == (1, responses), "the trained samples are shown"
     assert rollouts.probe == [ids[:32].tolist() for ids in whole[:4]]
     engines: Any = rollouts.engines
     assert rollouts.prompts is not None
@@ -110,7 +120,10 @@ CASES: dict[str, tuple[Any, ...]] = {
     "remax": ("by_prompt", {"advantage": {"estimator": "remax"}}),
     "remax_shaped": (
         "by_prompt",
-        {"advantage": {"estimator": "remax"}, "shaping": {"soft_overlong": {"max_length": 4, "cache_length": 4}}},
+        {
+            "advantage": {"estimator": "remax"},
+            "shaping": {"soft_overlong": {"max_length": 4, "cache_length": 4}},
+        },
     ),
     "grpo": ("by_prompt", {"advantage": {"estimator": "grpo"}}),
 }
@@ -132,43 +145,67 @@ def informative(seen: dict[str, Any]) -> list[bool]:
 
 
 def test_dynamic_sampling_keeps_informative_groups_alone(found: dict[str, Any]) -> None:
-    assert informative(found["off"]) == [True, False, False, True] and found["off"]["prompts"][::3] == [0, 1, 2, 3]
+    assert informative(found["off"]) == [True, False, False, True] and found["off"]["prompts"][
+        ::3
+    ] == [0, 1, 2, 3]
     assert informative(found["on"]) == [True] * 4 and found["on"]["prompts"][::3] == [0, 3, 6, 9]
     for name in ("off", "on", "rounds"):
-        assert found[name]["groups"] == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3], "groups are numbered as they stand"
+        assert found[name]["groups"] == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3], (
+            "groups are numbered as they stand"
+        )
         prompts = found[name]["prompts"]
-        assert all(len(set(prompts[i : i + 3])) == 1 for i in range(0, 12, 3)), "a group is of one prompt"
-    assert found["pretraining"]["prompts"][::3] == [0, 1, 2, 3], "the critic learns from every group"
+        assert all(len(set(prompts[i : i + 3])) == 1 for i in range(0, 12, 3)), (
+            "a group is of one prompt"
+        )
+    assert found["pretraining"]["prompts"][::3] == [0, 1, 2, 3], (
+        "the critic learns from every group"
+    )
 
 
-def test_groups_are_refilled_one_by_one_and_what_is_too_much_goes_back(found: dict[str, Any]) -> None:
-    # Twelve are asked for at once; the fourth with signal is that of prompt 9, and the next step begins behind it.
+def test_groups_are_refilled_one_by_one_and_the_surplus_returns(
+    found: dict[str, Any],
+) -> None:
+    # Twelve are requested at once; the fourth with signal belongs to prompt 9, and the next step
+    # begins behind it.
     assert found["on"]["asked"][:12] == list(range(12)) and found["on"]["drawn"] == 10
-    seen = found["oversampling"]  # six at once, never more than one and a half times what is missing
-    assert informative(seen) == [True] * 4 and seen["prompts"][::3] == [0, 3, 6, 9] and seen["drawn"] == 10
+    # Six at once, never more than one and a half times the missing ones
+    seen = found["oversampling"]
+    assert (
+        informative(seen) == [True] * 4
+        and seen["prompts"][::3] == [0, 3, 6, 9]
+        and seen["drawn"] == 10
+    )
     assert seen["asked"][:6] == list(range(6)) and max(seen["asked"]) < 16
     row = found["on"]["row"]
     assert (row["dynamic_sampling/prompts"], row["dynamic_sampling/kept"]) == (10, 4)
     assert row["rollout/dropped_no_signal"] == 6 and row["rollout/dropped_surplus"] >= 2
 
 
-def test_what_was_graded_and_not_trained_on_is_told_to_the_recorder(found: dict[str, Any]) -> None:
+def test_graded_but_untrained_groups_reach_the_recorder(found: dict[str, Any]) -> None:
     passed_over = [(1, True), (2, False), (4, True), (5, False), (7, True), (8, False)]
     expected = [(4 + place, *group) for place, group in enumerate(passed_over) for _ in range(3)]
     assert found["on"]["dropped"] == expected, "all of what the step looked through, and no surplus"
-    assert found["rounds"]["dropped"] == [(4 + n, *passed_over[1 + n]) for n in range(4) for _ in range(3)]
+    assert found["rounds"]["dropped"] == [
+        (4 + n, *passed_over[1 + n]) for n in range(4) for _ in range(3)
+    ]
     assert found["off"]["dropped"] == found["pretraining"]["dropped"] == []
 
 
 def test_after_max_rounds_other_groups_fill_the_batch(found: dict[str, Any]) -> None:
     # Eight in all, prompts 0, 3 and 6 are informative; then the first of the others.
     assert sorted(found["rounds"]["asked"]) == list(range(8)) and found["rounds"]["drawn"] == 8
-    assert found["rounds"]["prompts"][::3] == [0, 3, 6, 1] and informative(found["rounds"]) == [True] * 3 + [False]
-    assert sorted(found["never"]["asked"]) == list(range(36)) and found["never"]["prompts"][::3] == [0, 1, 2, 3]
+    assert found["rounds"]["prompts"][::3] == [0, 3, 6, 1] and informative(found["rounds"]) == [
+        True
+    ] * 3 + [False]
+    assert sorted(found["never"]["asked"]) == list(range(36)) and found["never"]["prompts"][
+        ::3
+    ] == [0, 1, 2, 3]
     assert found["never"]["row"]["dynamic_sampling/kept"] == 0
 
 
-def test_a_response_that_was_cut_counts_as_incorrect_whatever_it_says(found: dict[str, Any]) -> None:
+def test_truncated_response_counts_as_incorrect(
+    found: dict[str, Any],
+) -> None:
     for name in ("late", "late_and_dynamic"):
         assert found[name]["truncated"] == [True, False, False] * 4
         assert found[name]["correct"] == [False, True, False] * 4
@@ -179,21 +216,31 @@ def test_remax_alone_asks_for_one_greedy_response_a_prompt(found: dict[str, Any]
     seen = found["remax"]
     assert seen["samples"] == [3] * 4 + [1] * 4 and seen["temperatures"] == [1.0] * 4 + [0.0] * 4
     assert seen["asked"] == [0, 1, 2, 3] * 2
-    assert seen["greedy"] == [-1.0] * 3 + [1.0] * 3 + [-1.0] * 3 + [1.0] * 3, "each prompt's own, for its responses"
-    assert found["remax_shaped"]["greedy"] == [-1.5] * 3 + [0.5] * 3 + [-1.5] * 3 + [0.5] * 3, "shaped as others are"
+    assert seen["greedy"] == [-1.0] * 3 + [1.0] * 3 + [-1.0] * 3 + [1.0] * 3, (
+        "each prompt's own, for its responses"
+    )
+    assert found["remax_shaped"]["greedy"] == [-1.5] * 3 + [0.5] * 3 + [-1.5] * 3 + [0.5] * 3, (
+        "shaped as others are"
+    )
     assert found["grpo"]["greedy"] is None and found["grpo"]["asked"] == [0, 1, 2, 3]
     row = found["remax"]["row"]
-    assert row["reward/greedy_mean"] == 0 and found["remax_shaped"]["row"]["reward/greedy_mean"] == -0.5
+    assert (
+        row["reward/greedy_mean"] == 0
+        and found["remax_shaped"]["row"]["reward/greedy_mean"] == -0.5
+    )
 
 
 def collected_beside() -> list[int] | None:
-    """On each of two ranks: the prompts of what is collected; where there is nothing, after what all ranks share."""
+    """On each of two ranks: the prompts of what is collected; where there is nothing, after what
+    all ranks share."""
     rollouts = write_rollouts(by_prompt)
-    if seat()[0]:
+    if rank_and_world()[0]:
         rollouts.prompts = rollouts.verifier = None
     config = AlgorithmConfig.model_validate({"advantage": {"estimator": "remax"}})
     with Recorder(Path("unused"), MonitoringConfig(), is_main_rank=False) as recorder:
-        rollouts.begin(step_rule(SIZE, config.dynamic_sampling, 1, RolloutConfig()), SIZE.samples_per_prompt, 0)
+        rollouts.begin(
+            step_rule(SIZE, config.dynamic_sampling, 1, RolloutConfig()), SIZE.samples_per_prompt, 0
+        )
         batch = collect(rollouts, config, 1, recorder)
         rollouts.end()
         assert (recorder.write(1) == {}) == (batch is None)
@@ -219,7 +266,7 @@ def stopped() -> tuple[str, bool]:
     return str(stop.value), stop.value.shared
 
 
-def test_a_stop_while_responses_are_collected_is_that_of_all_ranks() -> None:
+def test_stop_during_collection_reaches_all_ranks() -> None:
     assert on_threads(2, stopped) == [("SIGTERM asks for it", True)] * 2
 
 
@@ -234,13 +281,19 @@ DYNAMIC = {"oversampling": 1.3, "max_rounds": 3}
         ({"asynchronous": {"max_staleness": 2}}, {}, StepRule(4, 9, staleness=2)),
         ({"windows": 3}, {}, StepRule(4, 9, windows=3)),
         (PARTIAL, {}, StepRule(4, 9, oversampling=1.25, any_order=True)),
-        ({"partial_responses": PARTIAL["partial_responses"] | {"oversampling": None}}, {}, StepRule(4, 9)),
+        (
+            {"partial_responses": PARTIAL["partial_responses"] | {"oversampling": None}},
+            {},
+            StepRule(4, 9),
+        ),
         ({}, DYNAMIC, StepRule(4, 9, oversampling=1.3, most_draws=16)),
         ({}, DYNAMIC | {"max_rounds": None}, StepRule(4, 9)),
         (PARTIAL, DYNAMIC, StepRule(4, 9, oversampling=1.3, most_draws=16, any_order=True)),
     ],
 )
-def test_what_makes_a_step(rollout: dict[str, Any], sampling: dict[str, Any], rule: StepRule) -> None:
+def test_what_makes_a_step(
+    rollout: dict[str, Any], sampling: dict[str, Any], rule: StepRule
+) -> None:
     settings = RolloutConfig.model_construct(**RolloutConfig().__dict__ | rollout_sections(rollout))
     assert step_rule(SIZE, DynamicSamplingConfig.model_validate(sampling), 9, settings) == rule
 
@@ -248,28 +301,38 @@ def test_what_makes_a_step(rollout: dict[str, Any], sampling: dict[str, Any], ru
 def rollout_sections(rollout: dict[str, Any]) -> dict[str, Any]:
     """What goes together is checked elsewhere."""
     kinds = {"asynchronous": AsynchronousConfig, "partial_responses": PartialResponsesConfig}
-    return {key: kinds[key].model_validate(value) if key in kinds else value for key, value in rollout.items()}
+    return {
+        key: kinds[key].model_validate(value) if key in kinds else value
+        for key, value in rollout.items()
+    }
 
 
 @pytest.mark.parametrize("count", [1, 255, 256, 257, 600])
 def test_repetition_is_told_of_responses_spread_over_the_batch(count: int) -> None:
-    """So many responses to prompts of several lengths; every third one, from the first on, runs in circles."""
+    """So many responses to prompts of several lengths; every third one, from the first on, runs in
+    circles."""
     samples = []
     for number in range(count):
         ids = [5, 6] * 12 if number % 3 == 0 else list(range(number, number + 24))
         prompt = Prompt("", "", "", (1,) * (1 + number % 4))
-        samples.append(Sample(prompt, number, 0, 0, ids, [-1.0] * 24, "stop", 0, 0, reward=1.0, correct=True))  # type: ignore[arg-type]
+        samples.append(
+            Sample(prompt, number, 0, 0, ids, [-1.0] * 24, "stop", 0, 0, reward=1.0, correct=True)
+        )  # type: ignore[arg-type]
     seen = range(0, count, 1 if count <= 256 else 2 if count <= 512 else 3)
     in_circles = sum(number % 3 == 0 for number in seen) / len(seen)
     found = rollout_metrics(from_samples(samples))
     repeated = found["response_length/repeated"]
     assert repeated == pytest.approx(in_circles * 7 / 9), "two of nine spans of 16 tokens are new"
-    assert "reward/frac_zero_std_groups" not in found, "each group has one response, so all have one reward"
+    assert "reward/frac_zero_std_groups" not in found, (
+        "each group has one response, so all have one reward"
+    )
 
 
 def test_a_rollout_reports_rewards_lengths_and_repetition(found: dict[str, Any]) -> None:
-    seen, row = found["uneven"], found["uneven"]["row"]
-    lengths, rewards = seen["lengths"], seen["rewards"]
+    seen = found["uneven"]
+    row = found["uneven"]["row"]
+    lengths = seen["lengths"]
+    rewards = seen["rewards"]
     assert lengths == [n for cursor in range(4) for n in (2, 3 + cursor, 10 + 16 * cursor)]
     written = [list(response) for cursor in range(4) for response in uneven(cursor)]
     grams = [[tuple(w[i : i + 16]) for i in range(len(w) - 15)] for w in written]

@@ -1,4 +1,5 @@
-"""Forms of the critic in whole tiny runs: bounded, smaller than the policy; and a run's critic probed."""
+"""Forms of the critic in whole tiny runs: bounded, smaller than the policy; and a run's critic
+probed."""
 
 import re
 from functools import partial
@@ -16,8 +17,8 @@ from vapo_megatron.config.tiny_model import TinyModel
 from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.engines.server.process import EngineAddress
 from vapo_megatron.megatron.probe import PROBE_FILE, read_probe
+from vapo_megatron.models.registry import read_spec
 from vapo_megatron.operations.critic_lab.command import probe_critic
-from vapo_megatron.weights.spec import read_spec
 from vapo_megatron.weights.tiny import CHATML_TEMPLATE, save_tiny_model, word_tokenizer
 
 pytestmark = pytest.mark.full
@@ -38,11 +39,23 @@ def finished(shared: World, name: str, *overrides: str) -> tuple[TrainConfig, li
 
 
 def test_values_of_a_bounded_critic_stay_in_their_range(shared: World) -> None:
-    wild = ("critic.head_init_std=5", "value_pretraining.enabled=false", "algorithm.kl.placement=none")
-    wild = (*wild, "algorithm.kl.coef=0", "algorithm.kl.replace_reference_every=null", "run.steps=1")
+    wild = (
+        "critic.head_init_std=5",
+        "value_pretraining.enabled=false",
+        "algorithm.kl.placement=none",
+    )
+    wild = (
+        *wild,
+        "algorithm.kl.coef=0",
+        "algorithm.kl.replace_reference_every=null",
+        "run.steps=1",
+    )
     _, free = finished(shared, "free", *wild)
     _, bounded = finished(
-        shared, "bounded", *wild, *(f"algorithm.value_loss.{key}" for key in ("squash=tanh", "low=-1", "high=1"))
+        shared,
+        "bounded",
+        *wild,
+        *(f"algorithm.value_loss.{key}" for key in ("squash=tanh", "low=-1", "high=1")),
     )
     assert free[-1]["critic/value_std"] > 2
     assert 0.1 < bounded[-1]["critic/value_std"] <= 1 and abs(bounded[-1]["critic/value_mean"]) <= 1
@@ -50,7 +63,8 @@ def test_values_of_a_bounded_critic_stay_in_their_range(shared: World) -> None:
 
 
 def test_a_probe_is_killed_and_goes_on_to_the_bit(shared: World) -> None:
-    """One update of the policy a rollout, whose log-probs are still computed before it: values come of that pass."""
+    """One update of the policy a rollout, whose log-probs are still computed before it: values come
+    of that pass."""
     form = (
         "critic.kind=probe",
         "critic.layout={}",
@@ -69,20 +83,39 @@ def test_a_probe_is_killed_and_goes_on_to_the_bit(shared: World) -> None:
     )  # fmt: skip
     assert live(shared, config, 1, partial(kill_at, "policy update", 2)).code == 75
     assert live(shared, config, 1) == End(0, "")
-    run_dir, before = Path(config.run.directory), Path(straight.run.directory)
-    assert metrics(run_dir) == expected and expected[-1]["critic/updates"] == 1 and expected[-1]["critic/value_std"] > 0
-    assert "critic/trust" in expected[-1] and not [name for name in expected[-1] if "critic/fault" in name]
+    run_dir = Path(config.run.directory)
+    before = Path(straight.run.directory)
+    assert (
+        metrics(run_dir) == expected
+        and expected[-1]["critic/updates"] == 1
+        and expected[-1]["critic/value_std"] > 0
+    )
+    assert "critic/trust" in expected[-1] and not [
+        name for name in expected[-1] if "critic/fault" in name
+    ]
     assert left_behind(run_dir) == left_behind(before)
     assert read_probe(run_dir / "hf" / "final" / "critic" / PROBE_FILE).inner.in_features == 64
     state = max(run_dir.glob("checkpoints/step_*/" + PROBE_FILE)).read_bytes()
     assert state == max(before.glob("checkpoints/step_*/" + PROBE_FILE)).read_bytes()
 
 
-def test_a_prompts_history_is_killed_with_its_run_and_goes_on_to_the_bit(shared: World) -> None:
+def test_prompt_history_resumes_to_the_bit_after_a_kill(shared: World) -> None:
     form = (
-        *("algorithm.advantage.estimator=batch_baseline", "algorithm.advantage.tracker=true", "run.steps=4"),
-        *("value_pretraining.enabled=false", "batch.samples_per_prompt=1", "batch.prompts_per_step=32"),
-        *("algorithm.kl.placement=none", "algorithm.kl.coef=0", "algorithm.kl.replace_reference_every=null"),
+        *(
+            "algorithm.advantage.estimator=batch_baseline",
+            "algorithm.advantage.tracker=true",
+            "run.steps=4",
+        ),
+        *(
+            "value_pretraining.enabled=false",
+            "batch.samples_per_prompt=1",
+            "batch.prompts_per_step=32",
+        ),
+        *(
+            "algorithm.kl.placement=none",
+            "algorithm.kl.coef=0",
+            "algorithm.kl.replace_reference_every=null",
+        ),
     )
     straight, expected = finished(shared, "tracked_straight", *form)
     config = config_of(
@@ -96,8 +129,11 @@ def test_a_prompts_history_is_killed_with_its_run_and_goes_on_to_the_bit(shared:
 
 
 def test_a_smaller_critic_is_killed_and_goes_on_to_the_bit(shared: World) -> None:
-    tokenizer, small = word_tokenizer(WORDS, 128, CHATML_TEMPLATE), shared.folder / "small"
-    shape = TinyModel(vocab_size=len(tokenizer), layers=1, hidden_size=32, intermediate_size=48, max_positions=128)
+    tokenizer = word_tokenizer(WORDS, 128, CHATML_TEMPLATE)
+    small = shared.folder / "small"
+    shape = TinyModel(
+        vocab_size=len(tokenizer), layers=1, hidden_size=32, intermediate_size=48, max_positions=128
+    )
     save_tiny_model(shape, tokenizer, small)
     form = f"critic.model_path={small}"
     straight, expected = finished(shared, "small_straight", form)
@@ -114,8 +150,11 @@ def test_a_smaller_critic_is_killed_and_goes_on_to_the_bit(shared: World) -> Non
     assert read_spec(final / "critic").hidden_size == 32
 
 
-def test_the_critic_of_a_run_is_probed_by_an_engine_that_continues_its_states(shared: World) -> None:
-    """The first word decides the grade: behind it all continuations of a state end alike, and half of states differ."""
+def test_critic_of_a_run_is_probed_by_an_engine_from_its_states(
+    shared: World,
+) -> None:
+    """The first word decides the grade: behind it all continuations of a state end alike, and half
+    of states differ."""
     grade = (
         "reward.function=parity_grade:first_word",
         "reward.grade_truncated=true",
@@ -126,10 +165,23 @@ def test_the_critic_of_a_run_is_probed_by_an_engine_that_continues_its_states(sh
     user["rollout"] = {**ENGINE, "max_running_requests": 32}
     probed = {"name": "probed", "path": str(shared.train), "samples": 1}
     user["data"] = {"train": str(shared.train), "eval": [probed], "max_prompt_tokens": 16}
-    probes = ("prompts=8", "responses_per_prompt=4", "continuations=3", "quantiles=[0.5]", "bootstrap=100")
+    probes = (
+        "prompts=8",
+        "responses_per_prompt=4",
+        "continuations=3",
+        "quantiles=[0.5]",
+        "bootstrap=100",
+    )
     overrides = [f"critic_probes.{probe}" for probe in probes]
-    probe_critic(load_config(ProbedRunConfig, write_config(shared.folder / "probe.yaml", user), overrides, PRESETS))
+    probe_critic(
+        load_config(
+            ProbedRunConfig, write_config(shared.folder / "probe.yaml", user), overrides, PRESETS
+        )
+    )
     page = (Path(config.run.directory) / "critic_probes" / "report.md").read_text()
-    figures = {name: float(value) for name, value in re.findall(r"^\| `(\w+)` \| (\S+) \[", page, re.MULTILINE)}
+    figures = {
+        name: float(value)
+        for name, value in re.findall(r"^\| `(\w+)` \| (\S+) \[", page, re.MULTILINE)
+    }
     assert figures["knowable"] > 0.8, "a response of one word has nothing before its half"
     assert abs(figures["explained_critic"]) < 0.5, "and the critic has learnt nothing"

@@ -1,4 +1,5 @@
-"""On-policy distillation: a teacher of another size, its reverse KL as the advantage of each token."""
+"""On-policy distillation: a teacher of another size, its reverse KL as the advantage of each
+token."""
 
 import re
 from pathlib import Path
@@ -16,6 +17,8 @@ from tiny_runs import WORDS, make_model, train_config, write_config
 
 from vapo_megatron.checkpoint.dist_saver import run_bytes
 from vapo_megatron.checkpoint.resume import check_config_change
+from vapo_megatron.checks.preflight import check_train
+from vapo_megatron.checks.sizes import check_train_numbers
 from vapo_megatron.cli import PRESETS
 from vapo_megatron.config.load import dump_config, load_config
 from vapo_megatron.config.plan import PlanConfig
@@ -24,8 +27,6 @@ from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.errors import BadInput
 from vapo_megatron.operations.plan.models import planned_models
 from vapo_megatron.operations.plan.plan import make_plan
-from vapo_megatron.run.first_checks import check_train_numbers
-from vapo_megatron.run.preflight import check_train
 from vapo_megatron.training.advantages import estimate_advantages
 from vapo_megatron.training.models import load_models
 from vapo_megatron.training.score import score
@@ -36,16 +37,21 @@ from vapo_megatron.weights.tiny import CHATML_TEMPLATE, save_tiny_model, word_to
 def step_with_teacher(
     folder: Path, layout: dict[str, int], kind: str = "model", teacher: dict[str, int] | None = None
 ) -> dict[str, Any]:
-    """Collective: a step on a rollout that only the teacher judges; advantages, both models' log-probs, the policy's
-    weights afterwards, and the layout of each model."""
+    """Collective: a step on a rollout that only the teacher judges; advantages, both models'
+    log-probs, the policy's weights afterwards, and the layout of each model."""
     kl = {"placement": "advantage", "coef": 0.5, "reference_path": str(folder / "teacher")}
     config = config_of(
         folder,
         {f"algorithm.kl.{key}": value for key, value in kl.items()}
-        | {"algorithm.advantage.estimator": "batch_baseline", "actor.layout": layout, "actor.kind": kind}
+        | {
+            "algorithm.advantage.estimator": "batch_baseline",
+            "actor.layout": layout,
+            "actor.kind": kind,
+        }
         | {"reference.layout": teacher},
     )
-    models, whole = load_models(config, None), read_rollout(folder)
+    models = load_models(config, None)
+    whole = read_rollout(folder)
     whole.rewards.zero_()
     whole.greedy_rewards = None
     batch = spread(whole)
@@ -56,12 +62,17 @@ def step_with_teacher(
         estimate_advantages(batch, config.algorithm, recorder)
         update_policy(models, batch, config.algorithm, "1/1", recorder)
     tensors = whole_of(batch).tensors()
-    seen: dict[str, Any] = {name: tensors[name].numpy() for name in ("advantages", "old_logprobs", "ref_logprobs")}
+    seen: dict[str, Any] = {
+        name: tensors[name].numpy() for name in ("advantages", "old_logprobs", "ref_logprobs")
+    }
     weights = {name: weight.numpy() for name, weight in state_of(models.actor).items()}
     meshes = {model.name: model.mesh for model in (models.actor, models.reference)}
     return seen | {
         "weights": weights,
-        "layouts": {name: (mesh.tp_size, mesh.pp_size, mesh.cp_size, mesh.dp_size) for name, mesh in meshes.items()},
+        "layouts": {
+            name: (mesh.tp_size, mesh.pp_size, mesh.cp_size, mesh.dp_size)
+            for name, mesh in meshes.items()
+        },
     }
 
 
@@ -86,16 +97,19 @@ def assert_same_step(seen: dict[str, Any], alone: dict[str, Any]) -> None:
         assert seen[name] == pytest.approx(alone[name], abs=1e-4), name
     assert seen["weights"].keys() == alone["weights"].keys()
     for name, weight in alone["weights"].items():
-        # Adam's first step is as long as the learning rate wherever rounding does not decide the sign.
+        # Adam's first step is as long as the learning rate wherever rounding does not decide the
+        # sign.
         moved = np.abs(seen["weights"][name] - weight)
         assert np.quantile(moved, 0.99) < 0.02 * ADAM["lr"], name
 
 
-def test_a_larger_teacher_gives_each_token_its_reverse_kl(folder: Path, alone: dict[str, Any]) -> None:
+def test_a_larger_teacher_gives_each_token_its_reverse_kl(
+    folder: Path, alone: dict[str, Any]
+) -> None:
     pairs = zip(alone["old_logprobs"], alone["ref_logprobs"], strict=True)
     assert alone["advantages"] == pytest.approx([-0.5 * (s - t) for s, t in pairs], abs=1e-5)
     assert np.abs(alone["advantages"]).max() > 0.01
-    # Adapters begin as nothing; what they are added to is not the teacher here.
+    # Adapters begin at zero; their base is not the teacher here.
     (adapted,) = run_ranks(1, step_with_teacher, folder, {}, "adapter")
     assert adapted["advantages"] == pytest.approx(alone["advantages"], abs=1e-5)
 
@@ -125,25 +139,34 @@ def test_a_teacher_in_a_layout_of_its_own_teaches_the_same(
 
 def config_with_teacher(folder: Path, words: list[str], *overrides: str) -> TrainConfig:
     tokenizer = word_tokenizer(words, 128, CHATML_TEMPLATE)
-    shape = TinyModel(vocab_size=len(tokenizer), layers=3, hidden_size=64, intermediate_size=96, max_positions=128)
+    shape = TinyModel(
+        vocab_size=len(tokenizer), layers=3, hidden_size=64, intermediate_size=96, max_positions=128
+    )
     save_tiny_model(shape, tokenizer, folder / "teacher")
     settings = train_config(folder, make_model(folder / "model")) | {"preset": "distill"}
     del settings["critic"], settings["algorithm"]
     settings["algorithm"] = {"kl": {"reference_path": str(folder / "teacher")}}
-    return load_config(TrainConfig, write_config(folder / "train.yaml", settings), overrides, PRESETS)
+    return load_config(
+        TrainConfig, write_config(folder / "train.yaml", settings), overrides, PRESETS
+    )
 
 
 def test_checks_and_plans_know_the_teacher(tmp_path: Path) -> None:
     config = config_with_teacher(tmp_path, WORDS)
     check_train(config, 2)
     planned = planned_models(config, 2)
-    assert {name: model.spec.num_layers for name, model in planned.items()} == {"actor": 2, "reference": 3}
+    assert {name: model.spec.num_layers for name, model in planned.items()} == {
+        "actor": 2,
+        "reference": 3,
+    }
     assert planned["reference"].bytes_of("weights", 0) > planned["actor"].bytes_of("weights", 0)
 
 
 def test_a_teacher_with_another_tokenizer_is_refused_by_name(tmp_path: Path) -> None:
     config = config_with_teacher(tmp_path, [*WORDS[1:], WORDS[0]])
-    with pytest.raises(BadInput, match=r"kl\.reference_path=.*gives \d+ of the .* another id, or none"):
+    with pytest.raises(
+        BadInput, match=r"kl\.reference_path=.*gives \d+ of the .* another id, or none"
+    ):
         check_train(config, 2)
 
 
@@ -153,14 +176,17 @@ def test_a_teacher_is_not_replaced(tmp_path: Path) -> None:
 
 
 def test_plans_and_checks_know_the_teachers_layout(tmp_path: Path) -> None:
-    """Its layers lie on three stages beside an actor that every rank has whole, and no checkpoint holds it."""
+    """Its layers lie on three stages beside an actor that every rank has whole, and no checkpoint
+    holds it."""
     config = config_with_teacher(tmp_path, WORDS, "actor.layout.tp=1", "reference.layout.pp=3")
     whole = config_with_teacher(tmp_path, WORDS, "actor.layout.tp=1")
     assert config.model_sizes == {"actor": 1, "reference": 3}
     specs = check_train_numbers(config, 3)
     cut, uncut = (planned_models(each, 3)["reference"] for each in (config, whole))
     assert (cut.dp, uncut.dp) == (1, 3)
-    assert max(cut.bytes_of("weights", stage) for stage in range(3)) < 0.6 * uncut.bytes_of("weights", 0)
+    assert max(cut.bytes_of("weights", stage) for stage in range(3)) < 0.6 * uncut.bytes_of(
+        "weights", 0
+    )
     assert run_bytes(config, specs) == run_bytes(config, {"actor": specs["actor"]})
     dump_config(whole, tmp_path / "config.yaml")
     check_config_change(config, tmp_path, ())  # a resumed run may have it in another layout
@@ -169,15 +195,33 @@ def test_plans_and_checks_know_the_teachers_layout(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "named"),
     [
-        (["reference.layout.tp=3"], "reference.layout: tp 3 x pp 1 x cp 1 = 3 ranks a replica do not divide the 2"),
-        (["reference.layout.pp=2"], "reference.layout: pp 2 x vpp 1 = 2 stages do not divide the model's 3 layers"),
-        (["actor.layout.tp=1", "reference.layout.tp=4", "cluster.ranks=4"], "reference.layout.tp=4 does not divide"),
         (
-            ["cluster.ranks=4", "actor.layout.cp=2", "reference.layout.tp=2", "actor.max_tokens_per_microbatch=16"],
-            "actor.max_tokens_per_microbatch=16 with reference.layout.cp=1 holds samples of at most 16 tokens",
+            ["reference.layout.tp=3"],
+            "reference.layout: tp 3 x pp 1 x cp 1 = 3 ranks a replica do not divide the 2",
         ),
         (
-            ["reference.layout.tp=2", "algorithm.kl={reference_path: null, placement: none, coef: 0}"],
+            ["reference.layout.pp=4", "cluster.ranks=4"],
+            "reference.layout: pp 4 x vpp 1 = 4 stages are more than the model's 3 layers",
+        ),
+        (
+            ["actor.layout.tp=1", "reference.layout.tp=4", "cluster.ranks=4"],
+            "reference.layout.tp=4 does not divide",
+        ),
+        (
+            [
+                "cluster.ranks=4",
+                "actor.layout.cp=2",
+                "reference.layout.tp=2",
+                "actor.max_tokens_per_microbatch=16",
+            ],
+            "actor.max_tokens_per_microbatch=16 with reference.layout.cp=1 holds samples of at "
+            "most 16 tokens",
+        ),
+        (
+            [
+                "reference.layout.tp=2",
+                "algorithm.kl={reference_path: null, placement: none, coef: 0}",
+            ],
             "reference.layout with algorithm.kl.placement=none",
         ),
         (
@@ -203,7 +247,9 @@ def test_a_layout_that_a_teacher_cannot_have_is_refused_by_name(
     assert "\n" not in str(refused.value)
 
 
-def test_a_plan_says_that_a_teachers_layout_has_no_room_for_the_longest_sample(tmp_path: Path) -> None:
+def test_plan_refuses_a_teacher_layout_too_small_for_a_sample(
+    tmp_path: Path,
+) -> None:
     """What an actor of two context-parallel ranks has room for."""
     layouts = ["actor.layout.cp=2", "reference.layout.tp=2", "actor.max_tokens_per_microbatch=16"]
     config = config_with_teacher(tmp_path, WORDS, *layouts)

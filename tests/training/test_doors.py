@@ -1,4 +1,5 @@
-"""Functions of one's own through the trainer: each example on two layouts, and what a function says is what is done."""
+"""User functions through the trainer: each example on two layouts, and what a function says
+is what is done."""
 
 from pathlib import Path
 from typing import Any
@@ -17,16 +18,17 @@ from vapo_megatron.config.algorithm import AlgorithmConfig
 from vapo_megatron.config.run import MonitoringConfig
 from vapo_megatron.data.batch import ExperienceBatch, from_samples
 from vapo_megatron.data.sample import Prompt, Sample
-from vapo_megatron.engines.ledger import StepRule
 from vapo_megatron.errors import BadInput
 from vapo_megatron.monitoring.recorder import Recorder
+from vapo_megatron.rollout.ledger import StepRule
 from vapo_megatron.training.advantages import estimate_advantages
 from vapo_megatron.training.models import Models
 from vapo_megatron.training.score import score
 from vapo_megatron.training.updates import update_critic, update_policy
 from vapo_megatron.training.user_functions import PolicyTerms, mask_tokens
 
-EXAMPLES, HERE = "examples.custom_functions.functions", "test_doors"
+EXAMPLES = "examples.custom_functions.functions"
+HERE = "test_doors"
 CASES: dict[str, dict[str, Any]] = {
     "builtin": {},
     "ppo_clip": {"policy_loss": {"kind": "function", "function": f"{HERE}:the_builtin"}},
@@ -40,13 +42,22 @@ CASES: dict[str, dict[str, Any]] = {
 COUNTS = {
     "policy_loss": {"positive_nll": {"coef": 0.1}},
     "shaping": {"soft_overlong": {"max_length": 16, "cache_length": 12}},
-    "advantage": {"gamma": 0.97, "length_adaptive_alpha": 0.3, "lambda_critic": 0.9, "whiten": "full"},
+    "advantage": {
+        "gamma": 0.97,
+        "length_adaptive_alpha": 0.3,
+        "lambda_critic": 0.9,
+        "whiten": "full",
+    },
 }
 FENCE = 9
 
 
 def the_builtin(terms: PolicyTerms) -> Tensor:
-    assert terms.values is not None and bool(terms.values[terms.mask].any()) and terms.ref_logprobs is None
+    assert (
+        terms.values is not None
+        and bool(terms.values[terms.mask].any())
+        and terms.ref_logprobs is None
+    )
     return ppo_clip(terms.logprobs, terms.old_logprobs, terms.advantages, 0.2, 0.28)
 
 
@@ -55,15 +66,19 @@ def no_gradient(terms: PolicyTerms) -> Tensor:
 
 
 def code(cursor: int) -> list[list[int]]:
-    """Two responses: a block of code, and in one of them more words behind it. Every second prompt has a right one."""
+    """Two responses: a block of code, and in one of them more words behind it. Every second prompt
+    has a right one."""
     block = [20 + cursor, FENCE, 30, 31 + cursor, FENCE]
     return [[WRONG, *block, *range(40, 48), FENCE, END], [RIGHT if cursor % 2 else WRONG, *block]]
 
 
 def collected(mask: str | None, cut: bool) -> ExperienceBatch:
-    """Six responses as a run takes them, graded and masked; cut: those that end where their code does."""
+    """Six responses as a run takes them, graded and masked; cut: those that end where their code
+    does."""
     rollouts = write_rollouts(lambda cursor: [ids[:6] if cut else ids for ids in code(cursor)])
-    rollouts.tokenizer.decode = lambda ids: "".join("```" if i == FENCE else f" {i} " for i in ids)  # type: ignore[method-assign]
+    rollouts.tokenizer.decode = lambda ids: "".join(
+        "```" if i == FENCE else (f" {i} ") for i in ids
+    )  # type: ignore[method-assign]
     rollouts.mask_function = mask
     rollouts.begin(StepRule(3, 1), 2, 0)
     with Recorder(Path("unused"), MonitoringConfig(), is_main_rank=False) as recorder:
@@ -72,10 +87,15 @@ def collected(mask: str | None, cut: bool) -> ExperienceBatch:
     return from_samples(samples)
 
 
-def one_step(model_dir: Path, layout: dict[str, Any], names: list[str]) -> dict[str, dict[str, float]]:
+def one_step(
+    model_dir: Path, layout: dict[str, Any], names: list[str]
+) -> dict[str, dict[str, float]]:
     rows = {}
     for name in names:
-        sections = {key: dict(value) if isinstance(value, dict) else value for key, value in CASES[name].items()}
+        sections = {
+            key: dict(value) if isinstance(value, dict) else value
+            for key, value in CASES[name].items()
+        }
         sections["update"] = {"minibatch_size": 3}
         config = AlgorithmConfig.model_validate(sections)
         if name in ("mask", "cut"):
@@ -84,7 +104,9 @@ def one_step(model_dir: Path, layout: dict[str, Any], names: list[str]) -> dict[
         else:
             batch = make_batch(spread=4.0, observed={1: (4, 3)})
             batch.group_ids = batch.group_ids // 2
-        models = Models(*(make_trainable(model_dir, head, layout=layout) for head in ("lm", "value")))  # type: ignore[arg-type]
+        models = Models(
+            *(make_trainable(model_dir, head, layout=layout) for head in ("lm", "value"))
+        )  # type: ignore[arg-type]
         sharded = spread(batch)
         with Recorder(Path("unused"), MonitoringConfig(), is_main_rank=False) as recorder:
             score(models, sharded, config, recorder)
@@ -92,7 +114,9 @@ def one_step(model_dir: Path, layout: dict[str, Any], names: list[str]) -> dict[
             update_critic(models, sharded, config, "1/1", recorder)
             update_policy(models, sharded, config, "1/1", recorder)
             row = recorder.write(1)
-        rows[name] = {key: value for key, value in row.items() if not key.startswith(("time/", "memory/"))}
+        rows[name] = {
+            key: value for key, value in row.items() if not key.startswith(("time/", "memory/"))
+        }
     return rows
 
 
@@ -109,19 +133,30 @@ def test_examples_train_alike_on_two_layouts(model_dir: Path) -> None:
             assert other[name] == pytest.approx(row, rel=1e-4, abs=1e-6), name
     clips = ("actor/clip_fraction_low", "actor/clip_fraction_high")
     builtin = {key: value for key, value in rows["builtin"].items() if key not in clips}
-    assert {key: rows["ppo_clip"][key] for key in builtin} == pytest.approx(builtin), "the same formula"
+    assert {key: rows["ppo_clip"][key] for key in builtin} == pytest.approx(builtin), (
+        "the same formula"
+    )
     assert abs(rows["loss"]["actor/policy_loss"] - builtin["actor/policy_loss"]) > 1e-3
     assert abs(rows["targets"]["critic/value_loss"] - builtin["critic/value_loss"]) > 1e-3
     assert not any("fault_targets" in key for key in rows["targets"])
-    assert rows["metrics"]["custom/longest"] == 30 and rows["metrics"]["custom/credit_of_others"] > 0
-    assert {key: rows["metrics"][key] for key in builtin} == pytest.approx(builtin), "metrics change nothing"
-    assert rows["mask"] == pytest.approx(rows["cut"], rel=1e-4, abs=1e-6), "as if the response ended with its code"
+    assert (
+        rows["metrics"]["custom/longest"] == 30 and rows["metrics"]["custom/credit_of_others"] > 0
+    )
+    assert {key: rows["metrics"][key] for key in builtin} == pytest.approx(builtin), (
+        "metrics change nothing"
+    )
+    assert rows["mask"] == pytest.approx(rows["cut"], rel=1e-4, abs=1e-6), (
+        "as if the response ended with its code"
+    )
     assert rows["cut"]["actor/nll_loss"] > 0 and rows["cut"]["advantage/lambda_clamped"] == 0
 
 
 def after_the_right_answer(sample: Sample, decode: Any) -> Tensor:
     """Takes the answer out of the loss; the verifier has read it before."""
-    assert sample.correct is (str(RIGHT) in sample.text.split()) and decode([RIGHT, END]) == f"{RIGHT} {END}"
+    assert (
+        sample.correct is (str(RIGHT) in sample.text.split())
+        and decode([RIGHT, END]) == f"{RIGHT} {END}"
+    )
     return torch.from_numpy(sample.response_ids != RIGHT)
 
 
@@ -139,7 +174,9 @@ def first_half(sample: Sample, decode: Any) -> Tensor:
 
 def written(*ids: int) -> Sample:
     graded: dict[str, Any] = {"text": " ".join(map(str, ids)), "reward": 1.0, "correct": True}
-    return Sample(Prompt("0", "", "", (1, 2)), 0, 0, 0, ids, [-1.0] * len(ids), "stop", 0, 0, **graded)  # type: ignore[arg-type]
+    return Sample(
+        Prompt("0", "", "", (1, 2)), 0, 0, 0, ids, [-1.0] * len(ids), "stop", 0, 0, **graded
+    )  # type: ignore[arg-type]
 
 
 def test_a_mask_is_drawn_behind_the_verifier() -> None:
@@ -152,19 +189,34 @@ def test_a_mask_is_drawn_behind_the_verifier() -> None:
     assert masked.loss_mask is not None and masked.loss_mask.tolist() == [True, False, True, True]
     assert masked.correct and masked.reward == 1.0 and plain.loss_mask is None
     batch = from_samples([masked, plain])
-    assert batch.response_lengths.tolist() == [3, 3] and batch.tokens.tolist()[2:6] == [WRONG, RIGHT, 8, END]
+    assert batch.response_lengths.tolist() == [3, 3] and batch.tokens.tolist()[2:6] == [
+        WRONG,
+        RIGHT,
+        8,
+        END,
+    ]
 
 
 def test_a_mask_and_observations_are_both_left_out() -> None:
     sample = with_observation(written(5, RIGHT, 6), after=2, count=2)
     mask_tokens(f"{HERE}:after_the_right_answer", [sample], lambda ids: " ".join(map(str, ids)))
-    assert sample.loss_mask is not None and sample.loss_mask.tolist() == [True, False, False, False, True]
+    assert sample.loss_mask is not None and sample.loss_mask.tolist() == [
+        True,
+        False,
+        False,
+        False,
+        True,
+    ]
 
 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("everything", "it leaves no token of a response, expected one at least: use algorithm.filter_function"),
+        (
+            "everything",
+            "it leaves no token of a response, expected one at least: use "
+            "algorithm.filter_function",
+        ),
         ("as_a_list", "it returned list, expected a bool tensor [response] = [4]"),
         ("first_half", "it returned torch.bool [2], expected a bool tensor [response] = [4]"),
     ],
@@ -186,12 +238,17 @@ def refused(model_dir: Path) -> str:
 
 def test_a_loss_that_teaches_nothing_is_refused(model_dir: Path) -> None:
     message = run_ranks(1, refused, model_dir)[0]
-    assert message.startswith(f"algorithm.policy_loss.function={HERE}:no_gradient: ") and "no gradient" in message
+    assert (
+        message.startswith(f"algorithm.policy_loss.function={HERE}:no_gradient: ")
+        and "no gradient" in message
+    )
 
 
 def test_a_mask_cuts_no_turn_in_two() -> None:
     with pytest.raises(ValueError, match=r"mask_function=.* with advantage.credit=turn: "):
-        AlgorithmConfig.model_validate({"mask_function": f"{HERE}:everything", "advantage": {"credit": "turn"}})
+        AlgorithmConfig.model_validate(
+            {"mask_function": f"{HERE}:everything", "advantage": {"credit": "turn"}}
+        )
 
 
 def test_a_function_and_its_kind_go_together() -> None:

@@ -1,4 +1,5 @@
-"""Advantages, value targets, what carries loss and what is reported of them under every switch, beside the formulas of
+"""Advantages, value targets, what carries loss and what is reported of them under every switch,
+beside the formulas of
 switch_formulas: on a scored rollout, without models."""
 
 from pathlib import Path
@@ -27,9 +28,17 @@ from vapo_megatron.training.shards import ShardedBatch
 from vapo_megatron.training.updates import correct_for_rollout
 
 SECTIONS = ("advantage", "shaping", "kl", "filter_function")
-SWITCHES = {case.name: case.switches for case in CASES if case.key.removeprefix("algorithm.").startswith(SECTIONS)} | {
+SWITCHES = {
+    case.name: case.switches
+    for case in CASES
+    if case.key.removeprefix("algorithm.").startswith(SECTIONS)
+} | {
     "window_in_rewards": {S + "truncated": "window", A + "gamma": 0.9, A + "lambda_policy": 0.5},
-    "bootstrap_adaptive": {S + "truncated": "bootstrap", A + "lambda_critic": 0.5, A + "gamma": 0.9},
+    "bootstrap_adaptive": {
+        S + "truncated": "bootstrap",
+        A + "lambda_critic": 0.5,
+        A + "gamma": 0.9,
+    },
     "masked_whitened": {S + "truncated": "mask", A + "whiten": "scale", A + "estimator": "rloo"},
     "masked_raft": {
         S + "truncated": "mask",
@@ -58,14 +67,15 @@ def noise(seed: int, total: int) -> Tensor:
 
 
 def scored(config: AlgorithmConfig) -> ExperienceBatch:
-    """Responses to one prompt begin with one value, as those of a sound critic do."""
+    """Responses to one prompt begin with one value, as a sound critic's do."""
     samples = []
     for group, members in enumerate(RESPONSES):
         for index, (length, reward, correct, truncated) in enumerate(members):
             reason: Any = "length" if truncated else "stop"
             prompt = Prompt(str(group), "", "", tuple(range(1 + group)))
             sample = Sample(prompt, group, index, 0, [5] * length, [0.0] * length, reason, 0, 0)  # type: ignore[arg-type]
-            sample.reward, sample.correct = reward, correct
+            sample.reward = reward
+            sample.correct = correct
             samples.append(sample)
     batch = from_samples(samples)
     total = batch.response_tokens
@@ -83,7 +93,9 @@ def scored(config: AlgorithmConfig) -> ExperienceBatch:
     return batch
 
 
-def estimated(config: AlgorithmConfig, new_critic: bool = False, batch: ExperienceBatch | None = None) -> Any:
+def estimated(
+    config: AlgorithmConfig, new_critic: bool = False, batch: ExperienceBatch | None = None
+) -> Any:
     """The batch with its estimates, and the row."""
     whole = spread(scored(config) if batch is None else batch)
     with Recorder(Path("unused"), MonitoringConfig(), is_main_rank=False) as recorder:
@@ -96,26 +108,38 @@ def estimated(config: AlgorithmConfig, new_critic: bool = False, batch: Experien
 def test_estimates_are_those_of_the_formula(name: str) -> None:
     config = algorithm_of(SWITCHES[name])
     batch, row = on_threads(1, estimated, config)[0]
-    own, lengths = batch.own, batch.own.response_lengths.tolist()
+    own = batch.local
+    lengths = batch.local.response_lengths.tolist()
     responses = responses_of(scored(config).tensors())
 
     def parts(x: Tensor | None) -> list[Tensor] | None:
         return None if x is None else list(x.double().split(lengths))
 
-    old, values = parts(own.old_logprobs), parts(own.values)
+    old = parts(own.old_logprobs)
+    values = parts(own.values)
     assert old is not None
     wanted = Estimates(responses, config, old, parts(own.ref_logprobs) or old, values)
     expected = torch.cat(wanted.advantages)
     torch.testing.assert_close(own.advantages.double(), expected, rtol=1e-4, atol=1e-5)
     assert own.selected.tolist() == batch.table.selected.tolist() == wanted.selected
-    assert batch.table.shaped_rewards.tolist() == pytest.approx(wanted.rewards) == own.shaped_rewards.tolist()
+    assert (
+        batch.table.shaped_rewards.tolist()
+        == pytest.approx(wanted.rewards)
+        == own.shaped_rewards.tolist()
+    )
     assert (own.returns is None) == (values is None)
-    taught = torch.tensor([config.shaping.truncated != "window" or not r.truncated for r in responses])
+    taught = torch.tensor(
+        [config.shaping.truncated != "window" or not r.truncated for r in responses]
+    )
     if values is not None:
         taught_tokens = taught.repeat_interleave(own.response_lengths)
         targets = torch.cat(wanted.targets)[taught_tokens]
-        torch.testing.assert_close(own.returns.double()[taught_tokens], targets, rtol=1e-4, atol=1e-5)
-    found: Any = SimpleNamespace(config=config, responses=responses, estimates=wanted, values=values, critic=values)
+        torch.testing.assert_close(
+            own.returns.double()[taught_tokens], targets, rtol=1e-4, atol=1e-5
+        )
+    found: Any = SimpleNamespace(
+        config=config, responses=responses, estimates=wanted, values=values, critic=values
+    )
     told = of_advantages(found)
     if config.kl.placement != "reward" and values is not None:
         told |= of_values(found, row[names.BASELINE_POSITION])
@@ -125,7 +149,9 @@ def test_estimates_are_those_of_the_formula(name: str) -> None:
     assert {key: row[key] for key in told} == pytest.approx(
         {key: float(value) for key, value in told.items()}, rel=1e-4, abs=1e-5
     )
-    assert row.keys() - told.keys() <= ({key for key in row if key.startswith("critic/")} if values else set())
+    assert row.keys() - told.keys() <= (
+        {key for key in row if key.startswith("critic/")} if values else set()
+    )
 
 
 CORRECTED = {case.name: case.switches for case in CASES if case.key.startswith(W)}
@@ -139,13 +165,19 @@ def corrected(config: AlgorithmConfig) -> Any:
 
 
 @pytest.mark.parametrize("name", CORRECTED)
-def test_importance_weights_are_those_of_the_formula_and_are_reported(name: str) -> None:
+def test_importance_weights_follow_the_formula_and_are_reported(name: str) -> None:
     config = algorithm_of(CORRECTED[name])
     settings = config.importance_sampling
     batch, row = corrected(config)
-    own = batch.own
+    own = batch.local
     bounds = own.response_lengths.tolist()
-    pairs = list(zip(own.old_logprobs.double().split(bounds), own.rollout_logprobs.double().split(bounds), strict=True))
+    pairs = list(
+        zip(
+            own.old_logprobs.double().split(bounds),
+            own.rollout_logprobs.double().split(bounds),
+            strict=True,
+        )
+    )
     weights = [importance(config, old, rollout) for old, rollout in pairs]
     found = own.importance_weights
     assert found.tolist() == pytest.approx(torch.cat(weights).tolist(), rel=1e-4, abs=1e-6)
@@ -160,52 +192,70 @@ def test_importance_weights_are_those_of_the_formula_and_are_reported(name: str)
             "importance/weight_mean": float(found.mean()),
             "importance/weight_min": float(found.min()),
             "importance/ratio_max": float(free.max()),
-            "importance/cut_share": float((found.double() / free - 1).abs().gt(1e-4).double().mean()),
+            "importance/cut_share": float(
+                (found.double() / free - 1).abs().gt(1e-4).double().mean()
+            ),
         },
         rel=1e-4,
     )
 
 
-def test_a_rollout_that_was_cut_off_everywhere_says_nothing_of_the_critic() -> None:
+def test_fully_truncated_rollout_says_nothing_about_the_critic() -> None:
     config = algorithm_of({S + "truncated": "bootstrap"})
     batch = scored(config)
     batch.truncated[:] = True
     row = estimated(config, batch=batch)[1]
-    assert not [name for name in row if name.startswith("critic/")] and names.SIGN_AGREEMENT not in row
+    assert (
+        not [name for name in row if name.startswith("critic/")] and names.SIGN_AGREEMENT not in row
+    )
     assert "advantage/mean" in row
 
 
 def test_a_critic_that_nothing_has_trained_may_be_constant() -> None:
-    config, fault = algorithm_of({}), f"{names.CRITIC_FAULT}constant"
+    config = algorithm_of({})
+    fault = f"{names.CRITIC_FAULT}constant"
     for told, new in ((True, ()), (True, (False,)), (False, (True,))):
         batch = scored(config)
         batch.values = torch.full((batch.response_tokens,), 0.25)
         whole = spread(batch)
         with Recorder(Path("unused"), MonitoringConfig(), is_main_rank=False) as recorder:
             estimate_advantages(whole, config, recorder, *new)
-            assert (fault in recorder.write(1)) == told == (fault in critic_row(whole, config, *new))
+            assert (
+                (fault in recorder.write(1)) == told == (fault in critic_row(whole, config, *new))
+            )
 
 
-def critic_of(values: Tensor, switches: dict[str, Any], **fields: Any) -> tuple[ShardedBatch, AlgorithmConfig]:
-    """Forty finished responses of two tokens, four to a prompt, right where their number is odd, with these values."""
-    config, samples = algorithm_of(switches), []
+def critic_of(
+    values: Tensor, switches: dict[str, Any], **fields: Any
+) -> tuple[ShardedBatch, AlgorithmConfig]:
+    """Forty finished responses of two tokens, four to a prompt, right where their number is odd,
+    with these values."""
+    config = algorithm_of(switches)
+    samples = []
     for number in range(40):
-        prompt, right = Prompt(str(number // 4), "", "", (1,)), number % 2 == 1
-        sample = Sample(prompt, number // 4, number % 4, 0, [5, 6], [0.0, 0.0], "stop", 0, 0)  # type: ignore[arg-type]
-        sample.reward, sample.correct = (1.0 if right else -1.0), right
+        prompt = Prompt(str(number // 4), "", "", (1,))
+        right = number % 2 == 1
+        sample = Sample(prompt, number // 4, number % 4, 0, [5, 6], [0.0, 0.0], ("stop"), 0, 0)  # type: ignore[arg-type]
+        sample.reward = 1.0 if right else -1.0
+        sample.correct = right
         samples.append(sample)
     batch = from_samples(samples)
     batch.values = values
     whole = spread(batch)
     whole.fill(shaped_rewards=batch.rewards, **fields)
-    whole.own.advantages = torch.ones(80)
+    whole.local.advantages = torch.ones(80)
     return whole, config
 
 
 def faults(batch: ShardedBatch, config: AlgorithmConfig, new_critic: bool = False) -> set[str]:
     row = critic_row(batch, config, new_critic)
-    found = {name.removeprefix(names.CRITIC_FAULT) for name in row if name.startswith(names.CRITIC_FAULT)}
-    assert all(row[f"{names.CRITIC_FAULT}{fault}"] == 1 for fault in found) and names.EXPLAINED_VARIANCE in row
+    found = {
+        name.removeprefix(names.CRITIC_FAULT) for name in row if name.startswith(names.CRITIC_FAULT)
+    }
+    assert (
+        all(row[f"{names.CRITIC_FAULT}{fault}"] == 1 for fault in found)
+        and names.EXPLAINED_VARIANCE in row
+    )
     return found
 
 

@@ -14,36 +14,57 @@ from vapo_megatron.data.batch import ExperienceBatch, from_samples
 from vapo_megatron.data.sample import Prompt, Sample
 from vapo_megatron.errors import BadInput
 from vapo_megatron.megatron.token_loss import StepResult
-from vapo_megatron.training.advantages import gae, returns_known, token_rewards, turns_of, whiten
+from vapo_megatron.training.advantages import gae, turns_of, whiten
 from vapo_megatron.training.losses import values_of
 from vapo_megatron.training.metrics import importance_metrics, rollout_metrics, value_metrics
+from vapo_megatron.training.token_rewards import returns_known, token_rewards
 from vapo_megatron.training.updates import check_targets, update_metrics
 
 
-def batch_of(lengths: list[int], truncated: list[bool], rewards: list[float], size: int = 2) -> ExperienceBatch:
+def batch_of(
+    lengths: list[int], truncated: list[bool], rewards: list[float], size: int = 2
+) -> ExperienceBatch:
     samples = []
     for s, (length, cut, reward) in enumerate(zip(lengths, truncated, rewards, strict=True)):
-        prompt, finish = Prompt(str(s // size), "", "", (1, 2)), "length" if cut else "stop"
-        tokens, logprobs = [3] * length, [-1.0] * length
+        prompt = Prompt(str(s // size), "", "", (1, 2))
+        finish = "length" if cut else "stop"
+        tokens = [3] * length
+        logprobs = [-1.0] * length
         samples.append(
-            Sample(prompt, s // size, s % size, 0, tokens, logprobs, finish, 0, 0, reward=reward, correct=reward > 0)
+            Sample(
+                prompt,
+                s // size,
+                s % size,
+                0,
+                tokens,
+                logprobs,
+                finish,
+                0,
+                0,
+                reward=reward,
+                correct=reward > 0,
+            )
         )
     return from_samples(samples)
 
 
 def targets(batch: ExperienceBatch, values: Tensor, config: AlgorithmConfig) -> Tensor:
-    batch.values, batch.shaped_rewards = values, batch.rewards
+    batch.values = values
+    batch.shaped_rewards = batch.rewards
     gae(batch, token_rewards(batch, config), config, batch.response_lengths)
     assert batch.returns is not None
     return batch.returns
 
 
 def bootstrapping(**advantage: float) -> AlgorithmConfig:
-    return AlgorithmConfig.model_validate({"shaping": {"truncated": "bootstrap"}, "advantage": advantage})
+    return AlgorithmConfig.model_validate(
+        {"shaping": {"truncated": "bootstrap"}, "advantage": advantage}
+    )
 
 
 def test_values_of_truncated_responses_stay_where_they_are() -> None:
-    """With the reward of a wrong answer beside the bootstrap each pass took 1 from them: after 40, V = -40."""
+    """With the reward of a wrong answer beside the bootstrap each pass took 1 from them: after 40,
+    V = -40."""
     config = bootstrapping(lambda_critic=1.0)
     batch = batch_of([6, 4], [True, False], [-1.0, 1.0])
     values = torch.zeros(10)
@@ -54,16 +75,19 @@ def test_values_of_truncated_responses_stay_where_they_are() -> None:
 
 
 @pytest.mark.parametrize("lam", [0.0, 0.9, 1.0])
-def test_a_bootstrapped_target_is_the_value_of_the_last_known_state(lam: float) -> None:
+def test_bootstrapped_target_is_the_value_of_last_known_state(lam: float) -> None:
     batch = batch_of([3, 1], [True, True], [-1.0, -1.0])
     values = torch.tensor([0.1, 0.2, 0.5, -0.3])
     found = targets(batch, values, bootstrapping(lambda_critic=lam))
     assert found[2] == values[2] and found[3] == values[3]
-    assert float(found[0]) == pytest.approx({0.0: 0.2, 0.9: 0.1 * 0.2 + 0.9 * 0.5, 1.0: 0.5}[lam], abs=1e-6)
+    assert float(found[0]) == pytest.approx(
+        {0.0: 0.2, 0.9: 0.1 * 0.2 + 0.9 * 0.5, 1.0: 0.5}[lam], abs=1e-6
+    )
 
 
-def test_a_bootstrapped_response_keeps_what_its_turns_have_earned() -> None:
-    batch = batch_of([3, 3], [True, False], [-0.75, 1.25])  # what the turns earned, and a verdict of -1 and 1
+def test_bootstrapped_response_keeps_rewards_of_its_turns() -> None:
+    # What the turns earned, and a verdict of -1 and 1
+    batch = batch_of([3, 3], [True, False], [-0.75, 1.25])
     batch.turn_rewards = torch.tensor([0.25, 0.0, 0.0, 0.0, 0.25, 0.0])
     batch.shaped_rewards = batch.rewards
     assert token_rewards(batch, bootstrapping()).tolist() == [0.25, 0, 0, 0, 0.25, 1.0]
@@ -73,14 +97,17 @@ def test_a_bootstrapped_response_keeps_what_its_turns_have_earned() -> None:
 def test_turns_end_where_something_is_observed() -> None:
     batch = batch_of([3, 2], [False, False], [1.0, 1.0])
     bounds, responses = turns_of(batch)
-    assert bounds.tolist() == [0, 3, 5] and responses.tolist() == [0, 1, 2], "a response is one turn"
+    assert bounds.tolist() == [0, 3, 5] and responses.tolist() == [0, 1, 2], (
+        "a response is one turn"
+    )
     batch.loss_mask = torch.tensor([0, 0, 1, 1, 0, 1, 0, 0, 1, 1], dtype=torch.bool)
-    batch.cu_seqlens, batch.observation_lengths = torch.tensor([0, 6, 10]), torch.tensor([1, 0])
+    batch.cu_seqlens = torch.tensor([0, 6, 10])
+    batch.observation_lengths = torch.tensor([1, 0])
     bounds, responses = turns_of(batch)
     assert bounds.tolist() == [0, 2, 3, 5] and responses.tolist() == [0, 2, 3]
 
 
-def test_truncated_responses_without_a_return_are_not_measured_on() -> None:
+def test_truncated_responses_without_a_return_are_not_measured() -> None:
     truncated = torch.tensor([True, False])
     assert returns_known(truncated, bootstrapping().shaping).tolist() == [False, True]
     assert returns_known(truncated, AlgorithmConfig().shaping).tolist() == [True, True]
@@ -90,7 +117,9 @@ def test_whitening_counts_the_tokens_that_carry_loss() -> None:
     advantages = torch.tensor([1.0, 3.0, 900.0, 900.0, 900.0, 5.0, 7.0, -900.0])
     batch = spread(batch_of([2, 3, 2, 1], [False] * 4, [1.0] * 4))
     batch.fill(selected=torch.tensor([True, False, True, False]))
-    found = whiten(batch, advantages, AdvantageConfig(whiten="full"))
+    batch.local.advantages = advantages
+    whiten(batch, AdvantageConfig(whiten="full"))
+    found = batch.local.advantages
     kept = torch.tensor([1.0, 3.0, 5.0, 7.0])
     expected = (kept - kept.mean()) / kept.std()
     torch.testing.assert_close(found[[0, 1, 5, 6]], expected, atol=1e-6, rtol=1e-6)
@@ -135,7 +164,9 @@ def test_a_target_that_no_value_reaches_is_refused(
     config = ValueLossConfig.model_validate(settings)
     check_targets(torch.tensor(reached), config)
     for target in beyond:
-        with pytest.raises(BadInput, match=f"low..high=-1..1 does not contain the value target {target}:"):
+        with pytest.raises(
+            BadInput, match=f"low..high=-1..1 does not contain the value target {target}:"
+        ):
             check_targets(torch.tensor([0.0, float(target)]), config)
     check_targets(torch.tensor([1.5]), ValueLossConfig())
 
@@ -146,7 +177,7 @@ def test_no_update_is_reported_as_none() -> None:
     assert update_metrics("actor", [refused], ()) == {"actor/updates": 0.0}
 
 
-def test_several_updates_are_reported_by_means_and_by_what_is_a_maximum_already() -> None:
+def test_several_updates_are_reported_by_means_and_maxima() -> None:
     rows = [(1.0, 0.3, 4.0), (9.0, 0.1, 99.0), (2.0, 0.2, 7.0)]
     results = [StepResult(norm, lr, {"loss": norm, "ratio_max": top}) for norm, lr, top in rows]
     results[1].updated = False

@@ -39,10 +39,14 @@ def choices(annotation: Any) -> set[Any]:
         return set(get_args(annotation))
     if annotation is bool:
         return {True, False}
-    return set().union(*(choices(kind) for kind in get_args(annotation))) if get_origin(annotation) is Union else set()
+    return (
+        set().union(*(choices(kind) for kind in get_args(annotation)))
+        if get_origin(annotation) is Union
+        else set()
+    )
 
 
-# Choices that are defaults of other cases, or that have a test of their own.
+# Choices that are defaults of other cases, or that have a separate test.
 TAKEN_ELSEWHERE: dict[str, set[Any]] = {
     "algorithm.value_loss.squash": {"none"},
     "algorithm.policy_loss.kind": {"function"},  # test_doors.py
@@ -55,11 +59,13 @@ def test_every_choice_of_a_switch_is_taken_once(key: str) -> None:
     taken = {case.value for case in CASES if case.key == key}
     missing = wanted - taken - TAKEN_ELSEWHERE.get(key, set())
     assert not missing, (
-        f"{key}: no test trains with {missing}. Add a Case to CASES in tests/training/test_step_switches.py, and the "
-        "formula to tests/training/switch_formulas.py"
+        f"{key}: no test trains with {missing}. Add a Case to CASES in "
+        "tests/training/test_step_switches.py, and the formula to tests/training/switch_formulas.py"
     )
 
 
 def test_cuts_take_every_choice() -> None:
-    units = {switches.get("algorithm.update.minibatch_unit", "samples") for switches, *_ in CUTS.values()}
+    units = {
+        switches.get("algorithm.update.minibatch_unit", "samples") for switches, *_ in CUTS.values()
+    }
     assert choices(KEYS["algorithm.update.minibatch_unit"]) == units

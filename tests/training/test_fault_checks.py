@@ -1,4 +1,5 @@
-"""Faults of a critic's update that its first step on a rollout gives away, planted in the trainer's own step."""
+"""Faults of a critic's update that its first step on a rollout gives away, planted in the trainer's
+own step."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,11 +21,12 @@ from vapo_megatron.config.run import MonitoringConfig
 from vapo_megatron.monitoring import names
 from vapo_megatron.monitoring.recorder import Recorder
 from vapo_megatron.training import updates
-from vapo_megatron.training.advantages import estimate_advantages, gae, token_rewards
+from vapo_megatron.training.advantages import estimate_advantages, gae
 from vapo_megatron.training.losses import ValueLoss
 from vapo_megatron.training.models import Models, load_models
 from vapo_megatron.training.score import score
-from vapo_megatron.training.shards import Part, ShardedBatch
+from vapo_megatron.training.shards import ModelInput, ShardedBatch
+from vapo_megatron.training.token_rewards import token_rewards
 from vapo_megatron.training.updates import _tolerance, update_critic
 
 Plant = Callable[[ShardedBatch, AlgorithmConfig, Models], None]
@@ -38,19 +40,20 @@ def targets_apart(by: float) -> Plant:
     """One target is not what the values give."""
 
     def plant(batch: ShardedBatch, config: AlgorithmConfig, models: Models) -> None:
-        assert batch.own.returns is not None
-        batch.own.returns[3] += by
+        assert batch.local.returns is not None
+        batch.local.returns[3] += by
 
     return plant
 
 
 def values_apart(share: float) -> Plant:
-    """Targets are those of the values, which are not the critic's: by a share of the largest, or of 1."""
+    """Targets follow from the values, which are not the critic's: by a share of the largest, or of
+    1."""
 
     def plant(batch: ShardedBatch, config: AlgorithmConfig, models: Models) -> None:
-        assert batch.own.values is not None
-        batch.own.values[3] += share * max(1.0, float(batch.own.values.abs().max()))
-        gae(batch.own, token_rewards(batch.own, config), config, batch.own.response_lengths)
+        assert batch.local.values is not None
+        batch.local.values[3] += share * max(1.0, float(batch.local.values.abs().max()))
+        gae(batch.local, token_rewards(batch.local, config), config, batch.local.response_lengths)
 
     return plant
 
@@ -63,20 +66,20 @@ def frozen(batch: ShardedBatch, config: AlgorithmConfig, models: Models) -> None
 def learnt(batch: ShardedBatch, config: AlgorithmConfig, models: Models) -> None:
     """Values are their targets already, so that there is no gradient."""
     frozen(batch, config, models)
-    batch.own.returns = batch.own.values
+    batch.local.returns = batch.local.values
 
 
-def same(part: Part, loss: ValueLoss) -> ValueLoss:
+def same(part: ModelInput, loss: ValueLoss) -> ValueLoss:
     return loss
 
 
-def without_ends(part: Part, loss: ValueLoss) -> ValueLoss:
+def without_ends(part: ModelInput, loss: ValueLoss) -> ValueLoss:
     weights = loss.weights.clone()
     weights[last_tokens(part.batch.response_cu_seqlens)[1]] = 0
     return replace(loss, weights=weights)
 
 
-def inverted(part: Part, loss: ValueLoss) -> ValueLoss:
+def inverted(part: ModelInput, loss: ValueLoss) -> ValueLoss:
     return replace(loss, weights=(loss.weights == 0).float())
 
 
@@ -84,10 +87,12 @@ def found_in(folder: Path, name: str) -> set[str]:
     """On one rank: the faults that are recorded."""
     switches, plant, change, _ = CASES[name]
     config = config_of(folder, switches)
-    models, batch, made = load_models(config, None), spread(read_rollout(folder)), 0
+    models = load_models(config, None)
+    batch = spread(read_rollout(folder))
+    made = 0
     loss_of = updates.value_loss_of
 
-    def planted(part: Part, *args: Any) -> ValueLoss:
+    def planted(part: ModelInput, *args: Any) -> ValueLoss:
         nonlocal made
         made += 1
         loss: ValueLoss = loss_of(part, *args)
@@ -101,8 +106,13 @@ def found_in(folder: Path, name: str) -> set[str]:
         with patch.object(updates, "value_loss_of", planted):
             update_critic(models, batch, config.algorithm, "1/1", recorder)
         row = recorder.write(2)
-    faults = {name.removeprefix(names.CRITIC_FAULT) for name in row if name.startswith(names.CRITIC_FAULT)}
-    assert all(row[f"{names.CRITIC_FAULT}{fault}"] == 1 for fault in faults) and faults <= FAULTS.keys()
+    faults = {
+        name.removeprefix(names.CRITIC_FAULT) for name in row if name.startswith(names.CRITIC_FAULT)
+    }
+    assert (
+        all(row[f"{names.CRITIC_FAULT}{fault}"] == 1 for fault in faults)
+        and faults <= FAULTS.keys()
+    )
     return faults
 
 
@@ -110,9 +120,9 @@ WINDOW = {"algorithm.shaping.truncated": "window"}
 LARGE = {"critic.head_init_std": 300.0}
 HISTOGRAM = {"algorithm.value_loss.kind": "hl_gauss"}
 KL = {"algorithm.kl.placement": "reward", "algorithm.kl.coef": 0.1}
-Change = Callable[[Part, ValueLoss], ValueLoss]
-# Switches, what is planted, a change of the loss of the first mini-batch or, where it comes later, of the others, and
-# the faults that are told.
+Change = Callable[[ModelInput, ValueLoss], ValueLoss]
+# Switches, what is planted, a change of the loss of the first mini-batch or, where it comes later,
+# of the others, and the faults that are told.
 CASES: dict[str, tuple[dict[str, Any], Plant, Change, set[str]]] = {
     "sound": ({}, nothing, same, set()),
     "sound_window": (WINDOW, nothing, same, set()),
@@ -143,12 +153,16 @@ def found_in_all(folder: Path) -> dict[str, set[str]]:
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
     if one_rank_in_process():
         return {}  # each test runs its own: what it reaches is then known
-    faults: dict[str, set[str]] = run_ranks(1, found_in_all, write_models(tmp_path_factory.mktemp("faults")))[0]
+    faults: dict[str, set[str]] = run_ranks(
+        1, found_in_all, write_models(tmp_path_factory.mktemp("faults"))
+    )[0]
     return faults
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_fault_is_named_and_a_sound_critic_has_none(found: dict[str, set[str]], name: str) -> None:
+def test_a_fault_is_named_and_a_sound_critic_has_none(
+    found: dict[str, set[str]], name: str
+) -> None:
     if one_rank_in_process():
         found |= {name: run_ranks(1, found_in, models_of_this_process(), name)[0]}
     assert found[name] == CASES[name][3]
@@ -159,6 +173,8 @@ def test_a_fault_is_named_and_a_sound_critic_has_none(found: dict[str, set[str]]
     [(torch.float32, "none", 1e-3), (torch.bfloat16, "none", 0.1), (torch.bfloat16, "hybrid", 0.2)],
 )
 def test_coarser_numbers_may_be_further_apart(dtype: torch.dtype, fp8: str, share: float) -> None:
-    critic: Any = SimpleNamespace(dtype=dtype, config=SimpleNamespace(precision=SimpleNamespace(fp8=fp8)))
+    critic: Any = SimpleNamespace(
+        dtype=dtype, config=SimpleNamespace(precision=SimpleNamespace(fp8=fp8))
+    )
     for largest, size in ((0.3, 1), (1.0, 1), (40.0, 40)):
         assert _tolerance(critic, largest) == pytest.approx(share * size)

@@ -1,4 +1,5 @@
-"""Faults of every kind, at random times: the run ends as one that was left alone, and nothing stays behind."""
+"""Faults of every kind, at random times: the run ends as one that was left alone, and nothing stays
+behind."""
 
 import json
 import os
@@ -16,8 +17,8 @@ from fault_soak import Fuzzer, Soak, cells, temporary_files_of_its_own
 
 from vapo_megatron.checkpoint import checkpointer as checkpoint
 from vapo_megatron.checkpoint.host_memory import host_memory_of
-from vapo_megatron.engines.ledger import DROPPED
 from vapo_megatron.engines.server.process import EngineAddress
+from vapo_megatron.rollout.ledger import DROPPED
 
 STEPS = 12
 SETTINGS = (
@@ -34,14 +35,19 @@ SETTINGS = (
     "rollout.health.max_failures=20",
     "robustness.hangs.floor_s=30",  # a weight sync may wait for an engine's start
 )
-# An engine's start takes minutes while other work loads the machine; a stopped rank is noticed after 16 s all the same.
+# An engine's start takes minutes while other work loads the machine; a stopped rank is noticed
+# after 16 s all the same.
 PATIENT = "robustness.hangs.floor_s=150"
 TIS = "algorithm.importance_sampling.kind=tis"
 
 
 def ahead(steps: int, sync: str) -> tuple[str, ...]:
     """Settings of a run whose engines work so many steps ahead."""
-    keys = (f"rollout.asynchronous.max_staleness={steps}", f"rollout.asynchronous.weight_sync={sync}", TIS)
+    keys = (
+        f"rollout.asynchronous.max_staleness={steps}",
+        f"rollout.asynchronous.weight_sync={sync}",
+        TIS,
+    )
     return (*keys, f"rollout.deterministic={'true' if sync == 'wait' else 'false'}")
 
 
@@ -49,20 +55,27 @@ async def two_turns(task: dict[str, Any], base_url: str, http_client: Any) -> No
     """An agent that asks again whatever the answer was."""
     messages = list(task["messages"])
     for _ in range(2):
-        answer = await http_client.post(f"{base_url}/chat/completions", json={"messages": messages, "max_tokens": 6})
+        answer = await http_client.post(
+            f"{base_url}/chat/completions", json={"messages": messages, "max_tokens": 6}
+        )
         answer.raise_for_status()
         messages += [answer.json()["choices"][0]["message"], {"role": "user", "content": "1 + 1"}]
 
 
 AGENT = (
-    *(f"rollout.agent={__name__}:two_turns", "rollout.episode.max_tokens=64", "data.max_prompt_tokens=32"),
+    *(
+        f"rollout.agent={__name__}:two_turns",
+        "rollout.episode.max_tokens=64",
+        "data.max_prompt_tokens=32",
+    ),
     "data.prompt.chat_template=true",
 )
 
 
 @dataclass(frozen=True)
 class Mode:
-    """A way to run. repeats: two such runs are equal to the bit; waits: it waits for engines before a weight sync."""
+    """A way to run. repeats: two such runs are equal to the bit; waits: it waits for engines before
+    a weight sync."""
 
     ranks: int = 2
     settings: tuple[str, ...] = ()
@@ -82,52 +95,76 @@ MODES = {
     "synchronous, 4 ranks": Mode(4),
     "staleness 1, 4 ranks": Mode(4, ahead(1, "wait"), waits=True),
 }
-# What was done in all modes so far, by this process and those before it (tests/training/fault_table.py prints it).
+# What was done in all modes so far, by this process and those before it
+# (tests/training/fault_table.py prints it).
 RESULTS = Path(os.environ.get("FAULT_RESULTS", "build/faults.json"))
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory, engine_of_runs: EngineAddress) -> attempts.World:
+def world(
+    tmp_path_factory: pytest.TempPathFactory, engine_of_runs: EngineAddress
+) -> attempts.World:
     return attempts.make_world(tmp_path_factory.mktemp("soak"), engine_of_runs)
 
 
 def last_progress(run_dir: Path) -> dict[str, Any]:
     """What the last checkpoint says of prompts, groups and updates."""
-    found: dict[str, Any] = json.loads((run_dir / f"checkpoints/step_{STEPS:06d}/progress.json").read_text())
+    found: dict[str, Any] = json.loads(
+        (run_dir / f"checkpoints/step_{STEPS:06d}/progress.json").read_text()
+    )
     return found
 
 
 def check_ledger(progress: dict[str, Any]) -> None:
     """Every group that was drawn is trained, dropped for a reason, or on its way."""
     if groups := progress["groups"]:
-        counts, on_the_way = groups["counts"], len(groups["drawn_at"])
-        assert counts["drawn"] == counts["trained"] + sum(counts.get(reason, 0) for reason in DROPPED) + on_the_way
+        counts = groups["counts"]
+        on_the_way = len(groups["drawn_at"])
+        assert (
+            counts["drawn"]
+            == counts["trained"] + sum(counts.get(reason, 0) for reason in DROPPED) + on_the_way
+        )
 
 
 def disturb(world: attempts.World, name: str, mode: Mode, faults: int, soak: Soak) -> int:
-    """Runs of a mode under so many faults in all, each compared with the same one that was left alone; their number."""
+    """Runs of a mode under so many faults in all, each compared with the same one that was left
+    alone; their number."""
     folder = name.replace(" ", "_").replace(",", "")
-    settings = (*SETTINGS, PATIENT, f"cluster.ranks={mode.ranks}", "evaluation.every=3", *mode.settings)
+    settings = (
+        *SETTINGS,
+        PATIENT,
+        f"cluster.ranks={mode.ranks}",
+        "evaluation.every=3",
+        *mode.settings,
+    )
     alone = attempts.config_of(world, f"{folder}_alone", {"tp": 1}, *settings)
     if mode.repeats:
         end = attempts.live(world, alone, mode.ranks, deadline=1200)
         assert end.code == 0, end.said
     chance = random.Random(f"{os.environ.get('SEED', '1')}/{name}")
-    own, number, end_at = f"rollout.num_engines={mode.ranks // 2}", 0, soak.faults.total() + faults
+    own = f"rollout.num_engines={mode.ranks // 2}"
+    number = 0
+    end_at = soak.faults.total() + faults
     while (left := end_at - soak.faults.total()) > 0:
         number += 1
         config = attempts.config_of(world, f"{folder}_{number}", {"tp": 1}, *settings, own)
         with temporary_files_of_its_own():
             Fuzzer(config, chance, min(left, 2 * STEPS), soak, cells(mode.waits)).run(3600)
-        run_dir, other = Path(config.run.directory), Path(alone.run.directory)
+        run_dir = Path(config.run.directory)
+        other = Path(alone.run.directory)
         progress = last_progress(run_dir)
         check_ledger(progress)
         if mode.repeats:
             same_run(run_dir, other)
-            assert progress == last_progress(other), "every sample drawn is trained or dropped, once"
+            assert progress == last_progress(other), (
+                "every sample drawn is trained or dropped, once"
+            )
         steps = [row["step"] for row in attempts.metrics(run_dir) if row["step"] > 0]
         assert steps == list(range(1, STEPS + 1))
-        print(f"\n{name}: {soak.faults.total()} faults, codes {dict(soak.codes)}\n{soak.table()}", flush=True)
+        print(
+            f"\n{name}: {soak.faults.total()} faults, codes {dict(soak.codes)}\n{soak.table()}",
+            flush=True,
+        )
     assert not soak.left, soak.left
     return number
 
@@ -135,37 +172,59 @@ def disturb(world: attempts.World, name: str, mode: Mode, faults: int, soak: Soa
 @pytest.mark.full
 @pytest.mark.timeout(900)
 def test_a_run_under_a_fault_of_each_sort(
-    world: attempts.World, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    world: attempts.World,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Two copies of a model that is cut in two."""
     monkeypatch.setattr(checkpoint, "_COPYING_SHARE", 1e9)  # a copy after each step, however short
     alone, config = (
         attempts.config_of(
-            *(world, name, {"tp": 2}, *SETTINGS, "run.steps=9", "cluster.ranks=4", "checkpoint.every=5"),
+            *(
+                world,
+                name,
+                {"tp": 2},
+                *SETTINGS,
+                "run.steps=9",
+                "cluster.ranks=4",
+                "checkpoint.every=5",
+            ),
             "data.eval=[]",
         )
         for name in ("alone", "faults")
     )
     assert attempts.live(world, alone, 4) == attempts.End(0, "")
     plan = [
-        # A stopped engine is noticed after rollout.health.answer_s, which may be a step later: its row must be written
-        # before the run is asked to end.
-        *((2, "rank: kill -9"), (3, "copy in memory: flipped bit"), (4, "engine: stopped"), (6, "run: SIGUSR1")),
+        # A stopped engine is noticed after rollout.health.answer_s, which may be a step later: its
+        # row must be written before the run is asked to end.
+        *(
+            (2, "rank: kill -9"),
+            (3, "copy in memory: flipped bit"),
+            (4, "engine: stopped"),
+            (6, "run: SIGUSR1"),
+        ),
         *((7, "verifier: kill -9"), (8, "rank: stopped")),
     ]
     soak = Soak()
     capfd.readouterr()
     with temporary_files_of_its_own():
         Fuzzer(config, random.Random(1), 0, soak, plan=plan).run(600)
-    run_dir, memory = Path(config.run.directory), host_memory_of(Path(config.run.directory))
+    run_dir = Path(config.run.directory)
+    memory = host_memory_of(Path(config.run.directory))
     rows = same_run(run_dir, Path(alone.run.directory))
     assert soak.codes == {75: 1, 0: 1} and not soak.left
     assert sum(row["rollout/engine_failures"] for row in rows) >= 1
     said = capfd.readouterr().err
     again = rf"; ranks are started again in this process, from {memory}/checkpoints/step_00000(\d)"
-    assert re.findall(rf"was killed by SIGKILL.*{again}", said) and "has changed since it was saved" in said, said
+    assert (
+        re.findall(rf"was killed by SIGKILL.*{again}", said)
+        and "has changed since it was saved" in said
+    ), said
     assert re.findall(rf"was stopped by a signal .*{again}", said), said
-    assert soak.seconds["rank: stopped"][0] < 150, "the watchdog names it, before the limit of collectives comes"
+    assert soak.seconds["rank: stopped"][0] < 150, (
+        "the watchdog names it, before the limit of collectives comes"
+    )
 
 
 @pytest.mark.faults

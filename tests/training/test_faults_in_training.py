@@ -1,4 +1,5 @@
-"""Faults planted into the trainer's own update of the critic are named in the row of the step; a sound one has none."""
+"""Faults planted into the trainer's own update of the critic are named in the row of the step; a
+sound one has none."""
 
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,12 @@ from vapo_megatron.training.score import score, values
 def faults(folder: Path, fault: str, switches: dict[str, Any]) -> list[str]:
     """On one rank: one iteration with a fault planted; the faults that its row names."""
     config = config_of(folder, switches)
-    models, rollout, algorithm = load_models(config, None), read_rollout(folder), config.algorithm
-    rollout.greedy_rewards, original, new = None, updates.token_weights, models.critic_is_new
+    models = load_models(config, None)
+    rollout = read_rollout(folder)
+    algorithm = config.algorithm
+    rollout.greedy_rewards = None
+    original = updates.token_weights
+    new = models.critic_is_new
     batch = spread(rollout)
     critic = models.critic
     assert critic is not None
@@ -29,7 +34,9 @@ def faults(folder: Path, fault: str, switches: dict[str, Any]) -> list[str]:
         score(models, batch, algorithm, recorder)
         estimate_advantages(batch, algorithm, recorder, new)
         if fault == "mask":
-            updates.token_weights = lambda lengths, kind, **more: (original(lengths, kind, **more) == 0).float()  # type: ignore[assignment]
+            updates.token_weights = lambda lengths, kind, **more: (
+                original(lengths, kind, **more) == 0
+            ).float()  # type: ignore[assignment]
         elif fault == "end":
             to_tokens = updates.to_tokens
 
@@ -47,7 +54,7 @@ def faults(folder: Path, fault: str, switches: dict[str, Any]) -> list[str]:
         elif fault == "targets remade":
             for parameter in critic.chunks[0].parameters():
                 parameter.data.add_(0.02)
-            batch.own.values = values(critic, batch.own, algorithm.value_loss)
+            batch.local.values = values(critic, batch.local, algorithm.value_loss)
         updates.update_critic(models, batch, algorithm, "1/1", recorder)
         row = recorder.write(1)
     return sorted(name.rpartition("fault_")[2] for name in row if "fault_" in name)
@@ -71,6 +78,8 @@ LAMBDA = {"algorithm.advantage.lambda_critic": 0.9}
         ("targets remade", LAMBDA, ["targets"]),
     ],
 )
-def test_a_planted_fault_is_named(tmp_path: Path, fault: str, switches: dict[str, Any], named: list[str]) -> None:
+def test_a_planted_fault_is_named(
+    tmp_path: Path, fault: str, switches: dict[str, Any], named: list[str]
+) -> None:
     write_models(tmp_path)
     assert run_ranks(1, faults, tmp_path, fault, switches)[0] == named

@@ -1,5 +1,6 @@
-"""Each loss and its metrics on one rank's positions, beside the formulas written out in float64: in the middle of an
-iteration, where the policy is no longer the one of the rollout or of the old log-probs."""
+"""Each loss and its metrics on one rank's positions, beside the formulas written out in float64: in
+the middle of an iteration, where the policy is no longer the one of the rollout or of the old
+log-probs."""
 
 import math
 from types import SimpleNamespace
@@ -7,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from switch_formulas import surrogate
+from switch_formulas import cut, surrogate
 from torch import Tensor
 
+from vapo_megatron.algorithms.registry import POLICY_LOSSES
 from vapo_megatron.config.policy import KlConfig, PolicyLossConfig
 from vapo_megatron.config.value import ValueLossConfig
 from vapo_megatron.training.losses import NegativeLogLikelihood, PolicyLoss, ValueLoss, values_of
@@ -17,7 +19,8 @@ from vapo_megatron.training.losses import NegativeLogLikelihood, PolicyLoss, Val
 LENGTHS = [9, 1, 14]
 TOKENS = sum(LENGTHS)
 OWNER = torch.arange(len(LENGTHS)).repeat_interleave(torch.tensor(LENGTHS))
-# Positions of a model's outputs: two of a prompt before each response, and padding; not all tokens are here.
+# Positions of a model's outputs: two of a prompt before each response, and padding; not all tokens
+# are here.
 INDEX = torch.tensor([-1, -1, *range(9), -1, -1, 9, -1, -1, *range(10, 20), -1])
 HERE = INDEX[INDEX >= 0]
 
@@ -61,7 +64,9 @@ def loss_of(settings: dict[str, Any], kl: dict[str, Any], **changed: Any) -> Pol
         "nll_weights": CHOSEN * noise(10).exp(),
         "mean_weights": CHOSEN / CHOSEN.sum(),
     }
-    return PolicyLoss(PolicyLossConfig.model_validate(settings), KlConfig.model_validate(kl), **(fields | changed))
+    return PolicyLoss(
+        PolicyLossConfig.model_validate(settings), KlConfig.model_validate(kl), **(fields | changed)
+    )
 
 
 def outputs() -> Tensor:
@@ -72,13 +77,17 @@ def outputs() -> Tensor:
 
 
 def expected(loss: PolicyLoss, new: Tensor) -> tuple[Tensor, dict[str, float]]:
-    """The loss with its gradient to new [T] float64, and the metrics; of the tokens that are here."""
-    config, kl = loss.config, loss.kl
+    """The loss with its gradient to new [T] float64, and the metrics; of the tokens that are
+    here."""
+    config = loss.config
+    kl = loss.kl
 
     def of(values: Tensor) -> Tensor:
         return values.double()[HERE]
 
-    here, entropies, advantages = new[HERE], of(ENTROPIES), of(loss.advantages)
+    here = new[HERE]
+    entropies = of(ENTROPIES)
+    advantages = of(loss.advantages)
     old = here.detach() if loss.old_logprobs is None else of(loss.old_logprobs)
     rollout, ref, weights, mean = (
         of(x) for x in (loss.rollout_logprobs, loss.ref_logprobs, loss.weights, loss.mean_weights)
@@ -86,10 +95,16 @@ def expected(loss: PolicyLoss, new: Tensor) -> tuple[Tensor, dict[str, float]]:
     members = [OWNER[HERE] == sample for sample in range(len(LENGTHS))]
     settings: Any = SimpleNamespace(policy_loss=config)
     surrogates = torch.zeros_like(here)
+    clipped = {"low": torch.zeros_like(mean), "high": torch.zeros_like(mean)}
+    if config.dual_clip is not None:
+        clipped["dual"] = torch.zeros_like(mean)
     for part in members:
-        surrogates = surrogates.masked_scatter(
-            part, surrogate(settings, here[part], old[part], rollout[part], advantages[part])
-        )
+        terms = (old[part], rollout[part], advantages[part])
+        surrogates = surrogates.masked_scatter(part, surrogate(settings, here[part], *terms))
+        bounds = cut(settings, here[part].detach(), *terms)
+        for name, tokens in zip(("low", "high", "dual"), bounds, strict=True):
+            if tokens is not None:
+                clipped[name] = clipped[name].masked_scatter(part, tokens.double())
     terms = {
         "policy_loss": (weights * of(loss.importance) * surrogates).sum(),
         "nll_loss": -(of(loss.nll_weights) * here).sum(),
@@ -102,7 +117,9 @@ def expected(loss: PolicyLoss, new: Tensor) -> tuple[Tensor, dict[str, float]]:
         "nll_loss": config.positive_nll.coef,
         "kl_loss": kl.coef if kl.placement == "loss" else 0.0,
     }
-    total = sum((coefficients[name] * term for name, term in terms.items()), torch.zeros(()).double())
+    total = sum(
+        (coefficients[name] * term for name, term in terms.items()), torch.zeros(()).double()
+    )
     total = total - config.entropy_coef * (weights * entropies).sum()
     log_ratio = torch.where(mean > 0, (here - old).detach(), 0)
     metrics = {
@@ -111,50 +128,29 @@ def expected(loss: PolicyLoss, new: Tensor) -> tuple[Tensor, dict[str, float]]:
         "ratio_max": log_ratio.exp().max(),
         "approx_kl": (mean * (log_ratio.exp() - 1 - log_ratio)).sum(),
     }
-    low, high, dual = cut(config, here.detach(), log_ratio, rollout, advantages, members)
-    metrics |= {f"clip_fraction_{name}": (mean * x).sum() for name, x in (("low", low), ("high", high))}
-    if config.dual_clip is not None:
-        metrics["clip_fraction_dual"] = (mean * dual).sum()
+    for name, tokens in clipped.items():
+        metrics[f"clip_fraction_{name}"] = (mean * tokens).sum()
     reported = {"policy_loss", "nll_loss"} | {name for name, c in coefficients.items() if c}
     metrics |= {name: term.detach() for name, term in terms.items() if name in reported}
     return total, {name: float(value) for name, value in metrics.items()}
 
 
-def cut(
-    config: PolicyLossConfig, new: Tensor, log_ratio: Tensor, rollout: Tensor, advantages: Tensor, members: list[Tensor]
-) -> list[Tensor]:
-    """1 where a low, a high and a dual bound acts."""
-    ratio, none = log_ratio.exp(), torch.zeros_like(new)
-    low, high = 1 - config.clip_low, 1 + config.clip_high
-    if config.kind == "reinforce":
-        return [none] * 3
-    if config.kind == "cispo":
-        return [none, (ratio > high).double(), none]
-    if config.kind == "sao":
-        to_rollout = (new - rollout).exp()
-        return [(to_rollout <= low).double(), (to_rollout >= high).double(), none]
-    if config.kind == "dppo":
-        rose = new.exp() - rollout.exp()
-        fell, grew = rose < -config.clip_low, rose > config.clip_high
-        return [((advantages <= 0) & fell).double(), ((advantages > 0) & grew).double(), none]
-    if config.kind == "gspo":
-        ratio = torch.zeros_like(ratio)
-        for part in members:
-            ratio[part] = log_ratio[part].mean().exp()
-    dual = none if config.dual_clip is None else ((advantages < 0) & (ratio > config.dual_clip)).double()
-    return [((advantages < 0) & (ratio < low)).double(), ((advantages > 0) & (ratio > high)).double(), dual]
-
-
 TIGHT = {"clip_low": 0.1, "clip_high": 0.15}
+AGGREGATION = {True: {"aggregation": "sequence_mean"}, False: {"aggregation": "token_mean"}}
 K3, K2 = ({"placement": "loss", "estimator": name, "coef": 0.7} for name in ("k3", "k2"))
+# Bounds that act on some tokens of each side; TIGHT where a loss is not named.
+BOUNDS: dict[str, dict[str, Any]] = {
+    "ppo_clip": {"clip_low": 0.01, "clip_high": 0.3},
+    "gspo": {"clip_low": 0.01, "clip_high": 0.02},
+    "cispo": {"clip_low": 0.3, "clip_high": 0.1},
+    "dppo": {"clip_low": 0.01, "clip_high": 0.02},
+}
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "ppo_clip": ({"clip_low": 0.01, "clip_high": 0.3}, {}),  # a bound of its own each
+    name: ({"kind": name} | AGGREGATION[traits.per_sequence] | BOUNDS.get(name, TIGHT), {})
+    for name, traits in POLICY_LOSSES.traits.items()
+}
+CASES |= {
     "dual_clip": (TIGHT | {"dual_clip": 1.2}, {}),
-    "reinforce": ({"kind": "reinforce"}, {}),
-    "gspo": ({"kind": "gspo", "clip_low": 0.01, "clip_high": 0.02, "aggregation": "sequence_mean"}, {}),
-    "cispo": ({"kind": "cispo", "clip_low": 0.3, "clip_high": 0.1}, {}),
-    "sao": ({"kind": "sao", **TIGHT}, {}),
-    "dppo": ({"kind": "dppo", "clip_low": 0.01, "clip_high": 0.02}, {}),
     "all": (TIGHT | {"entropy_coef": 0.3, "positive_nll": {"coef": 0.6}}, K3),
     "k2": (TIGHT, K2),
 }
@@ -163,26 +159,36 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 @pytest.mark.parametrize("first", [False, True])
 @pytest.mark.parametrize("name", CASES)
 def test_a_policy_loss_and_its_metrics_are_those_of_the_formula(name: str, first: bool) -> None:
-    """first: old log-probs are those of this very pass."""
+    """first: old log-probs come from this very pass."""
     settings, kl = CASES[name]
-    loss, given = loss_of(settings, kl, **({"old_logprobs": None} if first else {})), outputs()
+    loss = loss_of(settings, kl, **({"old_logprobs": None} if first else {}))
+    given = outputs()
     found, metrics = loss(given, Local())
     new = NEW.double().requires_grad_()
     wanted, wanted_metrics = expected(loss, new)
     assert float(found.detach()) == pytest.approx(float(wanted.detach()), rel=1e-4, abs=1e-5)
     assert metrics == pytest.approx(wanted_metrics, rel=1e-4, abs=1e-6)
-    assert set(metrics) == {*loss.sums, *loss.maxima} and not any(x.requires_grad for x in metrics.values())
+    assert set(metrics) == {*loss.sums, *loss.maxima} and not any(
+        x.requires_grad for x in metrics.values()
+    )
     (gradient,) = torch.autograd.grad(found, given)
     (wanted_gradient,) = torch.autograd.grad(wanted, new)
-    torch.testing.assert_close(gradient[INDEX >= 0, 0].double(), wanted_gradient[HERE], rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(
+        gradient[INDEX >= 0, 0].double(), wanted_gradient[HERE], rtol=1e-4, atol=1e-6
+    )
     entropy = -loss.config.entropy_coef * loss.weights[HERE]
     torch.testing.assert_close(gradient[INDEX >= 0, 1], entropy, rtol=1e-5, atol=1e-7)
     assert not gradient[INDEX < 0].any()
-    if not first and name not in ("reinforce", "cispo"):
-        assert metrics["clip_fraction_low"] > 0 and metrics["clip_fraction_high"] > 0
+    some = torch.ones(1).double()
+    bounds = cut(SimpleNamespace(policy_loss=loss.config), some, some, some, some)
+    if not first:
+        for side, tokens in zip(("low", "high"), bounds, strict=False):
+            assert (metrics[f"clip_fraction_{side}"] > 0) == (tokens is not None), side
 
 
-TARGETS, OLD, WEIGHTS = noise(20, 0.4).clamp(-0.9, 0.9), noise(21, 0.4), CHOSEN * noise(22).exp()
+TARGETS = noise(20, 0.4).clamp(-0.9, 0.9)
+OLD = noise(21, 0.4)
+WEIGHTS = CHOSEN * noise(22).exp()
 RANGE = {"low": -1.5, "high": 2.5}
 VALUE_CASES: dict[str, dict[str, Any]] = {
     "mse": {},
@@ -195,7 +201,8 @@ VALUE_CASES: dict[str, dict[str, Any]] = {
 
 
 def values_as_written(config: ValueLossConfig, head: Tensor) -> Tensor:
-    middle, half = (config.low + config.high) / 2, (config.high - config.low) / 2
+    middle = (config.low + config.high) / 2
+    half = (config.high - config.low) / 2
     if config.kind == "hl_gauss":
         edges = edges_of(config)
         return head.softmax(-1) @ ((edges[1:] + edges[:-1]) / 2)
@@ -240,14 +247,23 @@ def test_a_value_loss_is_that_of_the_formula(name: str) -> None:
         float(found.detach()) == pytest.approx(float(wanted.detach()), rel=1e-4)
         and not metrics["value_loss"].requires_grad
     )
-    (gradient,), (wanted_gradient,) = torch.autograd.grad(found, given), torch.autograd.grad(wanted, exact)
+    (gradient,), (wanted_gradient,) = (
+        torch.autograd.grad(found, given),
+        torch.autograd.grad(wanted, exact),
+    )
     torch.testing.assert_close(gradient[INDEX >= 0].double(), wanted_gradient, rtol=1e-3, atol=1e-5)
-    torch.testing.assert_close(values_of(head, config)[HERE].double(), values.detach(), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        values_of(head, config)[HERE].double(), values.detach(), rtol=1e-4, atol=1e-5
+    )
 
 
-def test_a_mean_over_response_tokens_is_what_fine_tuning_minimises() -> None:
+def test_token_mean_equals_the_loss_of_fine_tuning() -> None:
     loss, metrics = NegativeLogLikelihood(WEIGHTS)(outputs(), Local())
     assert float(loss.detach()) == pytest.approx(-float((WEIGHTS * NEW)[HERE].sum()), rel=1e-5)
     assert float(metrics["nll_loss"]) == float(loss.detach()) and loss.requires_grad
-    assert float(metrics["entropy"]) == pytest.approx(float((WEIGHTS * ENTROPIES)[HERE].sum()), rel=1e-5)
-    assert not any(value.requires_grad for value in metrics.values()) and set(metrics) == {*NegativeLogLikelihood.sums}
+    assert float(metrics["entropy"]) == pytest.approx(
+        float((WEIGHTS * ENTROPIES)[HERE].sum()), rel=1e-5
+    )
+    assert not any(value.requires_grad for value in metrics.values()) and set(metrics) == {
+        *NegativeLogLikelihood.sums
+    }

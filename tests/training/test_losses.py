@@ -1,5 +1,5 @@
-"""Losses that look at whole responses, at histograms or at a reference: the same numbers at every layout, and those of
-plain torch."""
+"""Losses that look at whole responses, at histograms or at a reference: the same numbers at every
+layout, and plain torch's."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -13,18 +13,24 @@ from hf_models import write_model
 from ranks import run_ranks
 from transformers import AutoModelForTokenClassification
 
-from vapo_megatron.config.model import ActorConfig, CriticConfig, LayoutConfig, ModelConfig, OptimizerSettings
+from vapo_megatron.config.model import (
+    ActorConfig,
+    CriticConfig,
+    LayoutConfig,
+    ModelConfig,
+    OptimizerSettings,
+)
 from vapo_megatron.config.policy import KlConfig, PolicyLossConfig
 from vapo_megatron.config.value import ValueLossConfig
 from vapo_megatron.data.batch import ExperienceBatch
 from vapo_megatron.megatron.mesh import make_mesh
 from vapo_megatron.megatron.offload import PARTS
 from vapo_megatron.megatron.trainable import Trainable
+from vapo_megatron.models.registry import read_spec
 from vapo_megatron.training.losses import PolicyLoss, ValueLoss
 from vapo_megatron.training.score import values
 from vapo_megatron.weights.export import save_hf
 from vapo_megatron.weights.load import load_hf
-from vapo_megatron.weights.spec import read_spec
 
 BINS = 21
 STEPS = 2
@@ -40,36 +46,51 @@ def noise(seed: int, total: int) -> torch.Tensor:
     return torch.randn(total, generator=torch.Generator().manual_seed(seed))
 
 
-def policy_loss(batch: ExperienceBatch, scored: torch.Tensor, settings: dict[str, Any]) -> PolicyLoss:
-    """Old log-probs, reference and rollout stand near the policy's, so that bounds act on some tokens alone."""
+def policy_loss(
+    batch: ExperienceBatch, scored: torch.Tensor, settings: dict[str, Any]
+) -> PolicyLoss:
+    """Old log-probs, reference and rollout stand near the policy's, so that bounds act on some
+    tokens alone."""
     total = batch.response_tokens
     return PolicyLoss(
-        config=PolicyLossConfig.model_validate({"clip_low": 0.1, "clip_high": 0.1, **settings["loss"]}),
+        config=PolicyLossConfig.model_validate(
+            {"clip_low": 0.1, "clip_high": 0.1, **settings["loss"]}
+        ),
         kl=KlConfig.model_validate(settings["kl"]),
         old_logprobs=scored + 0.2 * noise(1, total),
         rollout_logprobs=scored + 0.2 * noise(2, total),
         ref_logprobs=scored + 0.2 * noise(3, total),
         advantages=noise(4, total),
         importance=noise(6, total).exp(),
-        weights=(1 / (batch.samples * batch.response_lengths)).repeat_interleave(batch.response_lengths),
+        weights=(1 / (batch.samples * batch.response_lengths)).repeat_interleave(
+            batch.response_lengths
+        ),
         nll_weights=torch.zeros(total),
         mean_weights=torch.full((total,), 1 / total),
     )
 
 
-def train_policy(model_dir: Path, layout: LayoutConfig, max_tokens: int, settings: dict[str, Any]) -> Any:
-    spec, batch, mesh = read_spec(model_dir), make_batch(), make_mesh(layout)
+def train_policy(
+    model_dir: Path, layout: LayoutConfig, max_tokens: int, settings: dict[str, Any]
+) -> Any:
+    spec = read_spec(model_dir)
+    batch = make_batch()
+    mesh = make_mesh(layout)
     section = ActorConfig(
         layout=layout,
         optimizer=OptimizerSettings(lr=1e-2, warmup_steps=0, eps=1e-3),
         max_tokens_per_microbatch=max_tokens,
     )
-    actor = Trainable(spec, ModelConfig(path="unused", dtype="float32"), section, mesh, "lm", name="actor", seed=1)
+    actor = Trainable(
+        spec, ModelConfig(path="unused", dtype="float32"), section, mesh, "lm", name="actor", seed=1
+    )
     load_hf(actor.chunks, spec, model_dir, mesh, "lm")
     actor.prepare()
     loss = policy_loss(batch, actor.score(batch)[:, 0], settings)
     results = [actor.train_step(batch, range(batch.samples), loss) for _ in range(STEPS)]
-    return [(r.grad_norm, r.metrics) for r in results], float(actor.score(batch).double().square().sum())
+    return [(r.grad_norm, r.metrics) for r in results], float(
+        actor.score(batch).double().square().sum()
+    )
 
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -96,10 +117,17 @@ def one_rank(model_dir: Path) -> dict[str, Any]:
 @pytest.mark.parametrize("name", SETTINGS)
 @pytest.mark.parametrize("world_size,layout,max_tokens", LAYOUTS)
 def test_layout_does_not_change_a_policy_loss(
-    model_dir: Path, one_rank: dict[str, Any], world_size: int, layout: LayoutConfig, max_tokens: int, name: str
+    model_dir: Path,
+    one_rank: dict[str, Any],
+    world_size: int,
+    layout: LayoutConfig,
+    max_tokens: int,
+    name: str,
 ) -> None:
     expected_steps, expected_sum = one_rank[name]
-    for steps, total in run_ranks(world_size, train_policy, model_dir, layout, max_tokens, SETTINGS[name]):
+    for steps, total in run_ranks(
+        world_size, train_policy, model_dir, layout, max_tokens, SETTINGS[name]
+    ):
         assert total == pytest.approx(expected_sum, rel=1e-5)
         for (norm, metrics), (expected_norm, expected) in zip(steps, expected_steps, strict=True):
             assert norm == pytest.approx(expected_norm, rel=2e-5)
@@ -107,26 +135,38 @@ def test_layout_does_not_change_a_policy_loss(
 
 
 def test_gspo_clips_whole_responses(model_dir: Path, one_rank: dict[str, Any]) -> None:
-    """The clip fractions are those of the six mean log-ratios, counted with their tokens."""
+    """The clip fractions of the six mean log-ratios, counted with their tokens."""
     batch = make_batch()
     (_, metrics), *_ = one_rank["gspo"][0]
     log_ratio = -0.2 * noise(1, batch.response_tokens)
-    advantages, lengths = noise(4, batch.response_tokens), batch.response_lengths.tolist()
+    advantages = noise(4, batch.response_tokens)
+    lengths = batch.response_lengths.tolist()
     ratios = torch.cat([part.mean().exp().expand(len(part)) for part in log_ratio.split(lengths)])
-    low, high = ((ratios < 0.9) & (advantages < 0)).float().mean(), ((ratios > 1.1) & (advantages > 0)).float().mean()
+    low = ((ratios < 0.9) & (advantages < 0)).float().mean()
+    high = ((ratios > 1.1) & (advantages > 0)).float().mean()
     assert low + high > 0
     assert metrics["clip_fraction_low"] == pytest.approx(float(low), abs=1e-6)
     assert metrics["clip_fraction_high"] == pytest.approx(float(high), abs=1e-6)
 
 
 def train_critic(model_dir: Path, layout: LayoutConfig, max_tokens: int, out: Path) -> Any:
-    spec, batch, mesh = read_spec(model_dir, value_outputs=BINS), make_batch(), make_mesh(layout)
+    spec = read_spec(model_dir, value_outputs=BINS)
+    batch = make_batch()
+    mesh = make_mesh(layout)
     section = CriticConfig(
         layout=layout,
         optimizer=OptimizerSettings(lr=1e-2, warmup_steps=0, eps=1e-3),
         max_tokens_per_microbatch=max_tokens,
     )
-    critic = Trainable(spec, ModelConfig(path="unused", dtype="float32"), section, mesh, "value", name="critic", seed=1)
+    critic = Trainable(
+        spec,
+        ModelConfig(path="unused", dtype="float32"),
+        section,
+        mesh,
+        "value",
+        name="critic",
+        seed=1,
+    )
     load_hf(critic.chunks, spec, model_dir, mesh, "value", head_init_std=0.1)
     critic.prepare()
     save_hf(critic.chunks, spec, mesh, "value", model_dir, out)
@@ -141,11 +181,14 @@ def train_critic(model_dir: Path, layout: LayoutConfig, max_tokens: int, out: Pa
 def expected_critic(start: Path) -> Any:
     """The same with transformers' token classifier of as many labels as there are bins."""
     model = AutoModelForTokenClassification.from_pretrained(start).double().eval()
-    batch, total = make_batch(), make_batch().response_tokens
+    batch = make_batch()
+    total = make_batch().response_tokens
     width = 3.0 / (BINS - 6)  # three bins lie beyond -1.5..1.5 on either side
     outer = 1.5 + 3 * width
     edges = torch.linspace(-outer, outer, BINS + 1, dtype=torch.float64)
-    gaussian = torch.distributions.Normal(noise(1, total).double().clamp(-outer, outer)[:, None], 0.75 * width)
+    gaussian = torch.distributions.Normal(
+        noise(1, total).double().clamp(-outer, outer)[:, None], 0.75 * width
+    )
     mass = gaussian.cdf(edges).diff(dim=-1)
     target = mass / mass.sum(-1, keepdim=True)
     named = list(model.named_parameters())
@@ -167,7 +210,8 @@ def expected_critic(start: Path) -> Any:
             found: list[float] = (log_probs().exp() @ ((edges[1:] + edges[:-1]) / 2)).tolist()
         return found
 
-    before, steps = means(), []
+    before = means()
+    steps = []
     for _ in range(STEPS):
         optimizer.zero_grad()
         loss = -(target * log_probs()).sum(-1).mean()
@@ -180,7 +224,11 @@ def expected_critic(start: Path) -> Any:
 
 @pytest.mark.parametrize(
     "world_size,layout",
-    [(1, LayoutConfig()), (2, LayoutConfig(cp=2)), (4, LayoutConfig(tp=2, pp=2, sequence_parallel=True))],
+    [
+        (1, LayoutConfig()),
+        (2, LayoutConfig(cp=2)),
+        (4, LayoutConfig(tp=2, pp=2, sequence_parallel=True)),
+    ],
 )
 def test_a_critic_of_bins_learns_and_is_saved(
     model_dir: Path, tmp_path: Path, world_size: int, layout: LayoutConfig
@@ -197,11 +245,16 @@ def test_a_critic_of_bins_learns_and_is_saved(
 
 
 def frozen_scores(model_dir: Path, layout: LayoutConfig) -> Any:
-    """Largest differences of a reference to its policy: at first, after an update, after it was replaced."""
-    spec, batch, mesh = read_spec(model_dir), make_batch(), make_mesh(layout)
+    """Largest differences of a reference to its policy: at first, after an update, after it was
+    replaced."""
+    spec = read_spec(model_dir)
+    batch = make_batch()
+    mesh = make_mesh(layout)
     section = ActorConfig(layout=layout, optimizer=OptimizerSettings(lr=1e-2, warmup_steps=0))
     model = ModelConfig(path="unused", dtype="float32")
-    actor, reference = (Trainable(spec, model, section, mesh, "lm", name=n, seed=1) for n in ("actor", "reference"))
+    actor, reference = (
+        Trainable(spec, model, section, mesh, "lm", name=n, seed=1) for n in ("actor", "reference")
+    )
     for trainable in (actor, reference):
         load_hf(trainable.chunks, spec, model_dir, mesh, "lm")
     actor.prepare()
@@ -219,13 +272,19 @@ def frozen_scores(model_dir: Path, layout: LayoutConfig) -> Any:
     found.append(difference())
     reference.copy_from(actor)
     found.append(difference())
-    assert not any(p.requires_grad or p.grad is not None for c in reference.chunks for p in c.parameters())
+    assert not any(
+        p.requires_grad or p.grad is not None for c in reference.chunks for p in c.parameters()
+    )
     return found
 
 
 @pytest.mark.parametrize("world_size,layout", [(1, LayoutConfig()), (4, LayoutConfig(tp=2, pp=2))])
-def test_a_reference_stands_still_until_it_is_replaced(model_dir: Path, world_size: int, layout: LayoutConfig) -> None:
-    for at_first, after_update, after_replacement in run_ranks(world_size, frozen_scores, model_dir, layout):
+def test_a_reference_stands_still_until_it_is_replaced(
+    model_dir: Path, world_size: int, layout: LayoutConfig
+) -> None:
+    for at_first, after_update, after_replacement in run_ranks(
+        world_size, frozen_scores, model_dir, layout
+    ):
         assert max(at_first, after_replacement) < 1e-5
         assert after_update > 1e-3
 

@@ -1,4 +1,5 @@
-"""Value pretraining around a critic that only notes what it is asked for: which responses, when, and what is said."""
+"""Value pretraining around a critic that only notes what it is asked for: which responses, when,
+and what is said."""
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -29,7 +30,11 @@ from vapo_megatron.training.state import RunState
 from vapo_megatron.training.value_pretraining import pretrain_value, replay_order, split_prompts
 
 SEED = 1  # of write_rollouts()
-TWO = {"iterations": 2, "minibatch_size": 5}  # rollouts of four prompts, three responses each: 24, of which 21 replayed
+# Rollouts of four prompts, three responses each: 24, of which 21 replayed
+TWO = {
+    "iterations": 2,
+    "minibatch_size": 5,
+}
 THREE_EPOCHS = TWO | {"replay_epochs": 3}
 
 
@@ -40,7 +45,8 @@ class Critic(Planner):
 
     def __init__(self, head: float, refuses: Sequence[int]) -> None:
         super().__init__(tp=1, replays=False)
-        self.head, self.refuses = head, refuses
+        self.head = head
+        self.refuses = refuses
         self.steps: list[list[Tokens]] = []
         self.measured: list[list[Tokens]] = []
         self.targets: list[Tensor] = []
@@ -55,7 +61,10 @@ class Critic(Planner):
         self.targets.append(loss.targets)
         number = len(self.steps)
         return StepResult(
-            float(number), number / 100, {"value_loss": 10.0 * number}, updated=number not in self.refuses
+            float(number),
+            number / 100,
+            {"value_loss": 10.0 * number},
+            updated=number not in self.refuses,
         )
 
 
@@ -68,23 +77,32 @@ def pretrain(
     stop_at: int | None = None,
 ) -> Any:
     """What critic, record, recorder, state and checkpoints have seen."""
-    critic, rollouts, checkpoints = Critic(head, refuses), write_rollouts(script), Checkpoints(stop_at)
-    config, whole = ValuePretrainingConfig(**settings), AlgorithmConfig.model_validate(algorithm or {})
+    critic = Critic(head, refuses)
+    rollouts = write_rollouts(script)
+    checkpoints = Checkpoints(stop_at)
+    config = ValuePretrainingConfig(**settings)
+    whole = AlgorithmConfig.model_validate(algorithm or {})
     judge = SkippedUpdates()
-    state = RunState(RunConfig(name="run"), CheckpointConfig(), run_dir, checkpoints, judge)  # type: ignore[arg-type]
+    state = RunState(RunConfig(name=("run")), CheckpointConfig(), run_dir, checkpoints, judge)  # type: ignore[arg-type]
     phases: list[str] = []
     memory: Any = SimpleNamespace(enter=phases.append)
     sampled: list[int] = []
     with Kept(run_dir) as recorder, suppress(Stopped):
         recorder.samples = lambda step, samples, dropped: sampled.append(step)  # type: ignore[method-assign]
         size = BatchConfig(prompts_per_step=4, samples_per_prompt=3)
-        pretrain_value(critic, memory, rollouts, config, whole, size, state, recorder)  # type: ignore[arg-type]
+        pretrain_value(critic, memory, rollouts, config, whole, size, state, recorder, None)  # type: ignore[arg-type]
     asked = [request.prompt.cursor for request in rollouts.engines.requests]  # type: ignore[attr-defined]
     return SimpleNamespace(
-        critic=critic, record=state.recorded, recorder=recorder, state=state, points=checkpoints.points, asked=asked,
+        critic=critic,
+        record=state.recorded,
+        recorder=recorder,
+        state=state,
+        points=checkpoints.points,
+        asked=asked,
         phases=phases,
-        sampled=sampled, config=config,
-    )  # fmt: skip
+        sampled=sampled,
+        config=config,
+    )
 
 
 def run(*args: Any, **kwargs: Any) -> Any:
@@ -124,26 +142,36 @@ def test_what_is_replayed_and_measured(
         assert targets.tolist() == [reward(t) for t in step for _ in t[PROMPT:]]
 
 
-def test_each_row_is_of_the_updates_that_were_made_since_the_one_before(tmp_path: Path) -> None:
+def test_each_row_counts_the_updates_since_the_previous_row(tmp_path: Path) -> None:
     with patch.object(value_pretraining, "_CHECKS", 2):
         seen = run(tmp_path, THREE_EPOCHS, refuses=[3, 15])
     rows = seen.recorder.rows
     assert list(rows) == [0, 7, 14, 15] and seen.recorder.replayed == [0, 35, 70, 75]
-    assert (rows[7]["critic/value_loss"], rows[7]["critic/grad_norm"]) == pytest.approx((250 / 6, 25 / 6))
+    assert (rows[7]["critic/value_loss"], rows[7]["critic/grad_norm"]) == pytest.approx(
+        (250 / 6, 25 / 6)
+    )
     assert rows[14]["critic/value_loss"] == 110 and rows[14]["critic/lr"] == pytest.approx(0.11)
     assert "critic/value_loss" not in rows[15], "the only one was refused"
     assert seen.recorder.progress["value_pretraining"] == (15, 15)
 
 
-def test_every_check_is_a_safe_point_but_the_one_that_it_ends_with(tmp_path: Path) -> None:
+def test_every_check_but_the_last_is_a_safe_point(tmp_path: Path) -> None:
     recorded = [(1, 0, False, False), (2, 0, True, False)]
     every = [*recorded, *((2, number, False, False) for number in range(1, 6))]
     seen = run(tmp_path / "whole", TWO)
     assert seen.points == every and seen.state.pretraining.updates == 5
     stopped = run(tmp_path / "stopped", TWO, stop_at=4)
-    assert stopped.points == every[:4] and len(stopped.critic.steps) == 2 and list(stopped.recorder.rows) == [0, 1, 2]
+    assert (
+        stopped.points == every[:4]
+        and len(stopped.critic.steps) == 2
+        and list(stopped.recorder.rows) == [0, 1, 2]
+    )
     good = run(tmp_path / "good", TWO | {"stop_explained_variance": -9.0})
-    assert good.points == recorded and good.state.pretraining.updates == 1 and list(good.recorder.rows) == [0, 1]
+    assert (
+        good.points == recorded
+        and good.state.pretraining.updates == 1
+        and list(good.recorder.rows) == [0, 1]
+    )
     assert good.recorder.progress["value_pretraining"] == (5, 1)
 
 
@@ -151,13 +179,23 @@ def test_every_check_is_a_safe_point_but_the_one_that_it_ends_with(tmp_path: Pat
     ("loo", "position", "said"), [(0.1, 0.4, "0.400"), (0.4, -0.1, "0.400"), (-1.0, -2.0, "0.000")]
 )
 def test_the_line_at_the_end(tmp_path: Path, loo: float, position: float, said: str) -> None:
-    metrics = {names.EXPLAINED_VARIANCE: 0.25, names.BASELINE_LOO: loo, names.BASELINE_POSITION: position}
-    biases = dict(zip((f"{names.VALUE_BIAS}{p}" for p in names.BIAS_POSITIONS), (0, 0.1, -0.3, 0.2, 0), strict=True))
+    metrics = {
+        names.EXPLAINED_VARIANCE: 0.25,
+        names.BASELINE_LOO: loo,
+        names.BASELINE_POSITION: position,
+    }
+    biases = dict(
+        zip(
+            (f"{names.VALUE_BIAS}{p}" for p in names.BIAS_POSITIONS),
+            (0, 0.1, -0.3, 0.2, 0),
+            strict=True,
+        )
+    )
     with patch.object(value_pretraining, "measure", lambda *_: metrics | biases):
         seen = run(tmp_path, TWO)
     assert seen.recorder.notes == [
-        f"value pretraining: 5 updates, explained variance 0.250 (free baselines {said}), largest bias 0.300 on "
-        "held-out responses"
+        f"value pretraining: 5 updates, explained variance 0.250 (free baselines {said}), largest "
+        "bias 0.300 on held-out responses"
     ]
 
 
@@ -173,5 +211,10 @@ def test_without_a_return_nothing_is_learnt_or_judged(tmp_path: Path) -> None:
     skipped = [row.get("skipped_updates/empty", 0) for row in seen.recorder.rows.values()]
     assert len(skipped) == 22 and sum(skipped) == 7, "each in the row of its time"
     cut = patch("test_pretraining_without_models.script", lambda cursor: [[10 + cursor, CUT]] * 3)
-    with cut, pytest.raises(RunFailed, match=r"none of the 3 held-out responses .*algorithm.shaping.truncated=mask"):
+    with (
+        cut,
+        pytest.raises(
+            RunFailed, match=r"none of the 3 held-out responses .*algorithm.shaping.truncated=mask"
+        ),
+    ):
         run(tmp_path / "none", TWO, masked)

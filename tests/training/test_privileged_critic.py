@@ -1,4 +1,5 @@
-"""A critic that reads what the policy is not shown: before every sequence of its own, and nowhere else."""
+"""A critic that reads a field hidden from the policy: before each of its sequences, and nowhere
+else."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -32,15 +33,25 @@ ROOM |= {"algorithm.advantage.estimator": "gae"}
 
 
 def samples() -> list[Sample]:
-    """Six responses, among them one with an observation and one of three segments; each reads more, but one."""
-    generator, drawn = torch.Generator().manual_seed(8), []
+    """Six responses, among them one with an observation and one of three segments; each reads more,
+    but one."""
+    generator = torch.Generator().manual_seed(8)
+    drawn = []
     for number, (hidden, prompt, response) in enumerate(
         [(4, 3, 9), (1, 2, 5), (0, 6, 4), (7, 1, 12), (3, 5, 1), (2, 2, 8)]
     ):
         ids = torch.randint(0, VOCAB, (hidden + prompt + response,), generator=generator).tolist()
-        said = Prompt(str(number), "", "", tuple(ids[hidden : hidden + prompt]), privileged_ids=tuple(ids[:hidden]))
+        said = Prompt(
+            str(number),
+            "",
+            "",
+            tuple(ids[hidden : hidden + prompt]),
+            privileged_ids=tuple(ids[:hidden]),
+        )
         fields: Any = (ids[hidden + prompt :], [-2.0] * response, "stop", 0, 0)
-        sample = Sample(said, number, 0, 0, *fields, reward=float(number % 2), correct=number % 2 == 1)
+        sample = Sample(
+            said, number, 0, 0, *fields, reward=float(number % 2), correct=number % 2 == 1
+        )
         sample = with_observation(sample, response - 1, 2) if number in (1, 3) else sample
         for after in (8, 4) if number == 3 else ():
             sample = with_segment(sample, after, 3)
@@ -53,29 +64,39 @@ def hidden_from(batch: ExperienceBatch) -> ExperienceBatch:
 
 
 def by_hand(folder: Path, critic: Trainable) -> list[float]:
-    """Values that transformers' backbone gives each segment with its privileged tokens written before its prompt."""
-    model, found = Critic(folder / "policy", state_of(critic)), []
+    """Values that transformers' backbone gives each segment with its privileged tokens written
+    before its prompt."""
+    model = Critic(folder / "policy", state_of(critic))
+    found = []
     for sample in samples():
         parts = in_segments([sample]) if sample.loss_mask is not None else [sample]
         for part in parts:
             before = [*part.prompt.privileged_ids, *part.prompt.token_ids]
             whole = torch.tensor([*before, *part.response_ids.tolist()])
-            read = model.values(Response(whole, len(before), 0.0, False, False, 0, torch.zeros(0), 0.0))
-            found += (read if part.loss_mask is None else read[torch.from_numpy(part.loss_mask)]).tolist()
+            read = model.values(
+                Response(whole, len(before), 0.0, False, False, 0, torch.zeros(0), 0.0)
+            )
+            found += (
+                read if part.loss_mask is None else read[torch.from_numpy(part.loss_mask)]
+            ).tolist()
     return found
 
 
 def one_step(folder: Path, switches: dict[str, Any], shown: bool) -> dict[str, Any]:
-    """Collective: an iteration on the samples; what models said of them, and the weights after it."""
-    config, batch = config_of(folder, ROOM | switches), from_samples(samples())
+    """Collective: an iteration on the samples; what models said of them, and the weights after
+    it."""
+    config = config_of(folder, ROOM | switches)
+    batch = from_samples(samples())
     models = load_models(config, None)
     critic = models.critic
     assert isinstance(critic, Trainable)
     seen: dict[str, Any] = {"by_hand": by_hand(folder, critic) if not switches else None}
     batch = batch if shown else hidden_from(batch)
     seen["alone"] = values(critic, batch, config.algorithm.value_loss).tolist()
-    seen["microbatches"] = [sum(m.lengths) for m in critic.microbatches(batch, range(batch.samples))]
-    part = spread(batch).part(critic, range(batch.samples))
+    seen["microbatches"] = [
+        sum(m.lengths) for m in critic.microbatches(batch, range(batch.samples))
+    ]
+    part = spread(batch).model_input(critic, range(batch.samples))
     seen["shares"] = [sum(m.lengths) for m in critic.microbatches(part.batch, part.share)]
     with Recorder(folder, MonitoringConfig(), is_main_rank=False) as recorder:
         sharded = spread(batch)
@@ -85,8 +106,9 @@ def one_step(folder: Path, switches: dict[str, Any], shown: bool) -> dict[str, A
         seen |= {"values": scored.values.numpy(), "logprobs": scored.old_logprobs.numpy()}
         estimate_advantages(sharded, config.algorithm, recorder)
         update_critic(models, sharded, config.algorithm, "1/1", recorder)
-        assert sharded.own.advantages is not None
-        sharded.own.advantages = torch.ones_like(sharded.own.advantages)  # else they follow from the values
+        assert sharded.local.advantages is not None
+        # Else they follow from the values
+        sharded.local.advantages = torch.ones_like(sharded.local.advantages)
         update_policy(models, sharded, config.algorithm, "1/1", recorder)
         seen["row"] = recorder.write(1)
     for model, phase in ((critic, "update_critic"), (models.actor, "update_policy")):
@@ -114,7 +136,8 @@ def test_values_are_those_of_sequences_with_it_before_the_prompt(seen: dict[str,
 
 
 def test_its_update_computes_the_values_that_were_recorded(seen: dict[str, Any]) -> None:
-    """The check of the first mini-batch (first_update_faults) would find values of other sequences."""
+    """The check of the first mini-batch (first_update_faults) would find values of other
+    sequences."""
     assert not [name for name in seen["row"] if "fault" in name]
     assert seen["row"]["critic/value_loss"] > 0 and seen["row"]["critic/grad_norm"] > 0
 
@@ -122,27 +145,40 @@ def test_its_update_computes_the_values_that_were_recorded(seen: dict[str, Any])
 def test_the_actor_is_the_same_to_the_bit(folder: Path, seen: dict[str, Any]) -> None:
     without = run_ranks(1, one_step, folder, {}, False)[0]
     assert np.array_equal(without["logprobs"], seen["logprobs"])
-    assert all(np.array_equal(weight, seen["actor"][name]) for name, weight in without["actor"].items())
+    assert all(
+        np.array_equal(weight, seen["actor"][name]) for name, weight in without["actor"].items()
+    )
     assert not np.allclose(without["values"], seen["values"], atol=1e-3)
-    assert any(not np.array_equal(weight, seen["critic"][name]) for name, weight in without["critic"].items())
+    assert any(
+        not np.array_equal(weight, seen["critic"][name])
+        for name, weight in without["critic"].items()
+    )
 
 
-@pytest.mark.parametrize("layout", [{"tp": 2, "sequence_parallel": True}, {"cp": 2}, {}], ids=["tp2", "cp2", "dp2"])
+@pytest.mark.parametrize(
+    "layout", [{"tp": 2, "sequence_parallel": True}, {"cp": 2}, {}], ids=["tp2", "cp2", "dp2"]
+)
 def test_layouts_agree(folder: Path, seen: dict[str, Any], layout: dict[str, Any]) -> None:
-    for found in run_ranks(2, one_step, folder, {"critic.layout": layout, "critic.offload": "never"}, True):
+    for found in run_ranks(
+        2, one_step, folder, {"critic.layout": layout, "critic.offload": "never"}, True
+    ):
         assert np.allclose(found["values"], seen["values"], atol=2e-5)
         for name in ("critic/value_loss", "critic/grad_norm"):
             assert found["row"][name] == pytest.approx(seen["row"][name], rel=1e-4)
 
 
 def coins(seed: int, shown: bool) -> ExperienceBatch:
-    """Responses of random tokens to one prompt; a coin that the prompt does not show is their reward."""
-    generator, drawn = torch.Generator().manual_seed(seed), []
+    """Responses of random tokens to one prompt; a coin that the prompt does not show is their
+    reward."""
+    generator = torch.Generator().manual_seed(seed)
+    drawn = []
     for number in range(32):
         ids = torch.randint(0, VOCAB, (6,), generator=generator).tolist()
         prompt = Prompt("0", "", "", (3, 4), privileged_ids=(20 + number % 2,))
         fields: Any = (ids, [-2.0] * 6, "stop", 0, 0)
-        drawn.append(Sample(prompt, number, 0, 0, *fields, reward=float(number % 2), correct=number % 2 == 1))
+        drawn.append(
+            Sample(prompt, number, 0, 0, *fields, reward=float(number % 2), correct=number % 2 == 1)
+        )
     batch = from_samples(drawn)
     batch.returns = batch.rewards.repeat_interleave(6)
     return batch if shown else hidden_from(batch)
@@ -150,7 +186,9 @@ def coins(seed: int, shown: bool) -> ExperienceBatch:
 
 def explained(folder: Path, shown: bool) -> float:
     critic = make_trainable(folder / "policy", "value", max_tokens_per_microbatch=64)
-    train, held_out, config = spread(coins(1, shown)), spread(coins(2, shown)), ValueLossConfig()
+    train = spread(coins(1, shown))
+    held_out = spread(coins(2, shown))
+    config = ValueLossConfig()
     for batch in (train, held_out):
         batch.fill(selected=torch.ones(32, dtype=torch.bool))
     for _ in range(30):

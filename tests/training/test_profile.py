@@ -18,15 +18,17 @@ def trace(folder: Path, step: int = 3, **keys: tuple[int, ...]) -> list[str]:
     return sorted(path.name for path in (folder / "profile").glob("*"))
 
 
-def test_only_the_named_ranks_are_traced_and_only_in_the_named_steps(tmp_path: Path) -> None:
+def test_only_the_named_ranks_are_traced_in_the_named_steps(tmp_path: Path) -> None:
     assert trace(tmp_path, step=2) == []
     assert trace(tmp_path, ranks=(1, 2)) == [], "this is rank 0"
     assert trace(tmp_path, ranks=(1, 0)) == ["step_00003_rank0.json.gz"]
-    events = json.loads(decompress((tmp_path / "profile" / "step_00003_rank0.json.gz").read_bytes()))["traceEvents"]
+    events = json.loads(
+        decompress((tmp_path / "profile" / "step_00003_rank0.json.gz").read_bytes())
+    )["traceEvents"]
     assert "aten::mm" in {event["name"] for event in events}
 
 
-def test_on_a_gpu_the_history_of_allocations_is_written_and_recorded_in_traced_steps_alone(
+def test_gpu_allocation_history_is_written_for_traced_steps_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpus: Callable[[int], None]
 ) -> None:
     """CUDA's recorder, stood in for by one that writes whether it was on."""
@@ -38,7 +40,9 @@ def test_on_a_gpu_the_history_of_allocations_is_written_and_recorded_in_traced_s
         "_record_memory_history",
         lambda enabled="all", max_entries=None: recording.append(enabled is not None),
     )
-    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda path: Path(path).write_text(str(recording)))
+    monkeypatch.setattr(
+        torch.cuda.memory, "_dump_snapshot", lambda path: Path(path).write_text(str(recording))
+    )
     assert trace(tmp_path, step=2) == [] and recording == []
     assert trace(tmp_path) == ["step_00003_rank0.json.gz", "step_00003_rank0.memory.pickle"]
     assert (tmp_path / "profile" / "step_00003_rank0.memory.pickle").read_text() == "[True]"

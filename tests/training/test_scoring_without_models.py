@@ -1,4 +1,5 @@
-"""Scoring where one model stands for two: the actor without adapters is the reference, a probe reads its states."""
+"""Scoring where one model stands for two: the actor without adapters is the reference, a probe
+reads its states."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -24,7 +25,8 @@ ALONE = KL_LOSS | {U + "minibatch_size": 5}
 
 
 class Adapted(Table):
-    """Without its adapters it says a quarter less; its states are the numbers of their responses."""
+    """Without its adapters it says a quarter less; its states are the numbers of their
+    responses."""
 
     is_base = False
 
@@ -55,28 +57,38 @@ class StateReader(Probe):
     def __init__(self) -> None:
         pass
 
-    def score(self, batch: ExperienceBatch, on_done: Any, share: Any, read: Any = None, **_: Any) -> Tensor:
-        assert batch.hidden_states is not None and torch.equal(batch.hidden_states, states_of(batch))
+    def score(
+        self, batch: ExperienceBatch, on_done: Any, share: Any, read: Any = None, **_: Any
+    ) -> Tensor:
+        assert batch.hidden_states is not None and torch.equal(
+            batch.hidden_states, states_of(batch)
+        )
         on_done(len(share))
         return batch.hidden_states[:, :1]
 
 
 def states_of(batch: ExperienceBatch) -> Tensor:
-    numbers = torch.tensor(numbers_of(batch), dtype=torch.float32).repeat_interleave(batch.response_lengths)
+    numbers = torch.tensor(numbers_of(batch), dtype=torch.float32).repeat_interleave(
+        batch.response_lengths
+    )
     return torch.stack((numbers, -numbers), 1)
 
 
 def scored_by_one(with_probe: bool) -> None:
     """On every rank."""
     config = algorithm_of(ALONE)
-    old, batch = tables(config)["actor"].before, spread(numbered(config))
+    old = tables(config)["actor"].before
+    batch = spread(numbered(config))
     actor: Any = Adapted("actor", old)
     models = Models(actor, StateReader() if with_probe else None, has_base_as_reference=True)
     with Watched(Path("unused")) as recorder:
         score(models, batch, config, recorder)
-    own, table = batch.own, torch.cat([old[number] for number in numbers_of(batch.own)] or [old[0][:0]])
+    own = batch.local
+    table = torch.cat([old[number] for number in numbers_of(batch.local)] or [old[0][:0]])
     assert own.old_logprobs is not None and own.ref_logprobs is not None
-    assert torch.equal(own.old_logprobs, table[:, 0]) and torch.equal(own.ref_logprobs, table[:, 0] - 0.25)
+    assert torch.equal(own.old_logprobs, table[:, 0]) and torch.equal(
+        own.ref_logprobs, table[:, 0] - 0.25
+    )
     assert own.old_logprobs.is_contiguous() and own.ref_logprobs.is_contiguous()
     phases = {"score_reference", "score_policy"} | ({"score_values"} if with_probe else set())
     assert recorder.progress.keys() == phases

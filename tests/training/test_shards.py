@@ -1,5 +1,6 @@
-"""Samples on several ranks: each is at home on one, a model's rank gets those that it computes, what comes home is what
-was found, and no number of ranks changes advantages, denominators or metrics."""
+"""Samples on several ranks: each is at home on one, a model's rank gets those that it computes,
+results return to their owners, and no number of ranks changes advantages, denominators or
+metrics."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
@@ -22,57 +23,88 @@ from vapo_megatron.data.batch import ExperienceBatch, from_samples
 from vapo_megatron.data.sample import Prompt, Sample
 from vapo_megatron.megatron.mesh import make_mesh
 from vapo_megatron.monitoring.recorder import Recorder
-from vapo_megatron.training.advantages import ReturnHistory, estimate_advantages
-from vapo_megatron.training.shards import ShardedBatch, cut
+from vapo_megatron.training.advantages import estimate_advantages
+from vapo_megatron.training.return_history import ReturnHistory
+from vapo_megatron.training.shards import ShardedBatch, partition_by_tokens
 from vapo_megatron.training.updates import correct_for_rollout
 
-GROUPS, SIZE = 7, 4
+GROUPS = 7
+SIZE = 4
 
 
 def rollout() -> ExperienceBatch:
-    """Seven groups of four, of up to 500 tokens, longer ones last, scored; one response in five cut off."""
-    random, samples = np.random.default_rng(1), []
+    """Seven groups of four, of up to 500 tokens, longer ones last, scored; one response in five cut
+    off."""
+    random = np.random.default_rng(1)
+    samples = []
     for group in range(GROUPS):
         prompt = Prompt(str(group), "", "", tuple(random.integers(0, 99, 1 + group).tolist()))
         for index in range(SIZE):
-            n, right = int(random.integers(1, 20 + 80 * group)), bool(random.random() < 0.5)
-            sample = Sample(prompt, group, index, 0, random.integers(0, 99, n, dtype=np.int32), None, "stop", 0, 0)  # type: ignore[arg-type]
+            n = int(random.integers(1, 20 + 80 * group))
+            right = bool(random.random() < 0.5)
+            sample = Sample(
+                prompt,
+                group,
+                index,
+                0,
+                random.integers(0, 99, n, dtype=np.int32),
+                None,
+                "stop",
+                0,
+                0,
+            )  # type: ignore[arg-type]
             sample.rollout_logprobs = -random.random(n, dtype=np.float32)
             sample.finish_reason = "length" if random.random() < 0.2 else "stop"
-            sample.reward, sample.correct = (1.0 if right else -1.0), right
-            samples.append(with_observation(sample, n // 2, index) if index and group % 2 else sample)
-    batch, generator = from_samples(samples), torch.Generator().manual_seed(2)
+            sample.reward = 1.0 if right else -1.0
+            sample.correct = right
+            samples.append(
+                with_observation(sample, n // 2, index) if index and group % 2 else sample
+            )
+    batch = from_samples(samples)
+    generator = torch.Generator().manual_seed(2)
 
     def noise() -> torch.Tensor:
         return torch.randn(batch.response_tokens, generator=generator)
 
-    batch.old_logprobs, batch.ref_logprobs = batch.rollout_logprobs + 0.1 * noise(), batch.rollout_logprobs - 0.1
-    batch.entropies, batch.values = noise().abs(), 0.3 * noise()
+    batch.old_logprobs = batch.rollout_logprobs + 0.1 * noise()
+    batch.ref_logprobs = batch.rollout_logprobs - 0.1
+    batch.entropies = noise().abs()
+    batch.values = 0.3 * noise()
     return batch
 
 
 class Planner:
     """What ShardedBatch.part asks of a model."""
 
-    name, replays = "actor", False
+    name = "actor"
+    replays = False
 
     def __init__(self, layout: LayoutConfig) -> None:
         self.mesh = make_mesh(layout)
 
-    def plan(self, lengths: torch.Tensor, samples: Any, segments: torch.Tensor | None = None) -> Any:
+    def plan(
+        self, lengths: torch.Tensor, samples: Any, segments: torch.Tensor | None = None
+    ) -> Any:
         cost = Cost(1.0, 0.01)
-        return plan_microbatches(samples, lengths.numpy(), dp_size=self.mesh.dp_size, max_tokens=600, cost=cost)
+        return plan_microbatches(
+            samples, lengths.numpy(), dp_size=self.mesh.dp_size, max_tokens=600, cost=cost
+        )
 
 
 def passes(layout: LayoutConfig) -> Any:
-    """On every rank: errors of what comes to it and goes home, for all samples and for some; which it computed."""
-    whole, model, wrong = rollout(), Planner(layout), []
+    """On every rank: errors of what comes to it and goes home, for all samples and for some; which
+    it computed."""
+    whole = rollout()
+    model = Planner(layout)
+    wrong = []
     batch = spread(rollout())
-    assert all(torch.equal(t, whole.tensors()[name]) for name, t in whole_of(batch).tensors().items())
+    assert all(
+        torch.equal(t, whole.tensors()[name]) for name, t in whole_of(batch).tensors().items()
+    )
     computed = []
     for samples in (range(whole.samples), [3, 4, 9, 17, 20, 27], [20, 3, 9, 27]):
-        part = batch.part(model, samples, "values", "old_logprobs", "advantages")  # type: ignore[arg-type]
-        mine = [samples[place] for place in part.mine.tolist()]
+        part = batch.model_input(model, samples, "values", "old_logprobs", ("advantages"))  # type: ignore[arg-type]
+        mine = [samples[place] for place in part.local_indices.tolist()]
         computed.append(mine)
         expected = whole.select(mine)
         for name in (
@@ -85,20 +117,26 @@ def passes(layout: LayoutConfig) -> Any:
             "cu_seqlens",
             "group_ids",
         ):
-            wrong += [name] * (not torch.equal(part.batch.tensors()[name], expected.tensors()[name]))
+            wrong += [name] * (
+                not torch.equal(part.batch.tensors()[name], expected.tensors()[name])
+            )
         assert part.batch.advantages is None and part.batch.entropies is None
         assert part.share.of == len(samples) and list(part.share) == list(range(len(mine)))
         if len(samples) == whole.samples:
             reports = model.mesh.is_output_rank and model.mesh.cp_rank == 0
             outputs = torch.stack((part.batch.values, part.batch.old_logprobs), 1)  # type: ignore[arg-type]
-            home = batch.bring_home(part, outputs if reports else torch.full_like(outputs, 99.0))
-            wrong += ["home"] * (not torch.equal(home[:, 0], batch.own.values))  # type: ignore[arg-type]
-    first = batch.first(5, "values")["values"]
+            home = batch.return_to_owner(
+                part, outputs if reports else torch.full_like(outputs, 99.0)
+            )
+            wrong += [("home")] * (not torch.equal(home[:, 0], batch.local.values))  # type: ignore[arg-type]
+    first = batch.gather_on_rank0(5, "values")["values"]
     expected = whole.select(range(5 if dist.get_rank() == 0 else 0))
     wrong += ["first"] * (not torch.equal(first, expected.values))  # type: ignore[arg-type]
     mesh = model.mesh
     assert mesh.dp_rank_of(dist.get_rank()) == mesh.dp_rank
-    assert (mesh.reporter(mesh.dp_rank) == dist.get_rank()) == (mesh.is_output_rank and mesh.cp_rank == 0)
+    assert (mesh.reporter(mesh.dp_rank) == dist.get_rank()) == (
+        mesh.is_output_rank and mesh.cp_rank == 0
+    )
     return wrong, mesh.dp_rank, computed
 
 
@@ -112,7 +150,9 @@ def passes(layout: LayoutConfig) -> Any:
         (4, LayoutConfig(cp=2)),
     ],
 )
-def test_each_rank_gets_what_it_computes_and_it_comes_home(ranks: int, layout: LayoutConfig) -> None:
+def test_each_rank_gets_what_it_computes_and_it_comes_home(
+    ranks: int, layout: LayoutConfig
+) -> None:
     by_dp: dict[int, Any] = {}
     for wrong, dp_rank, computed in run_ranks(ranks, passes, layout):
         assert not wrong
@@ -128,17 +168,26 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "tracked": {"advantage": {"estimator": "batch_baseline", "tracker": True}},
     "masked": {"shaping": {"truncated": "mask"}},
     "window": {"shaping": {"truncated": "window"}, "advantage": {"length_adaptive_alpha": 0.3}},
-    "kl": {"kl": {"placement": "reward", "coef": 0.1}, "advantage": {"whiten": "full", "gamma": 0.97}},
+    "kl": {
+        "kl": {"placement": "reward", "coef": 0.1},
+        "advantage": {"whiten": "full", "gamma": 0.97},
+    },
     "vtrace": {"advantage": {"off_policy": "vtrace", "whiten": "full"}},
     "reinforce_pp": {"advantage": {"estimator": "reinforce_pp", "whiten": "full"}},
-    "grpo": {"advantage": {"estimator": "grpo"}, "shaping": {"soft_overlong": {"max_length": 9, "cache_length": 5}}},
-    "function": {"advantage": {"function": "examples.custom_functions.functions:reward_times_surprise"}},
+    "grpo": {
+        "advantage": {"estimator": "grpo"},
+        "shaping": {"soft_overlong": {"max_length": 9, "cache_length": 5}},
+    },
+    "function": {
+        "advantage": {"function": "examples.custom_functions.functions:reward_times_surprise"}
+    },
     "filter": {"filter_function": "examples.custom_functions.functions:finished_and_not_too_short"},
 }
 
 
 def estimates(names: list[str]) -> Any:
-    """On every rank: advantages, targets, weights and the row of each algorithm, joined over ranks."""
+    """On every rank: advantages, targets, weights and the row of each algorithm, joined over
+    ranks."""
     found = {}
     for name in names:
         config = AlgorithmConfig.model_validate(ALGORITHMS[name])
@@ -147,7 +196,8 @@ def estimates(names: list[str]) -> Any:
         batch = spread(whole)
         with Recorder(Path("unused"), MonitoringConfig(), is_main_rank=False) as recorder:
             history = ReturnHistory()
-            if config.advantage.calibration != "none" or config.advantage.tracker:  # the step before
+            # The step before
+            if config.advantage.calibration != "none" or config.advantage.tracker:
                 estimate_advantages(batch, config, recorder, history=history)
             estimate_advantages(batch, config, recorder, history=history)
             settings = config.importance_sampling.model_copy(update={"kind": "tis"})
@@ -180,8 +230,13 @@ def test_no_number_of_ranks_changes_advantages_or_metrics() -> None:
 def test_homes_hold_whole_groups_and_about_as_many_tokens_each() -> None:
     table = rollout().table()
     for ranks in (1, 2, 3, 5, 20):
-        homes = cut(table, ranks).tolist()
-        assert homes[0] == 0 and homes[-1] == table.samples and len(homes) == ranks + 1 and homes == sorted(homes)
+        homes = partition_by_tokens(table, ranks).tolist()
+        assert (
+            homes[0] == 0
+            and homes[-1] == table.samples
+            and len(homes) == ranks + 1
+            and homes == sorted(homes)
+        )
         assert all(home % SIZE == 0 for home in homes)
         tokens = [int(table.lengths[a:b].sum()) for a, b in pairwise(homes)]
         of_group = [int(table.lengths[i : i + SIZE].sum()) for i in range(0, table.samples, SIZE)]

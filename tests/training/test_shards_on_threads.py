@@ -1,4 +1,5 @@
-"""Samples on several ranks, as in test_shards.py, on threads: every row goes where it is wanted and no other does."""
+"""Samples on several ranks, as in test_shards.py, on threads: every row goes where it is wanted and
+no other does."""
 
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -15,22 +16,29 @@ from vapo_megatron.data.balance import Cost, plan_microbatches
 from vapo_megatron.data.batch import ExperienceBatch
 from vapo_megatron.errors import BadInput
 from vapo_megatron.megatron.probe import Probe
-from vapo_megatron.training.shards import at_home, cut, exchange, scatter, seat
+from vapo_megatron.training.shards import (
+    exchange,
+    partition_by_tokens,
+    rank_and_world,
+    read_local,
+    scatter,
+)
 
 
 @dataclass
 class LinedUp:
-    """A mesh of so many replicas of as many ranks each: rank r is of replica r // tp, whose last rank reports."""
+    """A mesh of so many replicas of as many ranks each: rank r is of replica r // tp, whose last
+    rank reports."""
 
     tp: int
 
     @property
     def dp_size(self) -> int:
-        return seat()[1] // self.tp
+        return rank_and_world()[1] // self.tp
 
     @property
     def dp_rank(self) -> int:
-        return self.dp_rank_of(seat()[0])
+        return self.dp_rank_of(rank_and_world()[0])
 
     def dp_rank_of(self, rank: int) -> int:
         return rank // self.tp
@@ -45,18 +53,26 @@ class Planner:
     name = "actor"
 
     def __init__(self, tp: int, replays: bool) -> None:
-        self.mesh, self.replays = LinedUp(tp), replays
+        self.mesh = LinedUp(tp)
+        self.replays = replays
 
-    def plan(self, lengths: torch.Tensor, samples: Any, segments: torch.Tensor | None = None) -> Any:
+    def plan(
+        self, lengths: torch.Tensor, samples: Any, segments: torch.Tensor | None = None
+    ) -> Any:
         cost = Cost(1.0, 0.01)
-        return plan_microbatches(samples, lengths.numpy(), dp_size=self.mesh.dp_size, max_tokens=600, cost=cost)
+        return plan_microbatches(
+            samples, lengths.numpy(), dp_size=self.mesh.dp_size, max_tokens=600, cost=cost
+        )
 
 
 def scored() -> ExperienceBatch:
     """With experts of two layers, two a token."""
-    batch, generator = rollout(), torch.Generator().manual_seed(7)
+    batch = rollout()
+    generator = torch.Generator().manual_seed(7)
     positions = int((batch.cu_seqlens.diff() - 1).sum())
-    batch.routed_experts = torch.randint(0, 9, (positions, 2, 2), generator=generator, dtype=torch.uint8)
+    batch.routed_experts = torch.randint(
+        0, 9, (positions, 2, 2), generator=generator, dtype=torch.uint8
+    )
     batch.advantages = torch.randn(batch.response_tokens, generator=generator)
     return batch
 
@@ -64,60 +80,90 @@ def scored() -> ExperienceBatch:
 def assert_same(found: ExperienceBatch, expected: ExperienceBatch, but: set[str]) -> None:
     assert expected.tensors().keys() - found.tensors().keys() == but
     for name, tensor in found.tensors().items():
-        assert torch.equal(tensor, expected.tensors()[name]) and tensor.dtype == expected.tensors()[name].dtype, name
+        assert (
+            torch.equal(tensor, expected.tensors()[name])
+            and tensor.dtype == expected.tensors()[name].dtype
+        ), name
 
 
 def passes(tp: int, replays: bool) -> Any:
-    whole, model = scored(), Planner(tp, replays)
-    batch, rank = spread(scored()), seat()[0]
+    whole = scored()
+    model = Planner(tp, replays)
+    batch = spread(scored())
+    rank = rank_and_world()[0]
     assert batch.samples == whole.samples and batch.response_tokens == whole.response_tokens
-    assert_same(batch.own, whole.select(range(whole.samples)[batch.at_home]), set())
+    assert_same(batch.local, whole.select(range(whole.samples)[batch.local_slice]), set())
     computed = []
     for samples in (range(whole.samples), [3, 4, 9, 17, 20, 27], [20, 3, 9, 27]):
-        part = batch.part(model, samples, "values", "greedy_rewards")  # type: ignore[arg-type]
-        mine = [samples[place] for place in part.mine.tolist()]
-        unsent = {"old_logprobs", "ref_logprobs", "entropies", "advantages", *["routed_experts"] * (not replays)}
+        part = batch.model_input(model, samples, "values", "greedy_rewards")  # type: ignore[arg-type]
+        mine = [samples[place] for place in part.local_indices.tolist()]
+        unsent = {
+            "old_logprobs",
+            "ref_logprobs",
+            "entropies",
+            "advantages",
+            *["routed_experts"] * (not replays),
+        }
         assert_same(part.batch, whole.select(mine), unsent)
-        assert torch.equal(part.whole.lengths, whole.select(list(samples)).table().lengths)
+        assert torch.equal(part.global_table.lengths, whole.select(list(samples)).table().lengths)
         assert part.share.of == len(samples) and list(part.share) == list(range(len(mine)))
-        plan = model.plan(part.whole.lengths, range(len(samples)))
-        assert [part.mine[m].tolist() for m in part.share.microbatches] == plan[model.mesh.dp_rank]
-        for other, reported in enumerate(part.reported):
+        plan = model.plan(part.global_table.lengths, range(len(samples)))
+        assert [part.local_indices[m].tolist() for m in part.share.microbatches] == plan[
+            model.mesh.dp_rank
+        ]
+        for other, reported in enumerate(part.output_samples):
             expected = plan.samples_of(other // tp) if other % tp == tp - 1 else []
             assert [samples[place] for place in expected] == reported.tolist()
         computed.append(mine)
         if len(samples) == whole.samples:
-            assert part.batch.values is not None and batch.own.values is not None
-            outputs = part.batch.values if rank % tp == tp - 1 else torch.full_like(part.batch.values, 99.0)
-            assert torch.equal(batch.bring_home(part, outputs), batch.own.values)
-    first = batch.first(5, "values", "returns")
+            assert part.batch.values is not None and batch.local.values is not None
+            outputs = (
+                part.batch.values
+                if rank % tp == tp - 1
+                else torch.full_like(part.batch.values, 99.0)
+            )
+            assert torch.equal(batch.return_to_owner(part, outputs), batch.local.values)
+    first = batch.gather_on_rank0(5, "values", "returns")
     expected = whole.select(range(0 if rank else 5))
     assert first.keys() == {"values"} and torch.equal(first["values"], expected.values)  # type: ignore[arg-type]
-    assert batch.first(5, "returns") == {}
+    assert batch.gather_on_rank0(5, "returns") == {}
     return computed
 
 
 @pytest.mark.parametrize("replays", [False, True])
 @pytest.mark.parametrize(("ranks", "tp"), [(1, 1), (3, 1), (4, 2), (9, 1)])
-def test_each_rank_gets_what_it_computes_and_it_comes_home(ranks: int, tp: int, replays: bool) -> None:
+def test_each_rank_gets_what_it_computes_and_it_comes_home(
+    ranks: int, tp: int, replays: bool
+) -> None:
     found = on_threads(ranks, passes, tp, replays)
     for number, samples in enumerate((range(GROUPS * SIZE), [3, 4, 9, 17, 20, 27], [3, 9, 20, 27])):
         assert sorted(s for computed in found[::tp] for s in computed[number]) == list(samples)
 
 
 def passes_of_a_probe() -> Any:
-    whole, batch, probe = scored(), spread(scored()), Probe.__new__(Probe)
-    mine = list(range(whole.samples)[batch.at_home])
+    whole = scored()
+    batch = spread(scored())
+    probe = Probe.__new__(Probe)
+    mine = list(range(whole.samples)[batch.local_slice])
     for samples in (list(range(whole.samples)), [3, 4, 9, 17, 20, 27], [20, 3, 9, 27]):
-        part, at_home = batch.part(probe, samples), [s for s in samples if s in mine]
+        part = batch.model_input(probe, samples)
+        at_home = [s for s in samples if s in mine]
         assert_same(part.batch, whole.select(at_home), set())
-        assert [samples[place] for place in part.mine.tolist()] == at_home == part.reported[seat()[0]].tolist()
-        assert sorted(s for reported in part.reported for s in reported.tolist()) == sorted(samples)
+        assert (
+            [samples[place] for place in part.local_indices.tolist()]
+            == at_home
+            == part.output_samples[rank_and_world()[0]].tolist()
+        )
+        assert sorted(s for reported in part.output_samples for s in reported.tolist()) == sorted(
+            samples
+        )
         assert part.share.of == len(samples) and part.share.microbatches == [range(len(at_home))]
-        assert torch.equal(part.whole.lengths, whole.select(samples).table().lengths)
+        assert torch.equal(part.global_table.lengths, whole.select(samples).table().lengths)
         if len(samples) == whole.samples:
             assert part.batch.values is not None
-            assert torch.equal(batch.bring_home(part, part.batch.values), part.batch.values), "it is there"
+            assert torch.equal(batch.return_to_owner(part, part.batch.values), part.batch.values), (
+                "it is there"
+            )
 
 
 @pytest.mark.parametrize("ranks", [1, 3, 9])
@@ -129,9 +175,13 @@ def test_no_number_of_ranks_changes_advantages_or_metrics() -> None:
     check_estimates(on_threads, (3, 9))  # more ranks than groups: some have no sample
 
 
-def moved(held: list[list[int]], wanted: list[list[int]], rows: list[int]) -> list[list[list[float]]]:
-    """Row r of sample s is 100 s + r; the second field has rows of two numbers of another type, one row a sample."""
-    mine, ids = held[seat()[0]], [np.array(samples, dtype=np.int64) for samples in wanted]
+def moved(
+    held: list[list[int]], wanted: list[list[int]], rows: list[int]
+) -> list[list[list[float]]]:
+    """Row r of sample s is 100 s + r; the second field has rows of two numbers of another type, one
+    row a sample."""
+    mine = held[rank_and_world()[0]]
+    ids = [np.array(samples, dtype=np.int64) for samples in wanted]
     first = torch.tensor([100 * s + r for s in mine for r in range(rows[s])], dtype=torch.float32)
     second = torch.tensor([[s, -s] for s in mine], dtype=torch.int16).reshape(-1, 2)
     counts = {"first": torch.tensor(rows), "second": torch.ones(len(rows), dtype=torch.int64)}
@@ -150,16 +200,24 @@ def moved(held: list[list[int]], wanted: list[list[int]], rows: list[int]) -> li
         ([[0, 1], [2, 3], [4]], [[0, 1], [2, 3], [4]]),
     ],
 )
-def test_a_rank_has_the_rows_that_it_wants_in_their_order(held: list[list[int]], wanted: list[list[int]]) -> None:
+def test_a_rank_has_the_rows_that_it_wants_in_their_order(
+    held: list[list[int]], wanted: list[list[int]]
+) -> None:
     rows = [2, 0, 3, 1, 5]
-    for found, samples in zip(on_threads(len(held), moved, held, wanted, rows), wanted, strict=True):
+    for found, samples in zip(
+        on_threads(len(held), moved, held, wanted, rows), wanted, strict=True
+    ):
         assert found[0] == [100 * s + r for s in samples for r in range(rows[s])]
         assert found[1] == [[s, -s] for s in samples]
 
 
 @pytest.mark.parametrize(
     ("lengths", "ranks", "expected"),
-    [([10, 10, 10, 10], 2, [0, 2, 4]), ([10, 10, 10, 100], 2, [0, 4, 4]), ([40, 10, 10, 10], 3, [0, 1, 2, 4])],
+    [
+        ([10, 10, 10, 10], 2, [0, 2, 4]),
+        ([10, 10, 10, 100], 2, [0, 4, 4]),
+        ([40, 10, 10, 10], 3, [0, 1, 2, 4]),
+    ],
 )
 def test_a_group_is_at_home_where_its_share_of_the_tokens_ends(
     lengths: list[int], ranks: int, expected: list[int]
@@ -167,21 +225,29 @@ def test_a_group_is_at_home_where_its_share_of_the_tokens_ends(
     table: Any = SimpleNamespace(
         lengths=torch.tensor(lengths), group_ids=torch.arange(len(lengths)), samples=len(lengths)
     )
-    assert cut(table, ranks).tolist() == expected
+    assert partition_by_tokens(table, ranks).tolist() == expected
 
 
 def homes() -> Any:
-    batch = scatter(scored() if seat()[0] == 0 else None)
+    batch = scatter(scored() if rank_and_world()[0] == 0 else None)
     batch.fill(shaped_rewards=torch.arange(float(batch.samples)), greedy_rewards=None)
-    assert batch.own.greedy_rewards is None and batch.table.greedy_rewards is None
-    assert batch.own.shaped_rewards is not None and batch.table.shaped_rewards is not None
-    own = batch.own.shaped_rewards.tolist()
+    assert batch.local.greedy_rewards is None and batch.table.greedy_rewards is None
+    assert batch.local.shaped_rewards is not None and batch.table.shaped_rewards is not None
+    own = batch.local.shaped_rewards.tolist()
     assert (
-        batch.everywhere(batch.own.shaped_rewards[:, None]).squeeze(1).tolist() == batch.table.shaped_rewards.tolist()
+        batch.gather_samples(batch.local.shaped_rewards[:, None]).squeeze(1).tolist()
+        == batch.table.shaped_rewards.tolist()
     )
-    read = at_home(batch.table, cut(batch.table, seat()[1]), lambda chosen: scored().select(chosen.tolist()))
-    assert torch.equal(read.own.rewards, batch.own.rewards) and read.at_home == batch.at_home
-    return own, int(batch.summed(torch.tensor(len(own))))
+    read = read_local(
+        batch.table,
+        partition_by_tokens(batch.table, rank_and_world()[1]),
+        lambda chosen: scored().select(chosen.tolist()),
+    )
+    assert (
+        torch.equal(read.local.rewards, batch.local.rewards)
+        and read.local_slice == batch.local_slice
+    )
+    return own, int(batch.sum_over_ranks(torch.tensor(len(own))))
 
 
 def test_rank_zero_alone_has_to_have_the_batch() -> None:
@@ -191,7 +257,8 @@ def test_rank_zero_alone_has_to_have_the_batch() -> None:
 
 
 def whole_only(refuse: bool) -> Any:
-    batch, called = spread(scored()), []
+    batch = spread(scored())
+    called = []
 
     def tokens(whole: ExperienceBatch) -> torch.Tensor:
         called.append(whole)
@@ -204,8 +271,9 @@ def whole_only(refuse: bool) -> Any:
     def samples(whole: ExperienceBatch) -> torch.Tensor:
         return whole.rewards > 0
 
-    by_tokens, by_samples = batch.columns_of_whole(tokens, 2), batch.on_whole(samples)
-    lengths = batch.own.response_lengths
+    by_tokens = batch.scatter_token_columns(tokens, 2)
+    by_samples = batch.run_on_rank0(samples)
+    lengths = batch.local.response_lengths
     assert torch.equal(by_tokens[:, 0], lengths.repeat_interleave(lengths).float())
     assert torch.equal(by_tokens[:, 1], -by_tokens[:, 0])
     assert torch.equal(by_samples, batch.table.rewards > 0)

@@ -1,5 +1,5 @@
-"""A mini-batch that teaches a model nothing makes no optimizer step, on any rank: weights, moments and schedule end as
-if it had not been there, and it is counted."""
+"""A mini-batch that teaches a model nothing makes no optimizer step, on any rank: weights, moments
+and schedule end as if it had not been there, and it is counted."""
 
 import hashlib
 from collections.abc import Iterator
@@ -23,7 +23,8 @@ from vapo_megatron.training import updates
 from vapo_megatron.training.models import Models
 from vapo_megatron.training.shards import ShardedBatch
 
-# What is done to the last of three mini-batches; the switches beside; the model; steps it makes, and what is counted.
+# What is done to the last of three mini-batches; the switches beside; the model; steps it makes,
+# and what is counted.
 GAE = {"advantage": {"estimator": "gae"}}
 CASES: dict[str, tuple[str, dict[str, Any], str, int, dict[str, float]]] = {
     "nothing": ("none", {}, "actor", 3, {}),
@@ -53,11 +54,15 @@ MINIBATCHES = updates.minibatches
 
 def rollout(change: str, samples: list[int]) -> ExperienceBatch:
     """Six responses, scored and judged, of which some are changed."""
-    batch, generator = make_batch(), torch.Generator().manual_seed(3)
+    batch = make_batch()
+    generator = torch.Generator().manual_seed(3)
     batch.old_logprobs = batch.rollout_logprobs.clone()
-    batch.values, batch.advantages = (torch.randn(batch.response_tokens, generator=generator) for _ in range(2))
-    batch.returns = monte_carlo_returns(batch.rewards, batch.response_cu_seqlens, 1.0)
-    batch.selected, batch.shaped_rewards = torch.ones(batch.samples, dtype=torch.bool), batch.rewards
+    batch.values, batch.advantages = (
+        torch.randn(batch.response_tokens, generator=generator) for _ in range(2)
+    )
+    batch.returns = monte_carlo_returns(batch.rewards, batch.response_cu_seqlens, 1.0, None)
+    batch.selected = torch.ones(batch.samples, dtype=torch.bool)
+    batch.shaped_rewards = batch.rewards
     for sample in samples:
         tokens = slice(*batch.response_cu_seqlens[sample : sample + 2].tolist())
         if change == "masked":
@@ -69,7 +74,9 @@ def rollout(change: str, samples: list[int]) -> ExperienceBatch:
         elif change == "far":
             batch.old_logprobs[tokens] += 5
         elif change == "old":  # there are advantages, but not of tokens that are new
-            starts = batch.response_lengths - 1 if batch.window_starts is None else batch.window_starts
+            starts = (
+                batch.response_lengths - 1 if batch.window_starts is None else batch.window_starts
+            )
             batch.advantages[tokens.stop - 1] = 0
             batch.window_starts = starts
     return batch
@@ -83,20 +90,31 @@ def without_last(*args: Any, **named: Any) -> Iterator[list[int]]:
     yield from list(MINIBATCHES(*args, **named))[:-1]
 
 
-def one(model_dir: Path, layout: dict[str, Any], case: str, leave_out: bool) -> tuple[str, float, dict[str, float]]:
-    """A digest of weights, moments and schedule after an update; steps made and what was counted."""
+def one(
+    model_dir: Path, layout: dict[str, Any], case: str, leave_out: bool
+) -> tuple[str, float, dict[str, float]]:
+    """A digest of weights, moments and schedule after an update; steps made and what was
+    counted."""
     change, switches, name, _, _ = CASES[case]
     tree = {"advantage": {"estimator": "grpo"}, "update": {"minibatch_size": 2}} | switches
     tree.setdefault("policy_loss", {"positive_nll": {"coef": 0.0}})
     config = AlgorithmConfig.model_validate(tree)
-    batch: ShardedBatch = spread(rollout(change, last_minibatch(config, 1 if name == "critic" else 2)))
+    batch: ShardedBatch = spread(
+        rollout(change, last_minibatch(config, 1 if name == "critic" else 2))
+    )
     optimizer = {"weight_decay": 0.1}
     actor = make_trainable(model_dir, "lm", layout=layout, optimizer=optimizer)
-    critic = make_trainable(model_dir, "value", layout=layout, optimizer=optimizer) if name == "critic" else None
+    critic = (
+        make_trainable(model_dir, "value", layout=layout, optimizer=optimizer)
+        if name == "critic"
+        else None
+    )
     models = Models(actor, critic)
     updates.minibatches = without_last if leave_out else MINIBATCHES
     with Recorder(Path("unused"), MonitoringConfig(), is_main_rank=False) as recorder:
-        (updates.update_critic if critic else updates.update_policy)(models, batch, config, "1/1", recorder)
+        (updates.update_critic if critic else updates.update_policy)(
+            models, batch, config, "1/1", recorder
+        )
         row = recorder.write(1)
     model = critic or actor
     digest = hashlib.sha256(weights_digest(model).encode())
@@ -108,14 +126,18 @@ def one(model_dir: Path, layout: dict[str, Any], case: str, leave_out: bool) -> 
 
 
 def with_and_without(model_dir: Path, layout: dict[str, Any], cases: list[str]) -> Any:
-    return {case: [one(model_dir, layout, case, leave_out) for leave_out in (False, True)] for case in cases}
+    return {
+        case: [one(model_dir, layout, case, leave_out) for leave_out in (False, True)]
+        for case in cases
+    }
 
 
 SOME = ["policy, masked", "policy, no advantage", "critic, unfinished"]
 
 
 @pytest.mark.parametrize(
-    ("count", "layout", "cases"), [(1, {}, list(CASES)), (2, {}, [*SOME, "nothing"]), (2, {"tp": 2}, SOME)]
+    ("count", "layout", "cases"),
+    [(1, {}, list(CASES)), (2, {}, [*SOME, "nothing"]), (2, {"tp": 2}, SOME)],
 )
 def test_a_minibatch_that_teaches_nothing_makes_no_step(
     tmp_path: Path, count: int, layout: dict[str, Any], cases: list[str]
@@ -123,6 +145,11 @@ def test_a_minibatch_that_teaches_nothing_makes_no_step(
     model_dir = write_model(tmp_path, "qwen3", num_hidden_layers=1)
     for found in run_ranks(count, with_and_without, model_dir, layout, cases):
         for case in cases:
-            (_, _, name, steps, skipped), ((digest, made, counted), (expected, _, _)) = CASES[case], found[case]
+            (_, _, name, steps, skipped), ((digest, made, counted), (expected, _, _)) = (
+                CASES[case],
+                found[case],
+            )
             assert (made, counted) == (steps, skipped), case
-            assert (digest == expected) is (steps == 2), f"{case}: the {name} is not what it is without the mini-batch"
+            assert (digest == expected) is (steps == 2), (
+                f"{case}: the {name} differs from the one without the mini-batch"
+            )

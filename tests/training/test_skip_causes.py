@@ -10,10 +10,11 @@ from batches import make_batch, spread
 from threads import on_threads
 
 from vapo_megatron.errors import RunFailed
-from vapo_megatron.training.shards import ShardedBatch, seat
+from vapo_megatron.training.shards import ShardedBatch, rank_and_world
 from vapo_megatron.training.skipped_updates import CAUSES, MOST_IN_A_ROW, SkippedUpdates
 
-NAN, INF = float("nan"), float("inf")
+NAN = float("nan")
+INF = float("inf")
 
 
 def batch_with(field: str, value: float) -> ShardedBatch:
@@ -36,22 +37,30 @@ def batch_with(field: str, value: float) -> ShardedBatch:
 )
 def test_a_rollout_that_is_not_finite_is_not_trained_on(field: str, cause: str) -> None:
     judge = SkippedUpdates()
-    assert judge.is_sound(batch_with(field, 0.0)) and judge.metrics() == {"skipped_updates/total": 0.0}
+    assert judge.is_sound(batch_with(field, 0.0)) and judge.metrics() == {
+        "skipped_updates/total": 0.0
+    }
     for _ in range(MOST_IN_A_ROW - 1):
         assert not judge.is_sound(batch_with(field, NAN)) and not judge.exhausted
     assert not judge.is_sound(batch_with(field, -INF)) and judge.exhausted
-    assert judge.metrics() == {"skipped_updates/total": MOST_IN_A_ROW, f"skipped_updates/{cause}": MOST_IN_A_ROW}
+    assert judge.metrics() == {
+        "skipped_updates/total": MOST_IN_A_ROW,
+        f"skipped_updates/{cause}": MOST_IN_A_ROW,
+    }
     assert judge.is_sound(batch_with(field, 0.0)) and not judge.exhausted
 
 
 def test_greedy_rewards_that_are_not_finite_are_told() -> None:
-    judge, batch = SkippedUpdates(), batch_with("rewards", 0.0)
+    judge = SkippedUpdates()
+    batch = batch_with("rewards", 0.0)
     batch.fill(greedy_rewards=torch.full((batch.samples,), NAN))
     assert not judge.is_sound(batch) and judge.metrics()["skipped_updates/nonfinite_reward"] == 1
 
 
-def test_no_signal_and_nothing_selected_are_skipped_and_do_no_harm() -> None:
-    judge, some, none = SkippedUpdates(), torch.tensor([True, False]), torch.zeros(2)
+def test_no_signal_and_nothing_selected_are_skipped_harmlessly() -> None:
+    judge = SkippedUpdates()
+    some = torch.tensor([True, False])
+    none = torch.zeros(2)
     assert judge.has_signal(some, some)
     for _ in range(MOST_IN_A_ROW):
         assert not judge.has_signal(some, none)
@@ -86,14 +95,25 @@ def norms(*sizes: float, model: str = "actor") -> list[tuple[str, float, dict[st
 def test_the_first_cause_counts(norm: float, loss: float, cause: str) -> None:
     judge = SkippedUpdates()
     row = ("actor", 1.0, {"policy_loss": 1.0})
-    assert verdicts(judge, [row, row, ("actor", norm, {"policy_loss": loss})]) == [True, True, False]
-    assert judge.metrics() == {"skipped_updates/total": 1, f"skipped_updates/{cause}": 1} and cause in CAUSES
+    assert verdicts(judge, [row, row, ("actor", norm, {"policy_loss": loss})]) == [
+        True,
+        True,
+        False,
+    ]
+    assert (
+        judge.metrics() == {"skipped_updates/total": 1, f"skipped_updates/{cause}": 1}
+        and cause in CAUSES
+    )
 
 
 def test_one_rank_that_refuses_is_enough() -> None:
     def judge() -> Any:
         mine = SkippedUpdates()
-        return mine.accepts("actor", NAN if seat()[0] == 1 else 1.0, {}), mine.metrics(), mine.state()
+        return (
+            mine.accepts("actor", NAN if rank_and_world()[0] == 1 else 1.0, {}),
+            mine.metrics(),
+            mine.state(),
+        )
 
     refused = (
         False,
@@ -103,8 +123,9 @@ def test_one_rank_that_refuses_is_enough() -> None:
     assert on_threads(3, judge) == [refused] * 3
 
 
-def test_updates_in_a_row_are_those_of_one_model_and_a_resumed_run_counts_on() -> None:
-    judge, almost = SkippedUpdates(), [NAN] * (MOST_IN_A_ROW - 1)
+def test_consecutive_skips_count_per_model_and_over_a_resume() -> None:
+    judge = SkippedUpdates()
+    almost = [NAN] * (MOST_IN_A_ROW - 1)
     rows = [*norms(*almost), *norms(*almost, model="critic"), *norms(1.0)]
     assert verdicts(judge, rows) == [*[False] * len(almost), *[False] * len(almost), True]
     assert not judge.exhausted and judge.state()["in_row"] == {"actor": 0, "critic": len(almost)}
@@ -129,7 +150,12 @@ def test_a_rollout_is_unsound_on_every_rank_or_on_none(ranks: int) -> None:
         return found, {name for name, count in judge.metrics().items() if count}
 
     assert on_threads(ranks, sound, None) == [(True, set())] * ranks
-    causes = {"rewards": "reward", "rollout_logprobs": "logprobs", "ref_logprobs": "logprobs", "values": "values"}
+    causes = {
+        "rewards": "reward",
+        "rollout_logprobs": "logprobs",
+        "ref_logprobs": "logprobs",
+        "values": "values",
+    }
     for field, cause in causes.items():
         assert (
             on_threads(ranks, sound, field)
@@ -140,9 +166,15 @@ def test_a_rollout_is_unsound_on_every_rank_or_on_none(ranks: int) -> None:
 def test_a_rollout_of_nothing_is_empty() -> None:
     batch: Any = type("Nothing", (), {})()
     none = make_batch()
-    batch.own, batch.table, batch.response_tokens, batch.summed = none, none.table(), 0, lambda found: found
+    batch.local = none
+    batch.table = none.table()
+    batch.response_tokens = 0
+    batch.sum_over_ranks = lambda found: found
     judge = SkippedUpdates()
-    assert not judge.is_sound(batch) and judge.metrics() == {"skipped_updates/total": 1, "skipped_updates/empty": 1}
+    assert not judge.is_sound(batch) and judge.metrics() == {
+        "skipped_updates/total": 1,
+        "skipped_updates/empty": 1,
+    }
     batch.response_tokens = 1
     assert judge.is_sound(batch)
 
@@ -153,6 +185,9 @@ def test_a_run_whose_updates_are_skipped_again_and_again_ends(tmp_path: Path) ->
     assert judge.exhausted
     with pytest.raises(RunFailed) as failed:
         judge.end(tmp_path, step=5)
-    cause = f"{MOST_IN_A_ROW} skipped updates in a row at step 5 (the last one: nonfinite_grad_norm of the critic)"
-    assert str(failed.value).startswith(f"{tmp_path}: {cause}: docs/robustness.md")
+    cause = (
+        f"{MOST_IN_A_ROW} skipped updates in a row at step 5 (the last one: nonfinite_grad_norm of "
+        f"the critic)"
+    )
+    assert str(failed.value).startswith(f"{tmp_path}: {cause}: docs/operations.md")
     assert failed.value.shared and failed.value.exit_code == 1

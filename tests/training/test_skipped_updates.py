@@ -1,4 +1,5 @@
-"""An update that would harm a model is skipped on all ranks, without a trace; a healthy one is the same to the bit."""
+"""An update that would harm a model is skipped on all ranks, without a trace; a healthy one is the
+same to the bit."""
 
 import hashlib
 import math
@@ -22,7 +23,8 @@ from vapo_megatron.megatron.optimizer import optimizer_tensors
 from vapo_megatron.training import skipped_updates, updates
 from vapo_megatron.training.skipped_updates import SkippedUpdates
 
-NAN, INF = float("nan"), float("inf")
+NAN = float("nan")
+INF = float("inf")
 
 
 @pytest.fixture(scope="module")
@@ -43,13 +45,20 @@ class PlainStep:
 
 
 def train(
-    model_dir: Path, section: dict[str, Any], planted_at: int | None, value: float, guarded: bool, judged: bool
+    model_dir: Path,
+    section: dict[str, Any],
+    planted_at: int | None,
+    value: float,
+    guarded: bool,
+    judged: bool,
 ) -> tuple[list[bool], str]:
-    """Which of four updates were made, and a digest of weights, moments and schedule. planted_at: the update whose loss
-    has `value` in one token of one sample, which one data-parallel rank holds. Left out where it is negative."""
+    """Which of four updates were made, and a digest of weights, moments and schedule. planted_at:
+    the update whose loss has `value` in one token of one sample, which one data-parallel rank
+    holds. Left out where it is negative."""
     if not guarded:
         trainable_module.GuardedStep = PlainStep  # type: ignore[assignment,misc]
-    model, batch = make_trainable(model_dir, "lm", **section), make_batch()
+    model = make_trainable(model_dir, "lm", **section)
+    batch = make_batch()
     judge = SkippedUpdates()
     if judged:
         model.accepts = judge.accepts
@@ -58,7 +67,9 @@ def train(
         if planted_at is not None and number == -planted_at:
             continue
         loss = policy_loss(batch, batch.rollout_logprobs)
-        loss.advantages[:] = torch.randn(len(loss.advantages), generator=torch.Generator().manual_seed(number))
+        loss.advantages[:] = torch.randn(
+            len(loss.advantages), generator=torch.Generator().manual_seed(number)
+        )
         if number == planted_at:
             loss.advantages[3] = value
         made.append(model.train_step(batch, range(batch.samples), loss).updated)
@@ -79,7 +90,9 @@ SECTIONS: list[tuple[int, dict[str, Any]]] = [
 
 @pytest.mark.parametrize("value", [NAN, INF])
 @pytest.mark.parametrize(("count", "section"), SECTIONS)
-def test_a_skipped_update_leaves_no_trace(model_dir: Path, count: int, section: dict[str, Any], value: float) -> None:
+def test_a_skipped_update_leaves_no_trace(
+    model_dir: Path, count: int, section: dict[str, Any], value: float
+) -> None:
     skipped = run_ranks(count, train, model_dir, section, 2, value, True, True)
     without = run_ranks(count, train, model_dir, section, -2, value, True, True)
     assert [made for made, _ in skipped] == [[True, True, False, True]] * count
@@ -87,14 +100,16 @@ def test_a_skipped_update_leaves_no_trace(model_dir: Path, count: int, section: 
 
 
 def test_without_a_judge_it_ruins_the_weights(model_dir: Path) -> None:
-    """What the test above is there for."""
+    """The reason for the test above."""
     (made, digest), *_ = run_ranks(1, train, model_dir, {}, 2, NAN, True, False)
     assert made == [True] * 4
     assert digest != run_ranks(1, train, model_dir, {}, -2, NAN, True, True)[0][1]
 
 
 @pytest.mark.parametrize(("count", "section"), SECTIONS[:3])
-def test_healthy_updates_are_those_of_megatrons_own_step(model_dir: Path, count: int, section: dict[str, Any]) -> None:
+def test_healthy_updates_are_those_of_megatrons_own_step(
+    model_dir: Path, count: int, section: dict[str, Any]
+) -> None:
     guarded = run_ranks(count, train, model_dir, section, None, 0.0, True, True)
     assert guarded == run_ranks(count, train, model_dir, section, None, 0.0, False, False)
 
@@ -106,7 +121,8 @@ def shared(tmp_path_factory: pytest.TempPathFactory, engine_of_runs: EngineAddre
 
 def plant(calls: tuple[int, ...], victim: int) -> None:
     """NaN in the advantages of the policy's mini-batches with these numbers, on one rank alone."""
-    original, count = updates.policy_loss, 0
+    original = updates.policy_loss
+    count = 0
 
     def planted(*args: Any) -> Any:
         nonlocal count
@@ -136,10 +152,14 @@ def test_a_run_skips_an_update_and_goes_on(shared: World, count: int) -> None:
 
 
 @pytest.mark.full
-def test_a_run_whose_updates_are_skipped_in_a_row_ends_and_can_go_on(shared: World) -> None:
+def test_run_with_updates_skipped_in_a_row_ends_and_can_resume(shared: World) -> None:
     config = config_of(shared, "ends", {}, *OVERRIDES)
     run_dir = Path(config.run.directory)
     end = live(shared, config, 2, partial(plant, (3, 4), 1))  # both of step 2
-    assert end.code == 1 and "2 skipped updates in a row at step 2" in end.said and "\n" not in end.said
+    assert (
+        end.code == 1
+        and "2 skipped updates in a row at step 2" in end.said
+        and "\n" not in end.said
+    )
     assert live(shared, config, 2) == End(0, "")
     assert [row["step"] for row in metrics(run_dir) if row["step"]] == [1, 2, 3]

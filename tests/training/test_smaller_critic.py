@@ -1,4 +1,5 @@
-"""A critic of one layer beside an actor of two: loaded, trained, exported and read back, at a layout of its own."""
+"""A critic of one layer beside an actor of two: loaded, trained, exported and read back, at a
+separate layout."""
 
 from pathlib import Path
 from typing import Any
@@ -12,30 +13,33 @@ from tiny_runs import WORDS, make_model, train_config, write_config
 
 from vapo_megatron.checkpoint.dist_saver import checkpoint_bytes
 from vapo_megatron.checkpoint.manifest import OPTIMIZER_BYTES
+from vapo_megatron.checks.preflight import check_train
 from vapo_megatron.cli import PRESETS
 from vapo_megatron.config.load import load_config
 from vapo_megatron.config.run import MonitoringConfig
 from vapo_megatron.config.tiny_model import TinyModel
 from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.errors import BadInput
+from vapo_megatron.models.registry import read_spec
 from vapo_megatron.monitoring.recorder import Recorder
 from vapo_megatron.operations.plan.models import planned_models
-from vapo_megatron.run.preflight import check_train
 from vapo_megatron.training.advantages import estimate_advantages
 from vapo_megatron.training.models import load_frozen, load_models
 from vapo_megatron.training.score import score, values
 from vapo_megatron.training.updates import update_critic, update_policy
 from vapo_megatron.weights.export import save_hf
-from vapo_megatron.weights.spec import read_spec
 from vapo_megatron.weights.tiny import CHATML_TEMPLATE, save_tiny_model, word_tokenizer
 
 LAYOUTS: list[dict[str, Any]] = [{}, {"critic.layout": {"tp": 2}}]
 
 
 def two_steps(folder: Path, switches: dict[str, Any]) -> dict[str, Any]:
-    """Collective: two iterations and an export; losses, and how the exported critic's values differ."""
+    """Collective: two iterations and an export; losses, and how the exported critic's values
+    differ."""
     config = config_of(folder, {"critic.model_path": str(folder / "small"), **switches})
-    models, whole, losses = load_models(config, None), read_rollout(folder), []
+    models = load_models(config, None)
+    whole = read_rollout(folder)
+    losses = []
     whole.greedy_rewards = None
     batch = spread(whole)
     assert models.critic is not None
@@ -46,11 +50,14 @@ def two_steps(folder: Path, switches: dict[str, Any]) -> dict[str, Any]:
             update_critic(models, batch, config.algorithm, f"1/{step}", recorder)
             update_policy(models, batch, config.algorithm, f"1/{step}", recorder)
             losses.append(recorder.write(step)["critic/value_loss"])
-    critic, place = models.critic, folder / "exported"
+    critic = models.critic
+    place = folder / "exported"
     save_hf(critic.chunks, critic.spec, critic.mesh, critic.head, models.sources["critic"], place)
     started = {"critic.init": "value_checkpoint", "critic.init_path": str(place), **switches}
     again = load_frozen("critic", config_of(folder, started))
-    difference = values(again, whole, config.algorithm.value_loss) - values(critic, whole, config.algorithm.value_loss)
+    difference = values(again, whole, config.algorithm.value_loss) - values(
+        critic, whole, config.algorithm.value_loss
+    )
     layers = models.actor.spec.num_layers, critic.spec.num_layers, read_spec(place).num_layers
     return {"losses": losses, "difference": float(difference.abs().max()), "layers": layers}
 
@@ -68,11 +75,15 @@ def test_a_smaller_critic_learns_and_is_exported(tmp_path: Path, switches: dict[
 
 def tiny_config(folder: Path, words: list[str], *overrides: str) -> TrainConfig:
     tokenizer = word_tokenizer(words, 128, CHATML_TEMPLATE)
-    shape = TinyModel(vocab_size=len(tokenizer), layers=1, hidden_size=64, intermediate_size=96, max_positions=128)
+    shape = TinyModel(
+        vocab_size=len(tokenizer), layers=1, hidden_size=64, intermediate_size=96, max_positions=128
+    )
     save_tiny_model(shape, tokenizer, folder / "small")
     settings = train_config(folder, make_model(folder / "model"))
     settings["critic"]["model_path"] = str(folder / "small")
-    return load_config(TrainConfig, write_config(folder / "train.yaml", settings), overrides, PRESETS)
+    return load_config(
+        TrainConfig, write_config(folder / "train.yaml", settings), overrides, PRESETS
+    )
 
 
 def test_checks_and_plans_know_its_size(tmp_path: Path) -> None:
@@ -86,14 +97,18 @@ def test_checks_and_plans_know_its_size(tmp_path: Path) -> None:
 
 def test_another_tokenizer_is_refused_in_one_line(tmp_path: Path) -> None:
     config = tiny_config(tmp_path, [*WORDS[1:], WORDS[0]])
-    with pytest.raises(BadInput, match=r"critic\.model_path=.*gives \d+ of the .* another id, or none") as refused:
+    with pytest.raises(
+        BadInput, match=r"critic\.model_path=.*gives \d+ of the .* another id, or none"
+    ) as refused:
         check_train(config, 2)
     assert "\n" not in str(refused.value)
 
 
 def test_fewer_words_are_refused(tmp_path: Path) -> None:
     config = tiny_config(tmp_path, WORDS[:-2])
-    with pytest.raises(BadInput, match=r"critic\.model_path=.*: it has \d+ words and model\.path has \d+"):
+    with pytest.raises(
+        BadInput, match=r"critic\.model_path=.*: it has \d+ words and model\.path has \d+"
+    ):
         check_train(config, 2)
 
 

@@ -1,5 +1,5 @@
-"""Any two choices of the section algorithm together, beside the formulas of switch_formulas: on tables in place of
-models, as in test_steps_without_models.py, where each choice is alone."""
+"""Any two choices of the section algorithm together, beside the formulas of switch_formulas: on
+tables in place of models, as in test_steps_without_models.py, where each choice is alone."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -23,7 +23,7 @@ NO_CHANGE: dict[str, Any] = {}
 
 
 def named(section: type[Section], prefix: str, key: str) -> dict[str, dict[str, Any]]:
-    """The choices that the type of a key names, a function of one's own apart."""
+    """The choices that the type of a key names, except a user's function."""
     choices = get_args(section.model_fields[key].annotation)
     return {choice: {prefix + key: choice} for choice in choices if choice != "function"}
 
@@ -49,7 +49,10 @@ SWITCHES: dict[str, dict[str, dict[str, Any]]] = {
         "mis": {W + "kind": "mis", W + "low": 0.8, W + "high": 1.3},
     },
     "truncated": named(ShapingConfig, S, "truncated"),
-    "overlong": {"none": NO_CHANGE, "soft": {S + "soft_overlong.max_length": 18, S + "soft_overlong.cache_length": 8}},
+    "overlong": {
+        "none": NO_CHANGE,
+        "soft": {S + "soft_overlong.max_length": 18, S + "soft_overlong.cache_length": 8},
+    },
     "filter": {"none": NO_CHANGE, "odd": {"algorithm.filter_function": "switch_functions:keep"}},
     "advantages": {"estimated": NO_CHANGE, "function": {A + "function": TILT}},
     "whiten": named(AdvantageConfig, A, "whiten"),
@@ -69,7 +72,8 @@ SWITCHES: dict[str, dict[str, dict[str, Any]]] = {
         "clipped": {V + "kind": "clipped", V + "clip": 0.05},
         "hl_gauss": {V + "kind": "hl_gauss", V + "bins": 21, **WIDE},
     },
-    "squash": {"none": NO_CHANGE} | {name: {V + "squash": name, **WIDE} for name in ("tanh", "arctan")},
+    "squash": {"none": NO_CHANGE}
+    | {name: {V + "squash": name, **WIDE} for name in ("tanh", "arctan")},
     "clip": {"usual": NO_CHANGE, "tight": {L + "clip_low": 0.02, L + "clip_high": 0.05}},
     "dual_clip": {"none": NO_CHANGE, "1.3": {L + "dual_clip": 1.3}},
     "entropy": {"0": NO_CHANGE, "0.3": {L + "entropy_coef": 0.3}},
@@ -123,7 +127,8 @@ def test_any_two_choices_train_together_as_the_formula_says(part: int) -> None:
 
 
 def in_one_update(switch: str, choice: str) -> Row:
-    """A choice with a whole rollout in one update, beside first choices; where it needs another one, that as well."""
+    """A choice with a whole rollout in one update, beside first choices; where it needs another
+    one, that as well."""
     row = FIRSTS | {"minibatch": "whole", switch: choice}
     others = [other for other in CHOICES if other not in (switch, "minibatch")]
     helped = (row | {other: choice} for other in others for choice in CHOICES[other])
@@ -131,9 +136,15 @@ def in_one_update(switch: str, choice: str) -> Row:
 
 
 @pytest.mark.parametrize("part", range(PARTS))
-def test_any_choice_trains_in_an_update_that_scores_its_rollout_itself(part: int) -> None:
-    """In most rows of pairs a third choice has the rollout scored before, which hides what this pair does."""
-    others = [(switch, choice) for switch in CHOICES if switch != "minibatch" for choice in CHOICES[switch][1:]]
+def test_any_choice_trains_in_an_update_that_scores_its_rollout(part: int) -> None:
+    """In most rows of pairs a third choice has the rollout scored before, which hides what this
+    pair does."""
+    others = [
+        (switch, choice)
+        for switch in CHOICES
+        if switch != "minibatch"
+        for choice in CHOICES[switch][1:]
+    ]
     check_rows([in_one_update(*other) for other in others[part::PARTS]])
 
 

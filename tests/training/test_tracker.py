@@ -1,4 +1,5 @@
-"""A prompt's history as its baseline, written out in plain numbers, and kept over a checkpoint to the bit."""
+"""A prompt's history as its baseline, written out in plain numbers, and kept over a checkpoint to
+the bit."""
 
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,8 @@ from vapo_megatron.data.batch import from_samples
 from vapo_megatron.data.sample import Prompt, Sample
 from vapo_megatron.monitoring import names
 from vapo_megatron.monitoring.recorder import Recorder
-from vapo_megatron.training.advantages import ReturnHistory, estimate_advantages
+from vapo_megatron.training.advantages import estimate_advantages
+from vapo_megatron.training.return_history import ReturnHistory
 from vapo_megatron.training.shards import ShardedBatch
 
 # Of each step the rows that are drawn, by source and id, with rewards; "cut" ones were cut off.
@@ -25,24 +27,33 @@ STEPS = [
     [("a", "1", -1.0), ("a", "3", 1.0), ("a", "1", 1.0), ("cut", "9", -1.0)],
     [("a", "1", 1.0), ("b", "1", 1.0), ("cut", "9", 1.0), ("a", "4", -1.0)],
 ]
-BASELINE = {"advantage": {"estimator": "batch_baseline", "tracker": True}, "shaping": {"truncated": "mask"}}
+BASELINE = {
+    "advantage": {"estimator": "batch_baseline", "tracker": True},
+    "shaping": {"truncated": "mask"},
+}
 
 
 def batch_of(step: int) -> ShardedBatch:
     samples = [
-        Sample(Prompt(row, "", "", (1,), source=source), 10 * step + n, 0, 0, [3] * (n + 2), [0.0] * (n + 2),  # type: ignore[arg-type]
+        Sample(Prompt(row, "", (
+            ""
+        ), (1,), source=source), 10 * step + n, 0, 0, [3] * (n + 2), [0.0] * (n + 2),  # type: ignore[arg-type]
                "length" if source == "cut" else "stop", 0, 0, reward=reward)
         for n, (source, row, reward) in enumerate(STEPS[step])
     ]  # fmt: skip
     batch = spread(from_samples(samples))
-    batch.own.values = torch.zeros(batch.own.response_tokens)
+    batch.local.values = torch.zeros(batch.local.response_tokens)
     return batch
 
 
-def estimated(config: dict[str, Any], history: ReturnHistory, step: int) -> tuple[ShardedBatch, dict[str, float]]:
+def estimated(
+    config: dict[str, Any], history: ReturnHistory, step: int
+) -> tuple[ShardedBatch, dict[str, float]]:
     batch = batch_of(step)
     with Recorder(Path("unused"), MonitoringConfig(), is_main_rank=False) as recorder:
-        estimate_advantages(batch, AlgorithmConfig.model_validate(config), recorder, history=history)
+        estimate_advantages(
+            batch, AlgorithmConfig.model_validate(config), recorder, history=history
+        )
         return batch, dict(recorder.write(1))
 
 
@@ -52,7 +63,8 @@ def baselines() -> list[list[float]]:
     expected = []
     for rows in STEPS:
         known = [(row[:2], row[2]) for row in rows if row[0] != "cut"]
-        total, values = sum(reward for _, reward in known), []
+        total = sum(reward for _, reward in known)
+        values = []
         for row, reward in known:
             others = (total - reward) / (len(known) - 1)
             faded, weight = tracked.get(row, (0.0, 0.0))
@@ -67,17 +79,19 @@ def baselines() -> list[list[float]]:
 
 @pytest.mark.parametrize("resumed", [False, True])
 def test_the_baseline_of_a_response_is_its_prompts_history(resumed: bool) -> None:
-    """Rows of one id in two files are two prompts; a response without a return is neither read nor remembered."""
+    """Rows of one id in two files are two prompts; a response without a return is neither read nor
+    remembered."""
     history = ReturnHistory()
     for step, expected in enumerate(baselines()):
         batch, row = estimated(BASELINE, history, step)
         kept = ~batch.table.truncated
-        per_response = batch.own.advantages[batch.own.response_cu_seqlens[:-1]]  # type: ignore[index]
+        per_response = batch.local.advantages[batch.local.response_cu_seqlens[:-1]]  # type: ignore[index]
         found = (batch.table.rewards - per_response)[kept]
         assert found.tolist() == pytest.approx(expected)
         assert row[names.TRACKED] == pytest.approx([0, 2 / 3, 2 / 3][step])
         if resumed:
-            saved, tracked = history.tracked_state(), history.tracked
+            saved = history.tracked_state()()
+            tracked = history.tracked
             history = ReturnHistory(tracked=saved)
             assert history.tracked == tracked, "to the bit"
     assert len(history.tracked) == 5
@@ -87,18 +101,27 @@ def test_a_history_is_as_exact_as_its_checkpoint() -> None:
     history = ReturnHistory(tracked=b'{"5": [0.1, 1.0]}')
     baselines, share = history.track(torch.tensor([5]), torch.tensor([1.0]), torch.tensor([True]))
     assert baselines.tolist() == [pytest.approx((0.1 + 0.0) / (1 + 1), rel=1e-14)] and share == 1
-    assert history.tracked["5"] == pytest.approx([TRACKER_FADE * 0.1 + 1.0, TRACKER_FADE + 1], rel=1e-14)
+    assert history.tracked["5"] == pytest.approx(
+        [TRACKER_FADE * 0.1 + 1.0, TRACKER_FADE + 1], rel=1e-14
+    )
 
 
 def test_calibration_weighs_the_history_in_the_place_of_a_group() -> None:
-    switches = {"advantage": {"calibration": "values", "tracker": True}, "shaping": {"truncated": "mask"}}
-    history, past = ReturnHistory(), None
+    switches = {
+        "advantage": {"calibration": "values", "tracker": True},
+        "shaping": {"truncated": "mask"},
+    }
+    history = ReturnHistory()
+    past = None
     for step, expected in enumerate(baselines()):
         batch, _ = estimated(switches, history, step)
         known = ~batch.table.truncated
-        sums = calibration.response_sums(batch.own.values, batch.own.response_cu_seqlens)[known]  # type: ignore[arg-type]
+        sums = calibration.response_sums(
+            batch.local.values[None],  # type: ignore[index]
+            batch.local.response_cu_seqlens,
+        )[known]
         means = torch.tensor(expected, dtype=torch.float64)
-        moments = calibration.moments(sums, batch.table.rewards[known], means)
+        moments = calibration.moments(sums, batch.table.rewards[known], means[None])
         past = moments if past is None else past.followed_by(moments)
     assert history.past is not None and past is not None
     for found, wanted in zip(history.past, past, strict=True):
@@ -108,12 +131,22 @@ def test_calibration_weighs_the_history_in_the_place_of_a_group() -> None:
 @pytest.mark.parametrize(
     ("advantage", "samples", "message"),
     [
-        ({"estimator": "batch_baseline", "tracker": True}, 4, "advantage.tracker=true with batch.samples_per_prompt=4"),
-        ({"estimator": "grpo", "tracker": True}, 1, "tracker=true with estimator=grpo and calibration=none"),
+        (
+            {"estimator": "batch_baseline", "tracker": True},
+            4,
+            "advantage.tracker=true with batch.samples_per_prompt=4",
+        ),
+        (
+            {"estimator": "grpo", "tracker": True},
+            1,
+            "tracker=true with estimator=grpo and calibration=none",
+        ),
         ({"tracker": True}, 1, "tracker=true with estimator=gae and calibration=none"),
     ],
 )
-def test_a_history_that_nothing_reads_is_refused(advantage: dict[str, Any], samples: int, message: str) -> None:
+def test_a_history_that_nothing_reads_is_refused(
+    advantage: dict[str, Any], samples: int, message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         TrainConfig.model_validate(
             {

@@ -1,4 +1,5 @@
-"""A user's own advantage and filter: what they are given, what they may return, what a wrong path says."""
+"""A user's own advantage and filter: their arguments, their results, what a wrong path
+says."""
 
 import sys
 from pathlib import Path
@@ -27,10 +28,21 @@ EXAMPLE = "examples.custom_functions.functions"
 def scored_batch() -> ExperienceBatch:
     """Two prompts with two responses each, of 1, 3, 2 and 4 tokens; the last one was cut off."""
     prompt = Prompt("p", "", "", (1, 2))
-    lengths, rewards = (1, 3, 2, 4), (0.0, 1.0, 1.0, 0.0)
+    lengths = (1, 3, 2, 4)
+    rewards = (0.0, 1.0, 1.0, 0.0)
     samples = [
         Sample(
-            prompt, i // 2, i % 2, 0, [5] * n, [-1.0] * n, "length" if i == 3 else "stop", 0, 0, reward=r, correct=r > 0
+            prompt,
+            i // 2,
+            i % 2,
+            0,
+            [5] * n,
+            [-1.0] * n,
+            "length" if i == 3 else "stop",
+            0,
+            0,
+            reward=r,
+            correct=r > 0,
         )
         for i, (n, r) in enumerate(zip(lengths, rewards, strict=True))
     ]
@@ -65,24 +77,41 @@ def test_what_a_function_is_given() -> None:
     assert scored.truncated.tolist() == [False, False, False, True]
     assert scored.values is None and scored.ref_logprobs is None
     batch = scored_batch()
-    batch.values, batch.ref_logprobs = torch.zeros(10), torch.ones(10)
+    batch.values = torch.zeros(10)
+    batch.ref_logprobs = torch.ones(10)
     scored = scored_responses(batch)
     assert scored.rewards is batch.shaped_rewards and scored.cu_seqlens is batch.response_cu_seqlens
-    for name in ("correct", "truncated", "group_ids", "rollout_logprobs", "old_logprobs", "entropies", "values"):
+    for name in (
+        "correct",
+        "truncated",
+        "group_ids",
+        "rollout_logprobs",
+        "old_logprobs",
+        "entropies",
+        "values",
+    ):
         assert getattr(scored, name) is getattr(batch, name)
     assert scored.ref_logprobs is batch.ref_logprobs
-    assert scored.old_logprobs.shape == scored.entropies.shape == scored.rollout_logprobs.shape == (10,)
+    assert (
+        scored.old_logprobs.shape
+        == scored.entropies.shape
+        == scored.rollout_logprobs.shape
+        == (10,)
+    )
 
 
 def test_the_example_spreads_the_centred_reward_by_entropy() -> None:
     found, targets = user_advantages(f"{EXAMPLE}:reward_times_surprise", False, scored_batch()).t()
     assert targets.isnan().all(), "the function gives none"
     torch.testing.assert_close(found[:4], torch.tensor([-0.5, 0.5 * 2 / 3, 0.5, 0.5 * 4 / 3]))
-    assert float(found[4:6].mean()) == pytest.approx(0.5) and float(found[6:].mean()) == pytest.approx(-0.5)
+    assert float(found[4:6].mean()) == pytest.approx(0.5) and float(
+        found[6:].mean()
+    ) == pytest.approx(-0.5)
 
 
 def test_the_filter_takes_responses_out_of_the_loss() -> None:
-    batch, path = scored_batch(), f"{EXAMPLE}:finished_and_not_too_short"
+    batch = scored_batch()
+    path = f"{EXAMPLE}:finished_and_not_too_short"
     kept = user_selection(path, batch)
     assert kept.tolist() == [False, True, True, False]
     batch.selected = loss_mask(batch.truncated, False, kept)
@@ -120,7 +149,9 @@ def test_a_wrong_filter_is_bad_input(name: str, told: str) -> None:
 
 
 def test_an_estimator_that_is_gone_is_named() -> None:
-    with pytest.raises(BadInput, match=f"^algorithm.advantage.function={HERE}:no_such: cannot be imported"):
+    with pytest.raises(
+        BadInput, match=f"^algorithm.advantage.function={HERE}:no_such: cannot be imported"
+    ):
         user_advantages(f"{HERE}:no_such", False, scored_batch())
 
 
@@ -134,7 +165,10 @@ def test_an_estimator_that_is_gone_is_named() -> None:
 )
 def test_a_wrong_path_is_bad_input_before_anything_starts(path: str, told: str) -> None:
     for section, key in (
-        ({"advantage": {"estimator": "function", "function": path}}, "algorithm.advantage.function"),
+        (
+            {"advantage": {"estimator": "function", "function": path}},
+            "algorithm.advantage.function",
+        ),
         ({"filter_function": path}, "algorithm.filter_function"),
         ({"metrics_function": path}, "algorithm.metrics_function"),
         ({"mask_function": path}, "algorithm.mask_function"),
@@ -146,7 +180,9 @@ def test_a_wrong_path_is_bad_input_before_anything_starts(path: str, told: str) 
         assert message.startswith(f"{key}={path}: ") and told in message and "\n" not in message
 
 
-def test_modules_of_the_working_directory_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_modules_of_the_working_directory_are_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "mine_alone.py").write_text("def keep(scored):\n    return scored.correct\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [folder for folder in sys.path if folder])
@@ -163,7 +199,11 @@ def test_metrics_join_the_row_under_a_name_of_their_own() -> None:
     batch = scored_batch()
     batch.advantages = torch.ones(10)
     row = user_metrics(f"{EXAMPLE}:where_credit_goes", batch)
-    assert row == {"custom/credit_of_undecided": 1.0, "custom/credit_of_others": 1.0, "custom/longest": 4.0}
+    assert row == {
+        "custom/credit_of_undecided": 1.0,
+        "custom/credit_of_others": 1.0,
+        "custom/longest": 4.0,
+    }
     for name, told in (
         ("infinite", "size is inf, expected a finite number"),
         ("no_tensor", "expected numbers by name"),
@@ -176,6 +216,8 @@ def test_value_targets_without_a_critic_are_refused() -> None:
     batch = scored_batch()
     batch.values = torch.zeros(10)
     path = f"{EXAMPLE}:half_way_to_the_group"
-    assert user_advantages(path, True, batch)[:, 1].tolist() == pytest.approx([0.0] + [0.5] * 3 + [0.5] * 2 + [0.0] * 4)
+    assert user_advantages(path, True, batch)[:, 1].tolist() == pytest.approx(
+        [0.0] + [0.5] * 3 + [0.5] * 2 + [0.0] * 4
+    )
     with pytest.raises(BadInput, match="no critic learns them"):
         user_advantages(path, False, batch)

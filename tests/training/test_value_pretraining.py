@@ -27,29 +27,45 @@ def record(groups: int = 16, size: int = 4) -> ExperienceBatch:
             length = 1 + (group * size + index) % 7
             reward = float((group + index) % 2)
             prompt = Prompt(str(group), "", "", (1, 2))
-            samples.append(Sample(prompt, group, index, 0, [3] * length, [0.0] * length, "stop", 0, 0, reward=reward))
+            samples.append(
+                Sample(
+                    prompt,
+                    group,
+                    index,
+                    0,
+                    [3] * length,
+                    [0.0] * length,
+                    "stop",
+                    0,
+                    0,
+                    reward=reward,
+                )
+            )
     return from_samples(samples)
 
 
 @pytest.mark.parametrize("gamma", [1.0, 0.97, 0.0])
-def test_targets_are_those_of_gae_with_lambda_1_whatever_samples_are_beside_them(gamma: float) -> None:
+def test_targets_are_gae_with_lambda_1_whatever_other_samples(
+    gamma: float,
+) -> None:
     batch = record()
     rewards = place_terminal(batch.rewards, batch.response_cu_seqlens, batch.response_tokens)
     zeros = torch.zeros(batch.response_tokens)
     _, expected = decoupled_gae(rewards, zeros, batch.response_cu_seqlens, 1.0, 1.0, gamma)
-    found = monte_carlo_returns(batch.rewards, batch.response_cu_seqlens, gamma)
+    found = monte_carlo_returns(batch.rewards, batch.response_cu_seqlens, gamma, None)
     torch.testing.assert_close(found, expected, rtol=1e-6 if gamma < 1 else 0, atol=0)
     assert found.dtype == torch.float32
     batch.returns = found
     part = batch.select([9, 3, 40])
-    alone = monte_carlo_returns(part.rewards, part.response_cu_seqlens, gamma)
+    alone = monte_carlo_returns(part.rewards, part.response_cu_seqlens, gamma, None)
     assert part.returns is not None and torch.equal(alone, part.returns)
 
 
-def test_no_prompt_is_both_trained_and_measured_on_whichever_rollout_it_was_drawn_in() -> None:
+def test_no_prompt_is_both_trained_and_held_out_in_any_rollout() -> None:
     """Cut by draw, as it was, nearly every prompt of a small data set is on both sides."""
     draws = 80
-    prompt_ids = (torch.arange(draws) * 7 % 16).repeat_interleave(4)  # 16 prompts, each drawn five times
+    # 16 prompts, each drawn five times
+    prompt_ids = (torch.arange(draws) * 7 % 16).repeat_interleave(4)
     group_ids = torch.arange(draws).repeat_interleave(4)
     train, held_out = split_prompts(prompt_ids, group_ids, most_groups=100, seed=1)
     assert sorted(train + held_out) == list(range(4 * draws))
@@ -69,10 +85,13 @@ def test_as_many_groups_are_held_out_as_are_asked_for_at_most() -> None:
 
 def test_the_only_prompt_is_trained_and_measured_on() -> None:
     everything = list(range(6))
-    assert split_prompts(torch.zeros(6, dtype=torch.int64), torch.arange(6), 4, seed=1) == (everything, everything)
+    assert split_prompts(torch.zeros(6, dtype=torch.int64), torch.arange(6), 4, seed=1) == (
+        everything,
+        everything,
+    )
 
 
-def test_every_epoch_replays_every_sample_once_in_an_order_of_its_own() -> None:
+def test_every_epoch_replays_every_sample_once_in_a_new_order() -> None:
     config = ValuePretrainingConfig(replay_epochs=3, minibatch_size=10)
     steps = replay_order(list(range(25)), config, seed=1)
     assert [len(step) for step in steps] == [10, 10, 5] * 3
@@ -95,7 +114,9 @@ def test_every_epoch_replays_every_sample_once_in_an_order_of_its_own() -> None:
 def test_it_stops_where_every_stop_that_is_set_is_reached(
     stop: dict[str, float], explained: float, bias: float, expected: bool
 ) -> None:
-    metrics = {names.EXPLAINED_VARIANCE: explained} | {f"{names.VALUE_BIAS}{p}": 0.0 for p in names.BIAS_POSITIONS}
+    metrics = {names.EXPLAINED_VARIANCE: explained} | {
+        f"{names.VALUE_BIAS}{p}": 0.0 for p in names.BIAS_POSITIONS
+    }
     metrics[f"{names.VALUE_BIAS}{names.BIAS_POSITIONS[-1]}"] = bias
     assert largest_bias(metrics) == abs(bias)
     assert good_enough(metrics, ValuePretrainingConfig(**stop)) is expected

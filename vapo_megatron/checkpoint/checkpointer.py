@@ -25,13 +25,15 @@ from vapo_megatron.signals import first_signal, job_end_time, stop_requested
 
 _logger = logging.getLogger(__name__)
 
-# The largest share of the run's time spent on copies in host memory: if steps are short, not each has one.
+# The largest share of the run's time spent on copies in host memory: if steps are short, not each
+# has one.
 _COPYING_SHARE = 0.05
 
 
 @dataclass(frozen=True)
 class _Decision:
-    """The decisions of all ranks at a safe point. stop: why the run stops here; None where it goes on."""
+    """The decisions of all ranks at a safe point. stop: why the run stops here; None where it goes
+    on."""
 
     stop: str | None
     save: bool
@@ -42,7 +44,8 @@ class _Decision:
 
 
 class Checkpointer:
-    """Saves checkpoints of state at safe points, and ends the run there when it is asked to or its time is short."""
+    """Saves checkpoints of state at safe points, and ends the run there when it is asked to or its
+    time is short."""
 
     def __init__(
         self,
@@ -52,9 +55,12 @@ class Checkpointer:
         resumed: Resumed | None,
         memory: Path | None = None,
     ) -> None:
-        """Collective. recorder: times saves and shows failures. resumed: the checkpoint that this attempt goes on from;
-        None for a new run. memory: where copies in host memory are kept; None for none."""
-        self._config, self._run_dir, self._recorder = config, run.run_dir, recorder
+        """Collective. recorder: times saves and shows failures. resumed: the checkpoint that this
+        attempt resumes from; None for a new run. memory: where copies in host memory are kept; None
+        for none."""
+        self._config = config
+        self._run_dir = run.run_dir
+        self._recorder = recorder
         self._began_at = resumed.name if resumed is not None else None
         is_on_disk = resumed is not None and resumed.checkpoint.is_relative_to(run.run_dir)
         self._last = self._began_at if is_on_disk else None
@@ -65,7 +71,9 @@ class Checkpointer:
         self._limit.left_point()
         self._saved_at = time.monotonic()
         self._disk = StateSaver(run, run.run_dir, config.keep)
-        self._memory, self._copied_at, self._copy_seconds = None, 0.0, 0.0
+        self._memory = None
+        self._copied_at = 0.0
+        self._copy_seconds = 0.0
         self._memory_folder = memory
         if memory is not None:
             self._memory = StateSaver(run, memory, RetentionConfig(last=1), in_memory=True)
@@ -79,26 +87,30 @@ class Checkpointer:
         making_room: Callable[[], AbstractContextManager[None]] = nullcontext,
         replaces: bool = False,
     ) -> None:
-        """Collective, where the state of the run is whole: save if it is time to, stop if that is asked for.
+        """Collective, where the state of the run is complete: save if one is due, stop if a stop
+        was requested.
 
         Args:
             snapshot: of now.
             due: this is a point to save at.
-            last: the run is done and need not stop any more; what is being saved is waited for.
+            last: the run is complete and need not stop; pending saves are waited for.
             making_room: entered while tensors are gathered, which takes memory of the device.
-            replaces: on rank 0, whether it holds more than the checkpoint of its name that may be on the disk.
+            replaces: on rank 0, whether it holds more than the checkpoint of its name that may be
+                on the disk.
 
         Raises:
             RunFailed: an alarm is set to stop the run, and holds.
-            TryAgain: the run is saved and stops here: a signal asked for it, or a time limit is near; or two saves
-                failed. The checkpoints before it are untouched.
+            TryAgain: the run is saved and stops here: a signal requested it, or a time limit is
+                near; or two saves failed. The checkpoints before it are untouched.
         """
         self._limit.reached_point()
         decision = self._agree(snapshot, due, replaces)
         if decision.alarmed:
-            self.wait()  # for the state before the trouble; that of now is not saved
+            self.wait()  # for the state before the fault; the current state is not saved
             on_rank_zero(self._stop_for_alarm)
-        is_due = (decision.save or decision.stop) and (decision.replace or snapshot.name != self._last)
+        is_due = (decision.save or decision.stop) and (
+            decision.replace or snapshot.name != self._last
+        )
         failed = (is_due or decision.failed) and self._finish() is not None
         if self._memory is not None and not (decision.too_soon or decision.stop or last):
             self._copy(snapshot, making_room)
@@ -116,8 +128,9 @@ class Checkpointer:
                     self._memory.finish()
                 checkpoint = self._run_dir / CHECKPOINT_FOLDER / str(snapshot.name)
                 raise TryAgain(
-                    f"{checkpoint}: cannot be saved ({problem}), tried twice: make room or mend the disk, then start "
-                    "again with run.resume=auto; checkpoints saved before are untouched",
+                    f"{checkpoint}: cannot be saved ({problem}), tried twice: make room or mend "
+                    "the disk, then start again with run.resume=auto; checkpoints saved before are "
+                    "untouched",
                     shared=True,
                 )
         if decision.stop or last:
@@ -126,8 +139,8 @@ class Checkpointer:
             remove_unneeded(self._run_dir)
         if decision.stop and not last:
             raise TryAgain(
-                f"{self._run_dir}: saved at {self._last} because of {decision.stop}: start the same command again, "
-                "with run.resume=auto",
+                f"{self._run_dir}: saved at {self._last} because of {decision.stop}: start the "
+                "same command again, with run.resume=auto",
                 shared=True,
             )
         self._limit.left_point()
@@ -142,28 +155,39 @@ class Checkpointer:
         """Collective: what any rank was asked to do, and what rank 0's clock and metrics say."""
         short = by_time = better = False
         if dist.get_rank() == 0:
-            # An attempt without progress continues: stopped here, the next one would stop here again.
+            # An attempt without progress continues: stopped here, the next one would stop here
+            # again.
             short = self._limit.is_short and snapshot.name != self._began_at
             minutes = (time.monotonic() - self._saved_at) / 60
-            by_time = self._config.every_minutes is not None and minutes >= self._config.every_minutes
+            by_time = (
+                self._config.every_minutes is not None and minutes >= self._config.every_minutes
+            )
             better = self._is_best(snapshot)
-        from_copy = self._last is None and self._began_at is not None  # what it began with is not on the disk
+        # What it began with is not on the disk
+        from_copy = self._last is None and self._began_at is not None
         save = due or by_time or better or from_copy
-        here = short, save, self._disk.has_failed, self._recorder.stopping is not None, self._is_too_soon(), replaces
+        here = (
+            short,
+            save,
+            self._disk.has_failed,
+            self._recorder.stopping is not None,
+            self._is_too_soon(),
+            replaces,
+        )
         signals, flags = zip(*gather_values((stop_requested(), here)), strict=True)
         is_short, *others = map(any, zip(*flags, strict=True))
         return _Decision(first_signal(signals) or ("its time limit" if is_short else None), *others)
 
     def _is_too_soon(self) -> bool:
-        """Whether the last copy in host memory is still being written on this rank, or copying takes up the run, or
-        its folder is gone."""
+        """Whether the last copy in host memory is still being written on this rank, or copying
+        takes up the run, or its folder is gone."""
         if self._memory is None:
             return False
         if self._memory_folder is None or not self._memory_folder.is_dir():
             if self._memory_folder is not None:
                 self._recorder.console.alarm(
-                    f"no more copies in host memory ({self._memory_folder} was removed): a lost rank costs what "
-                    "follows the last checkpoint"
+                    f"no more copies in host memory ({self._memory_folder} was removed): a lost "
+                    "rank costs what follows the last checkpoint"
                 )
                 self._memory_folder = None
             return True
@@ -172,35 +196,48 @@ class Checkpointer:
 
     def _stop_for_alarm(self) -> None:
         raise RunFailed(
-            f"{self._run_dir}: stopped by the alarm {self._recorder.stopping}: docs/alarms.md says what to do; "
-            "run.resume=auto goes on from the last checkpoint"
+            f"{self._run_dir}: stopped by the alarm {self._recorder.stopping}: docs/alarms.md says "
+            "what to do; run.resume=auto resumes from the last checkpoint"
         )
 
     def _is_best(self, snapshot: Snapshot) -> bool:
         keep = self._config.keep
         if keep.best is None or keep.best not in snapshot.metrics:
-            if keep.best is not None and not keep.best.startswith(EVALUATION) and snapshot.progress.step == 1:
+            if (
+                keep.best is not None
+                and not keep.best.startswith(EVALUATION)
+                and snapshot.progress.step == 1
+            ):
                 guess = nearest(keep.best, snapshot.metrics) or "one of metrics.jsonl"
-                _logger.warning("checkpoint.keep.best=%s is not a metric of a step: did you mean %s?", keep.best, guess)
+                _logger.warning(
+                    "checkpoint.keep.best=%s is not a metric of a step: did you mean %s?",
+                    keep.best,
+                    guess,
+                )
             return False
         metrics: dict[CheckpointName, Mapping[str, float]] = {
             name: manifest.metrics for name, manifest in readable_manifests(self._run_dir).items()
         }
         return best_checkpoint(metrics | {snapshot.name: snapshot.metrics}, keep) == snapshot.name
 
-    def _begin(self, snapshot: Snapshot, making_room: Callable[[], AbstractContextManager[None]]) -> None:
+    def _begin(
+        self, snapshot: Snapshot, making_room: Callable[[], AbstractContextManager[None]]
+    ) -> None:
         self._saved_at = time.monotonic()
         with self._recorder.timer("save_checkpoint"):
             self._disk.begin(snapshot, making_room)
         self._last = snapshot.name
 
-    def _copy(self, snapshot: Snapshot, making_room: Callable[[], AbstractContextManager[None]]) -> None:
+    def _copy(
+        self, snapshot: Snapshot, making_room: Callable[[], AbstractContextManager[None]]
+    ) -> None:
         """Collective: have a copy in host memory as well."""
         assert self._memory is not None
         outcome = self._memory.finish()
         if outcome is not None and outcome.problem is not None:
             self._recorder.console.alarm(
-                f"no more copies in host memory ({outcome.problem}): a lost rank costs what follows the last checkpoint"
+                f"no more copies in host memory ({outcome.problem}): a lost rank costs what "
+                "follows the last checkpoint"
             )
             self._memory = None
             return
@@ -211,7 +248,8 @@ class Checkpointer:
         self._copy_seconds = self._copied_at - start
 
     def _finish(self) -> str | None:
-        """Collective: wait for the save that is under way, if there is one; why it failed, if it did."""
+        """Collective: wait for the save that is under way, if there is one; why it failed, if it
+        did."""
         with self._recorder.timer("wait_for_save"):
             outcome = self._disk.finish()
         if outcome is None:
@@ -227,10 +265,16 @@ class Checkpointer:
 class TimeLimit:
     """Watches a deadline; times are seconds of the given clock."""
 
-    def __init__(self, deadline: float | None, margin: float, clock: Callable[[], float] = time.time) -> None:
-        """deadline None: there is none. margin: left besides the longest stretch and the longest save."""
-        self._deadline, self._margin, self._clock = deadline, margin, clock
-        # Over the whole attempt: an evaluation or an export happens once in many steps, and will happen again.
+    def __init__(
+        self, deadline: float | None, margin: float, clock: Callable[[], float] = time.time
+    ) -> None:
+        """deadline None: there is none. margin: left besides the longest stretch and the longest
+        save."""
+        self._deadline = deadline
+        self._margin = margin
+        self._clock = clock
+        # Over the whole attempt: an evaluation or an export happens once in many steps, and will
+        # happen again.
         self._longest_stretch = self._longest_save = 0.0
         self._last: float | None = None
 
@@ -242,7 +286,7 @@ class TimeLimit:
         self._last = now
 
     def left_point(self) -> None:
-        """The run goes on; what happened at the point (a save) does not count as work."""
+        """The run continues; time spent at the point (a save) does not count as work."""
         self._last = self._clock()
 
     def saved(self, seconds: float) -> None:
@@ -259,16 +303,21 @@ class TimeLimit:
 
 
 def margin_before(deadline: float | None, now: float) -> float:
-    """Seconds to leave before a deadline: 3 minutes, or 5 % of the time until then where that is less."""
-    return 0.0 if deadline is None else min(180.0, 0.05 * max(0.0, deadline - now))
+    """Seconds to leave before a deadline: 3 minutes, or 5 % of the time until then where that is
+    less."""
+    if deadline is None:
+        return 0.0
+    return min(180.0, 0.05 * max(0.0, deadline - now))
 
 
 def earliest_deadline(started: float, limit_s: float | None, job_end: float | None) -> float | None:
-    """The earlier of the config's limit, counted from `started`, and the job's end (Unix times); None for neither."""
+    """The earlier of the config's limit, counted from `started`, and the job's end (Unix times);
+    None for neither."""
     ends = (job_end, None if limit_s is None else started + limit_s)
     return min((end for end in ends if end is not None), default=None)
 
 
 def process_start() -> float:
-    """When this process started (Unix time); loading models and starting engines takes minutes of a time limit."""
+    """When this process started (Unix time); loading models and starting engines takes minutes of a
+    time limit."""
     return float(psutil.Process().create_time())

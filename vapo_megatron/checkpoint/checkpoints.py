@@ -1,7 +1,8 @@
 """The folder of a run's checkpoints: which exist, which are kept, and how one is written.
 
-A checkpoint is written to a hidden folder and renamed once all of it is on disk, so any folder with a checkpoint's name
-is complete. The newest is found by looking; there is no pointer that could be stale.
+A checkpoint is written to a hidden folder and renamed once all of it is on disk, so any folder with
+a checkpoint's name is complete. The newest is found by looking; there is no pointer that could be
+stale.
 """
 
 import json
@@ -14,14 +15,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from vapo_megatron.config.atomic import atomic_write, exchanged, sync
 from vapo_megatron.config.run import RetentionConfig
 from vapo_megatron.config.run_directory import HF_FOLDER
+from vapo_megatron.files import atomic_write, exchanged, parse_json, sync
 
 CHECKPOINT_FOLDER = "checkpoints"
 # Rollouts that value pretraining has recorded; checkpoints name their files.
 RECORD_FOLDER = "recorded_rollouts"
-CHECKPOINT_HELP = "restore it from a copy, or delete this folder to go on from the checkpoint before it"
+CHECKPOINT_HELP = (
+    "restore it from a copy, or delete this folder to resume from the checkpoint before it"
+)
 _NAME = re.compile(r"step_(\d{6,})(?:_pretraining_(\d{6,}))?")
 
 
@@ -33,12 +36,15 @@ class CheckpointName:
     pretraining: float = float("inf")
 
     def __str__(self) -> str:
-        tail = "" if self.pretraining == float("inf") else f"_pretraining_{int(self.pretraining):06d}"
+        if self.pretraining == float("inf"):
+            tail = ""
+        else:
+            tail = f"_pretraining_{int(self.pretraining):06d}"
         return f"step_{self.step:06d}{tail}"
 
     @classmethod
     def parse(cls, name: str) -> Self | None:
-        """None for what is no checkpoint's name."""
+        """None if it is not the name of a checkpoint."""
         match = _NAME.fullmatch(name)
         if match is None:
             return None
@@ -50,7 +56,11 @@ def list_checkpoints(run_dir: Path) -> dict[CheckpointName, Path]:
     folder = run_dir / CHECKPOINT_FOLDER
     if not folder.is_dir():
         return {}
-    checkpoints = {name: path for path in folder.iterdir() if (name := CheckpointName.parse(path.name)) is not None}
+    checkpoints = {
+        name: path
+        for path in folder.iterdir()
+        if (name := CheckpointName.parse(path.name)) is not None
+    }
     return dict(sorted(checkpoints.items()))
 
 
@@ -67,8 +77,8 @@ def open_checkpoint(run_dir: Path, name: CheckpointName) -> Path:
 
 
 def commit_checkpoint(folder: Path, name: CheckpointName) -> Path:
-    """Give a written folder its name, once all of it is on the disk. A checkpoint that has the name is replaced by it.
-    Raises OSError; the folder is then as it was."""
+    """Give a written folder its name, once all of it is on the disk. A checkpoint that has the name
+    is replaced by it. Raises OSError; the folder is then as it was."""
     for parent, _, _ in os.walk(folder):
         sync(Path(parent))
     target = folder.with_name(str(name))
@@ -88,8 +98,8 @@ def commit_checkpoint(folder: Path, name: CheckpointName) -> Path:
 
 
 def remove_leftovers(run_dir: Path) -> None:
-    """Remove what interrupted saves and removals have left; a checkpoint that was about to be replaced has its name
-    again."""
+    """Remove what interrupted saves and removals have left; a checkpoint that was about to be
+    replaced has its name again."""
     folder = run_dir / CHECKPOINT_FOLDER
     if folder.is_dir():
         for path in folder.glob(".*"):
@@ -101,16 +111,20 @@ def remove_leftovers(run_dir: Path) -> None:
 
 
 def remove_checkpoint(path: Path) -> None:
-    """Remove a checkpoint; it loses its name at once, so that no half of it is ever taken for one."""
+    """Remove a checkpoint; it loses its name at once, so that no half of it is ever taken for
+    one."""
     hidden = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     path.rename(hidden)
     shutil.rmtree(hidden, ignore_errors=True)
 
 
 def to_remove(
-    names: Sequence[CheckpointName], metrics: Mapping[CheckpointName, Mapping[str, float]], config: RetentionConfig
+    names: Sequence[CheckpointName],
+    metrics: Mapping[CheckpointName, Mapping[str, float]],
+    config: RetentionConfig,
 ) -> list[CheckpointName]:
-    """The checkpoints that retention does not keep; metrics: of evaluations at their steps, by checkpoint."""
+    """The checkpoints that retention does not keep; metrics: of evaluations at their steps, by
+    checkpoint."""
     ordered = sorted(names)
     kept = set(ordered[-config.last :])
     if config.every is not None:
@@ -122,7 +136,8 @@ def to_remove(
 def best_checkpoint(
     metrics: Mapping[CheckpointName, Mapping[str, float]], config: RetentionConfig
 ) -> CheckpointName | None:
-    """The checkpoint with the highest value of the metric that retention looks at, the earliest of equals."""
+    """The checkpoint with the highest value of the metric that retention looks at, the earliest of
+    equals."""
     if config.best is None:
         return None
     values = {name: row[config.best] for name, row in sorted(metrics.items()) if config.best in row}
@@ -141,12 +156,15 @@ def final_dir(run_dir: Path) -> Path:
 def final_step(run_dir: Path) -> int | None:
     """The step of the final model; None where it is missing, or was not written to its end."""
     try:
-        return int(json.loads((final_dir(run_dir) / _STEP_FILE).read_text(encoding="utf-8"))["step"])
+        return int(
+            parse_json((final_dir(run_dir) / _STEP_FILE).read_text(encoding="utf-8"))["step"]
+        )
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
 def mark_final(run_dir: Path, step: int | None) -> None:
-    """Say which step the final model is of; None while it is written. Raises BadInput where that fails."""
+    """Say which step the final model is of; None while it is written. Raises BadInput where that
+    fails."""
     with atomic_write(final_dir(run_dir) / _STEP_FILE) as file:
         json.dump({"step": step}, file)

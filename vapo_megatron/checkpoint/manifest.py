@@ -1,8 +1,7 @@
-"""The manifest of a checkpoint, with size and digest of each file so that a damaged file can be named; and the progress
-of the run."""
+"""The manifest of a checkpoint, with size and digest of each file so that a damaged file can be
+named; and the progress of the run."""
 
 import hashlib
-import json
 import os
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -14,15 +13,17 @@ from pydantic import Field, ValidationError
 from vapo_megatron.checkpoint.checkpoints import CHECKPOINT_HELP, CheckpointName, list_checkpoints
 from vapo_megatron.config.base import Section
 from vapo_megatron.errors import BadInput
+from vapo_megatron.files import parse_json
 
 MANIFEST_FILE = "manifest.json"
 FORMAT = 3
-# Of a parameter, saved: the main weight and both moments in fp32; float32 models save their weights twice so.
+# Of a parameter, saved: the main weight and both moments in fp32; float32 models save their weights
+# twice so.
 OPTIMIZER_BYTES = 12
 
 
 class Damaged(BadInput):
-    """A checkpoint is not what was saved."""
+    """A checkpoint differs from what its manifest says was saved."""
 
 
 class FileFacts(Section):
@@ -44,21 +45,30 @@ class Manifest(Section):
     world_size: int = Field(ge=1, description="ranks that saved it")
     layouts: dict[str, str] = Field(description="how each model was cut over them")
     seconds: float = Field(0.0, ge=0, description="what saving took")
-    metrics: dict[str, float] = Field(description="of the step: those of evaluations, and that of checkpoint.keep.best")
-    files: dict[str, FileFacts] = Field(description="every file but the manifest, by its path in the checkpoint")
+    metrics: dict[str, float] = Field(
+        description="metrics of the step: evaluations, and the metric of checkpoint.keep.best"
+    )
+    files: dict[str, FileFacts] = Field(
+        description="every file but the manifest, by its path in the checkpoint"
+    )
     record: dict[str, FileFacts] = Field(
         default_factory=dict,
-        description="rollouts of value pretraining that are needed to go on, by their path in the run directory",
+        description=(
+            "rollouts of value pretraining that a resume needs, by path in the run directory"
+        ),
     )
 
 
 class DigestedFile:
-    """A new file whose size and digest are known once it is written, without reading it again. As much of a binary
-    stream as torch.save writes into: bytes go to its end alone. Use as a context manager. Raises OSError."""
+    """A new file whose size and digest are known once it is written, without reading it again. As
+    much of a binary stream as torch.save writes into: bytes go to its end alone. Use as a context
+    manager. Raises OSError."""
 
     def __init__(self, path: Path) -> None:
-        self._file, self._digest = path.open("wb"), hashlib.sha256()
-        self.tell, self.flush = self._file.tell, self._file.flush
+        self._file = path.open("wb")
+        self._digest = hashlib.sha256()
+        self.tell = self._file.tell
+        self.flush = self._file.flush
 
     def write(self, data: Any) -> int:
         """Append bytes, or what has their buffer."""
@@ -79,7 +89,8 @@ class DigestedFile:
 
 
 def file_facts(root: Path, paths: Iterable[Path]) -> dict[str, FileFacts]:
-    """Size and digest of files below root, by their path from there. Raises OSError where one cannot be read."""
+    """Size and digest of files below root, by their path from there. Raises OSError where one
+    cannot be read."""
     return {path.relative_to(root).as_posix(): _facts_of(path) for path in paths}
 
 
@@ -90,27 +101,33 @@ def _facts_of(path: Path) -> FileFacts:
 
 
 def read_manifest(checkpoint: Path) -> Manifest:
-    """The manifest of a committed checkpoint. Raises BadInput where it is missing, unreadable or of a newer format."""
+    """The manifest of a committed checkpoint. Raises BadInput where it is missing, unreadable or of
+    a newer format."""
     path = checkpoint / MANIFEST_FILE
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = parse_json(path.read_text(encoding="utf-8"))
         if isinstance(content, dict) and content.get("format", FORMAT) != FORMAT:
             raise BadInput(
-                f"{path}: format {content['format']}, this version reads format {FORMAT}: go on with the version of "
-                "vapo_megatron that saved it"
+                f"{path}: format {content['format']!r}, this version reads format {FORMAT}: "
+                "continue with the version of vapo_megatron that saved it"
             )
         return Manifest.model_validate(content)
     except FileNotFoundError:
         raise damaged(checkpoint, f"{MANIFEST_FILE} is missing") from None
     except ValidationError as error:
         first = error.errors()[0]
-        raise damaged(checkpoint, f"{MANIFEST_FILE}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+        raise damaged(
+            checkpoint, f"{MANIFEST_FILE}: {'.'.join(map(str, first['loc']))}: {first['msg']}"
+        ) from None
     except (OSError, ValueError) as error:
-        raise damaged(checkpoint, f"{MANIFEST_FILE} cannot be read ({' '.join(str(error).split())})") from None
+        raise damaged(
+            checkpoint, f"{MANIFEST_FILE} cannot be read ({' '.join(str(error).split())})"
+        ) from None
 
 
 def readable_manifests(run_dir: Path) -> dict[CheckpointName, Manifest]:
-    """The manifests of a run's checkpoints, oldest first, but for damaged ones, which a resume will name."""
+    """The manifests of a run's checkpoints, oldest first, except damaged ones, which a resume will
+    name."""
     manifests = {}
     for name, path in list_checkpoints(run_dir).items():
         with suppress(BadInput):
@@ -119,20 +136,35 @@ def readable_manifests(run_dir: Path) -> dict[CheckpointName, Manifest]:
 
 
 def needed_files(checkpoint: Path, manifest: Manifest) -> dict[Path, FileFacts]:
-    """The files of a checkpoint with their paths: its own, and those it needs of the run directory."""
+    """The files of a checkpoint with their paths: its own, and those it needs of the run
+    directory."""
     files = {checkpoint / name: facts for name, facts in manifest.files.items()}
     return files | {checkpoint.parents[1] / name: facts for name, facts in manifest.record.items()}
 
 
 def check_structure(checkpoint: Path, manifest: Manifest) -> None:
-    """Raises BadInput where a file is missing or cut short."""
+    """Raises BadInput where a file is missing, cut short or not of the manifest, or where the
+    folder's name gives another step."""
+    named = CheckpointName.parse(checkpoint.name)
+    if named is not None and named.step != manifest.step:
+        raise damaged(
+            checkpoint, f"the folder's name says step {named.step}, its manifest {manifest.step}"
+        )
+    known = {*manifest.files, MANIFEST_FILE}
+    for path in sorted(checkpoint.rglob("*")):
+        name = path.relative_to(checkpoint).as_posix()
+        if path.is_file() and name not in known and not path.name.startswith(".nfs"):
+            raise damaged(checkpoint, f"its manifest does not know {name}, which would be loaded")
     for path, facts in needed_files(checkpoint, manifest).items():
         try:
             size = path.stat().st_size
         except OSError:
             raise damaged(checkpoint, f"{_shown(path, checkpoint)} is missing") from None
         if size != facts.bytes:
-            raise damaged(checkpoint, f"{_shown(path, checkpoint)} has {size} bytes, its manifest says {facts.bytes}")
+            raise damaged(
+                checkpoint,
+                f"{_shown(path, checkpoint)} has {size} bytes, its manifest says {facts.bytes}",
+            )
 
 
 def check_contents(checkpoint: Path, files: Mapping[Path, FileFacts]) -> str | None:
@@ -145,15 +177,29 @@ def check_contents(checkpoint: Path, files: Mapping[Path, FileFacts]) -> str | N
             return f"{name} cannot be read ({error.strerror})"
         if actual != facts:
             return (
-                f"the content of {name} has changed since it was saved (sha256 {actual.sha256[:12]}…, the manifest "
-                f"says {facts.sha256[:12]}…)"
+                f"the content of {name} has changed since it was saved (sha256 "
+                f"{actual.sha256[:12]}…, the manifest says {facts.sha256[:12]}…)"
             )
     return None
 
 
+def check_model(folder: Path) -> None:
+    """Raises BadInput where a file of a model in a run's checkpoint has changed since it was
+    saved."""
+    checkpoint = folder.parent
+    if not (checkpoint / MANIFEST_FILE).is_file():
+        return
+    files = read_manifest(checkpoint).files.items()
+    own = {checkpoint / name: facts for name, facts in files if name.startswith(f"{folder.name}/")}
+    if (fault := check_contents(checkpoint, own)) is not None:
+        raise damaged(checkpoint, fault)
+
+
 def _shown(path: Path, checkpoint: Path) -> str:
     """A file as messages about a checkpoint name it."""
-    return path.relative_to(checkpoint).as_posix() if path.is_relative_to(checkpoint) else str(path)
+    if path.is_relative_to(checkpoint):
+        return path.relative_to(checkpoint).as_posix()
+    return str(path)
 
 
 def damaged(checkpoint: Path, fault: str) -> "Damaged":
@@ -185,22 +231,36 @@ class Progress(Section):
     step: int = Field(ge=0, description="steps done")
     pretraining: PretrainingProgress = PretrainingProgress()
     prompts: dict[str, Any] = Field(default_factory=dict, description="PromptSource.state()")
-    groups: dict[str, Any] = Field(default_factory=dict, description="Ledger.state(), of a run that works ahead")
+    groups: dict[str, Any] = Field(
+        default_factory=dict, description="Ledger.state(), of a run that works ahead"
+    )
     demonstrations: str | None = Field(None, description="fingerprint of sft's data")
-    weight_version: int = Field(0, description="weight syncs to the engines; samples are marked with it")
+    weight_version: int = Field(
+        0, description="weight syncs to the engines; samples are marked with it"
+    )
     updates: dict[str, Any] = Field(default_factory=dict, description="SkippedUpdates.state()")
-    returns: list[Any] = Field(default_factory=list, description="ReturnHistory.state(), of calibrated values")
-    probe: list[list[int]] = Field(default_factory=list, description="sequences on which engines are compared next")
+    returns: list[Any] = Field(
+        default_factory=list, description="ReturnHistory.state(), of calibrated values"
+    )
+    probe: list[list[int]] = Field(
+        default_factory=list, description="sequences on which engines are compared next"
+    )
 
 
 def read_progress(checkpoint: Path, manifest: Manifest) -> Progress:
-    """Progress of the run when a checkpoint was saved. Raises BadInput if its file is missing or damaged."""
+    """Progress of the run when a checkpoint was saved. Raises BadInput if its file is missing or
+    damaged."""
     path = checkpoint / PROGRESS_FILE
     facts = manifest.files.get(PROGRESS_FILE)
-    wrong = check_contents(checkpoint, {path: facts}) if facts is not None else f"its manifest knows no {PROGRESS_FILE}"
+    if facts is not None:
+        wrong = check_contents(checkpoint, {path: facts})
+    else:
+        wrong = f"its manifest knows no {PROGRESS_FILE}"
     if wrong is not None:
         raise damaged(checkpoint, wrong)
     try:
-        return Progress.model_validate(json.loads(path.read_text(encoding="utf-8")))
+        return Progress.model_validate(parse_json(path.read_text(encoding="utf-8")))
     except (ValidationError, ValueError) as error:
-        raise damaged(checkpoint, f"{PROGRESS_FILE} cannot be read ({' '.join(str(error).split())[:200]})") from None
+        raise damaged(
+            checkpoint, f"{PROGRESS_FILE} cannot be read ({' '.join(str(error).split())[:200]})"
+        ) from None

@@ -1,9 +1,11 @@
-"""The rollouts that value pretraining records: immutable files, of which only requested parts are read into memory.
+"""The rollouts that value pretraining records: immutable files, of which only requested parts are
+read into memory.
 
-At 32B scale a record has some 10^9 tokens, too many for every rank to hold. Each recorded rollout is one file in the
-run directory, written once by rank 0. Every rank maps it: all ranks of a node share its pages in the page cache, and
-the kernel drops them when memory is short. Only a few numbers per sample are held in memory. Saved checkpoints name
-the files and their digests (checkpoint/manifest.py) and hold no copy.
+At 32B scale a record has some 10^9 tokens, too many for every rank to hold. Each recorded rollout
+is one file in the run directory, written once by rank 0. Every rank maps it: all ranks of a node
+share its pages in the page cache, and the kernel drops them when memory is short. Only a few
+numbers per sample are held in memory. Saved checkpoints name the files and their digests
+(checkpoint/manifest.py) and hold no copy.
 """
 
 import hashlib
@@ -19,17 +21,25 @@ from torch import Tensor
 from vapo_megatron.checkpoint.checkpoints import RECORD_FOLDER, list_checkpoints
 from vapo_megatron.checkpoint.host_memory import host_memory_of
 from vapo_megatron.checkpoint.manifest import FileFacts, read_manifest
-from vapo_megatron.config.atomic import CannotWrite, atomic_write, cannot_write, sync
 from vapo_megatron.data.batch import OVER, ExperienceBatch, SampleTable
 from vapo_megatron.errors import BadInput
+from vapo_megatron.files import CannotWrite, atomic_write, cannot_write, sync
 
 # On the disk: token and rollout log-prob.
 BYTES_PER_TOKEN = 8
-_OVER_TOKENS = ("tokens", "rollout_logprobs", "loss_mask", "segment_starts", "turn_rewards", "privileged_tokens")
+_OVER_TOKENS = (
+    "tokens",
+    "rollout_logprobs",
+    "loss_mask",
+    "segment_starts",
+    "turn_rewards",
+    "privileged_tokens",
+)
 
 
 class RecordedRollouts:
-    """Recorded rollouts in the order in which they were recorded; groups of different rollouts stay apart.
+    """Recorded rollouts in the order in which they were recorded; groups of different rollouts stay
+    apart.
 
     Attributes:
         files: size and digest of each, by its path from the run directory.
@@ -38,7 +48,7 @@ class RecordedRollouts:
     """
 
     def __init__(self, run_dir: Path, files: Mapping[str, FileFacts] | None = None) -> None:
-        """files: those of an earlier attempt, found whole. Raises as add() does."""
+        """files: written by an earlier attempt and complete. Raises as add() does."""
         self._run_dir = run_dir
         self.files: dict[str, FileFacts] = {}
         self._rollouts: list[ExperienceBatch] = []
@@ -56,31 +66,37 @@ class RecordedRollouts:
         return f"{RECORD_FOLDER}/rollouts_{len(self.files):05d}.safetensors"
 
     def add(self, name: str, facts: FileFacts) -> None:
-        """Append a rollout that write_rollout() wrote. Raises BadInput where it is missing or damaged, CannotWrite
-        where the file system refuses to map it."""
+        """Append a rollout that write_rollout() wrote. Raises BadInput where it is missing or
+        damaged, CannotWrite where the file system refuses to map it."""
         rollout = _mapped(self._run_dir / name)
         table = rollout.table()
         if self.files:
             table.group_ids += int(self.table.group_ids.max()) + 1
         self._rollout = torch.cat((self._rollout, torch.full((rollout.samples,), len(self.files))))
-        self._starts = {over: torch.cat((s, rollout.bounds(over)[:-1])) for over, s in self._starts.items()}
+        self._starts = {
+            over: torch.cat((s, rollout.bounds(over)[:-1])) for over, s in self._starts.items()
+        }
         self.prompt_ids = torch.cat((self.prompt_ids, _prompt_ids(rollout)))
         self.table = self.table.followed_by(table)
         self.files[name] = facts
         self._rollouts.append(rollout)
 
     def tokens_of(self, samples: Tensor) -> dict[str, Tensor]:
-        """A copy of the fields over tokens of some samples, int64 [n], in that order: those that any rollout has."""
+        """A copy of the fields over tokens of some samples, int64 [n], in that order: those that
+        any rollout has."""
         fields = {}
         for name in _OVER_TOKENS:
-            starts, lengths = self._starts[OVER[name]], self.table.rows(OVER[name])
+            starts = self._starts[OVER[name]]
+            lengths = self.table.rows(OVER[name])
             held = [getattr(rollout, name) for rollout in self._rollouts]
             like = next((tensor for tensor in held if tensor is not None), None)
             if like is None:
                 continue
             parts = [like[:0]]
             places = (samples, self._rollout[samples], starts[samples], lengths[samples])
-            for sample, number, start, length in zip(*(place.tolist() for place in places), strict=True):
+            for sample, number, start, length in zip(
+                *(place.tolist() for place in places), strict=True
+            ):
                 tensor = held[number]
                 if tensor is not None:
                     parts.append(tensor[start : start + length])
@@ -93,15 +109,24 @@ class RecordedRollouts:
 
 
 def _prompt_ids(rollout: ExperienceBatch) -> Tensor:
-    starts, lengths = rollout.cu_seqlens[:-1].tolist(), rollout.prompt_lengths.tolist()
-    prompts = (rollout.tokens[start : start + length] for start, length in zip(starts, lengths, strict=True))
-    digests = [hashlib.blake2b(prompt.numpy().tobytes(), digest_size=8).digest() for prompt in prompts]
-    return torch.tensor([int.from_bytes(digest, "big", signed=True) for digest in digests], dtype=torch.int64)
+    starts = rollout.cu_seqlens[:-1].tolist()
+    lengths = rollout.prompt_lengths.tolist()
+    prompts = (
+        rollout.tokens[start : start + length]
+        for start, length in zip(starts, lengths, strict=True)
+    )
+    digests = [
+        hashlib.blake2b(prompt.numpy().tobytes(), digest_size=8).digest() for prompt in prompts
+    ]
+    return torch.tensor(
+        [int.from_bytes(digest, "big", signed=True) for digest in digests], dtype=torch.int64
+    )
 
 
 def write_rollout(batch: ExperienceBatch, path: Path) -> FileFacts:
-    """On rank 0: write a rollout to a file, which is on the disk when this returns; its size and digest. Fields that
-    phases fill in, and routed_experts, are left out. Raises CannotWrite if it cannot be written, tried twice."""
+    """On rank 0: write a rollout to a file, which is on the disk when this returns; its size and
+    digest. Fields that phases fill in, and routed_experts, are left out. Raises CannotWrite if it
+    cannot be written, tried twice."""
     content = save(batch.rollout_tensors())
     try:
         _write(path, content)
@@ -120,8 +145,9 @@ def _write(path: Path, content: bytes) -> None:
 
 
 def remove_unneeded(run_dir: Path) -> None:
-    """On rank 0, while nothing is being written or recorded: remove the files that no checkpoint or copy in host memory
-    names. If a checkpoint cannot be read nothing is removed, since it may name any of them."""
+    """On rank 0, while nothing is being written or recorded: remove the files that no checkpoint or
+    copy in host memory names. If a checkpoint cannot be read nothing is removed, since it may name
+    any of them."""
     folder = run_dir / RECORD_FOLDER
     try:
         if not folder.is_dir():
@@ -145,17 +171,23 @@ def _mapped(path: Path, tries: int = 2) -> ExperienceBatch:
     """A file as a batch: fields over tokens are mapped, the others read."""
     tensors: dict[str, Tensor] = {}
     try:
-        path.open("rb").close()  # what the file system says: safe_open calls any refusal a missing file
+        # What the file system says: safe_open calls any refusal a missing file
+        path.open("rb").close()
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118 (it is no mapping)
                 tensors[name] = file.get_tensor(name)
     except (FileNotFoundError, PermissionError, SafetensorError) as error:
         raise BadInput(
-            f"{path}: cannot be read ({' '.join(str(error).split())}): every rank has to see the same run.root"
+            f"{path}: cannot be read ({' '.join(str(error).split())}): every rank has to see the "
+            "same run.root"
         ) from None
     except OSError as error:
         if tries > 1:
             return _mapped(path, tries - 1)
-        raise CannotWrite(f"{path}: cannot be read ({error.strerror}), tried twice: mend that disk") from None
-    fields: dict[str, Any] = {name: t if name in _OVER_TOKENS else t.clone() for name, t in tensors.items()}
+        raise CannotWrite(
+            f"{path}: cannot be read ({error.strerror}), tried twice: mend that disk"
+        ) from None
+    fields: dict[str, Any] = {
+        name: t if name in _OVER_TOKENS else t.clone() for name, t in tensors.items()
+    }
     return ExperienceBatch(**fields)

@@ -1,7 +1,9 @@
-"""Writes the state of a run as a checkpoint, to the run directory or host memory, while training continues.
+"""Writes the state of a run as a checkpoint, to the run directory or host memory, while training
+continues.
 
-The state is copied first. Then a thread of every rank writes its part; ranks meet in a process group that only these
-threads use, so that a checkpoint is committed as soon as all have written, whatever training does meanwhile.
+The state is copied first. Then a thread of every rank writes its part; ranks meet in a process
+group that only these threads use, so that a checkpoint is committed as soon as all have written,
+whatever training does meanwhile.
 """
 
 import errno
@@ -44,13 +46,13 @@ from vapo_megatron.checkpoint.manifest import (
 from vapo_megatron.checkpoint.nodes import Nodes, send_to_keepers
 from vapo_megatron.checkpoint.resume import RUN_FILES, Resumed, SavedModel, layouts
 from vapo_megatron.collectives import gather_values, on_rank_zero
-from vapo_megatron.config.atomic import atomic_write, sync
 from vapo_megatron.config.load import dump_config
 from vapo_megatron.config.run import RetentionConfig
 from vapo_megatron.config.train import SftConfig, TrainConfig
 from vapo_megatron.errors import BadInput, reason_of
-from vapo_megatron.megatron.dist_optimizer import rng_state
+from vapo_megatron.files import atomic_write, sync
 from vapo_megatron.megatron.mesh import world_timeout
+from vapo_megatron.megatron.training_state import rng_state
 from vapo_megatron.monitoring.names import EVALUATION
 from vapo_megatron.weights.adapters import base_identity
 from vapo_megatron.weights.hf_writer import write_json
@@ -70,21 +72,23 @@ class Snapshot:
         progress: how far the run is.
         metrics: rank 0's metrics of the last step.
         record: the files that value pretraining has recorded, until it is over.
-        contents: more files by name, such as graded groups that wait for the trainer; empty ones are not written.
+        contents: more files by name, such as graded groups that wait for the trainer, or what
+            makes a file's bytes where it is written, from values that stay as they are; empty ones
+            are not written.
     """
 
     progress: Progress
     metrics: Mapping[str, float]
     record: Mapping[str, FileFacts] = field(default_factory=dict)
-    contents: Mapping[str, bytes] = field(default_factory=dict)
+    contents: Mapping[str, bytes | Callable[[], bytes]] = field(default_factory=dict)
 
     @property
     def name(self) -> CheckpointName:
         """The name of the checkpoint."""
         pretraining = self.progress.pretraining
-        return (
-            CheckpointName(self.progress.step, pretraining.count) if self.record else CheckpointName(self.progress.step)
-        )
+        if self.record:
+            return CheckpointName(self.progress.step, pretraining.count)
+        return CheckpointName(self.progress.step)
 
 
 @dataclass(frozen=True)
@@ -100,7 +104,9 @@ class SavedRun:
 
 def run_id_of(resumed: Resumed | None) -> str:
     """The id of the run that is resumed, or a new one."""
-    return resumed.manifest.run_id if resumed is not None else secrets.token_hex(8)
+    if resumed is not None:
+        return resumed.manifest.run_id
+    return secrets.token_hex(8)
 
 
 @dataclass(frozen=True)
@@ -113,8 +119,9 @@ class Outcome:
 
 @dataclass(frozen=True)
 class _Save:
-    """One rank's part of a checkpoint, all of it copies that training does not touch: its part of each model, and its
-    other files, written by `writers`, which get the hidden folder. Rank 0 enters the files into the manifest."""
+    """One rank's part of a checkpoint, all of it copies that training does not touch: its part of
+    each model, and its other files, written by `writers`, which get the hidden folder. Rank 0
+    enters the files into the manifest."""
 
     name: CheckpointName
     folder: Path
@@ -134,15 +141,21 @@ class _Part:
 
 
 class StateSaver:
-    """Saves of a run in one place, one after the other. All methods are collective, its making included. place: has
-    the folder of checkpoints, of which `keep` stay; in_memory: it is host memory, of which some is left free."""
+    """Saves of a run in one place, one after the other. All methods are collective, its making
+    included. place: has the folder of checkpoints, of which `keep` stay; in_memory: it is host
+    memory, of which some is left free."""
 
-    def __init__(self, run: SavedRun, place: Path, keep: RetentionConfig, in_memory: bool = False) -> None:
-        self._run, self._place, self._keep, self._in_memory = run, place, keep, in_memory
+    def __init__(
+        self, run: SavedRun, place: Path, keep: RetentionConfig, in_memory: bool = False
+    ) -> None:
+        self._run = run
+        self._place = place
+        self._keep = keep
+        self._in_memory = in_memory
         self._thread: threading.Thread | None = None
         self._outcome: Outcome | None = None
         self._broken: Exception | None = None
-        self._nodes = Nodes.of(place)  # all ranks share a disk, those of a node its host memory
+        self._nodes = Nodes.of(place)  # ranks share a disk, and within a node its host memory
         self._models = {key: ModelSaver(saved.model) for key, saved in run.models.items()}
         # Threads of saves meet in here, undisturbed by what training sends.
         self._group = dist.new_group(timeout=world_timeout(), backend="gloo")
@@ -155,12 +168,17 @@ class StateSaver:
     @property
     def has_failed(self) -> bool:
         """Whether this rank knows that the last save failed."""
-        return self._broken is not None or (self._outcome is not None and self._outcome.problem is not None)
+        return self._broken is not None or (
+            self._outcome is not None and self._outcome.problem is not None
+        )
 
-    def begin(self, snapshot: Snapshot, making_room: Callable[[], AbstractContextManager[None]]) -> None:
-        """Copy what is saved and begin to write it; finish() has ended the save before. making_room: entered while
-        tensors are gathered, which takes memory of the device."""
-        run, rank = self._run, dist.get_rank()
+    def begin(
+        self, snapshot: Snapshot, making_room: Callable[[], AbstractContextManager[None]]
+    ) -> None:
+        """Copy the snapshot and begin to write it; finish() has ended the previous save.
+        making_room: entered while tensors are gathered, which takes memory of the device."""
+        run = self._run
+        rank = dist.get_rank()
         opened, problem = on_rank_zero(partial(self._open, snapshot.name))
         if problem is not None:
             self._outcome = Outcome(0.0, problem)
@@ -193,21 +211,26 @@ class StateSaver:
             metrics={
                 name: value
                 for name, value in snapshot.metrics.items()
-                if (name.startswith(EVALUATION) or name == run.settings.checkpoint.keep.best) and math.isfinite(value)
+                if (name.startswith(EVALUATION) or name == run.settings.checkpoint.keep.best)
+                and math.isfinite(value)
             },
             files={},
             record=dict(snapshot.record),
         )
         save = _Save(snapshot.name, folder, plans, writers, manifest)
-        self._thread = threading.Thread(target=self._run_save, args=(save,), name="save-checkpoint", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run_save, args=(save,), name="save-checkpoint", daemon=True
+        )
         self._thread.start()
 
     def finish(self) -> Outcome | None:
-        """Wait for the save that is under way; how the last one ended, None where there was none since the last call.
-        Raises what broke the exchange with the other ranks, where one of them is gone."""
+        """Wait for the save that is under way; how the last one ended, None where there was none
+        since the last call. Raises what broke the exchange with the other ranks, where one of them
+        is gone."""
         if self._thread is not None:
             self._thread.join()
-        broken, outcome = self._broken, self._outcome
+        broken = self._broken
+        outcome = self._outcome
         self._thread = self._broken = self._outcome = None
         if broken is not None:
             raise broken
@@ -228,23 +251,31 @@ class StateSaver:
 
     def _rank_zero_writer(self, snapshot: Snapshot) -> Callable[[Path], None]:
         run = self._run
-        copies = {name: path.read_bytes() for name in RUN_FILES if (path := run.run_dir / name).is_file()}
+        copies = {
+            name: path.read_bytes() for name in RUN_FILES if (path := run.run_dir / name).is_file()
+        }
 
         def write(folder: Path) -> None:
             dump_config(run.settings, folder / "config.yaml")
             write_json(folder / PROGRESS_FILE, snapshot.progress.model_dump(mode="json"))
             for name, content in snapshot.contents.items():
-                if content:
+                data = content() if callable(content) else content
+                if data:
                     with atomic_write(folder / name, "wb") as file:
-                        file.write(content)
-            for name, content in copies.items():
-                (folder / name).write_bytes(content)
+                        file.write(data)
+            for name, data in copies.items():
+                (folder / name).write_bytes(data)
                 sync(folder / name)
             for key, saved in run.models.items():
                 model = saved.model
                 dtype = str(model.dtype).removeprefix("torch.")
-                base = None if model.adapter is None else (base_identity(saved.source_dir), model.adapter)
-                write_model_card(folder / key, model.spec, model.head, saved.source_dir, dtype, base)
+                if model.adapter is None:
+                    base = None
+                else:
+                    base = (base_identity(saved.source_dir), model.adapter)
+                write_model_card(
+                    folder / key, model.spec, model.head, saved.source_dir, dtype, base
+                )
 
         return write
 
@@ -256,7 +287,9 @@ class StateSaver:
                 refused = send_to_keepers(self._nodes, save.folder, sizes, self._group)
                 if refused is not None:
                     part.problem = part.problem or _reason(refused)
-            parts: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+            parts: list[Any] | None = (
+                [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+            )
             dist.gather_object(part, parts, dst=0, group=self._group)
             answer: list[Any] = [self._close(save, parts) if parts is not None else None]
             dist.broadcast_object_list(answer, src=0, group=self._group)
@@ -272,7 +305,8 @@ class StateSaver:
                 shutil.rmtree(save.folder, ignore_errors=True)
 
     def _write(self, save: _Save) -> _Part:
-        rank, part = dist.get_rank(), _Part()
+        rank = dist.get_rank()
+        part = _Part()
         try:
             for write in save.writers:
                 write(save.folder)
@@ -285,8 +319,8 @@ class StateSaver:
         return part
 
     def _close(self, save: _Save, parts: Sequence[_Part]) -> tuple[str | None, dict[str, bytes]]:
-        """On rank 0: write what belongs to the whole checkpoint. Returns why it failed, and these files where other
-        nodes need them."""
+        """On rank 0: write what belongs to the whole checkpoint. Returns why it failed, and these
+        files where other nodes need them."""
         problem = next((part.problem for part in parts if part.problem is not None), None)
         if problem is not None:
             return problem, {}
@@ -294,19 +328,29 @@ class StateSaver:
             for name, plan in save.models.items():
                 plan.close([part.results[name] for part in parts])
             files = {name: facts for part in parts for name, facts in part.files.items()}
-            paths = {path.relative_to(save.folder).as_posix(): path for path in save.folder.rglob("*")}
-            rest = {name: path for name, path in paths.items() if path.is_file() and name not in files}
+            paths = {
+                path.relative_to(save.folder).as_posix(): path for path in save.folder.rglob("*")
+            }
+            rest = {
+                name: path for name, path in paths.items() if path.is_file() and name not in files
+            }
             files |= file_facts(save.folder, rest.values())
             seconds = time.monotonic() - save.began
-            manifest = save.manifest.model_copy(update={"files": dict(sorted(files.items())), "seconds": seconds})
+            manifest = save.manifest.model_copy(
+                update={"files": dict(sorted(files.items())), "seconds": seconds}
+            )
             write_json(save.folder / MANIFEST_FILE, manifest.model_dump(mode="json"))
-            whole = {**rest, MANIFEST_FILE: save.folder / MANIFEST_FILE} if self._nodes.count > 1 else {}
+            if self._nodes.count > 1:
+                whole = {**rest, MANIFEST_FILE: save.folder / MANIFEST_FILE}
+            else:
+                whole = {}
             return None, {name: path.read_bytes() for name, path in whole.items()}
         except _WRITE_ERRORS as error:
             return _reason(error), {}
 
     def _on_each_node(self, act: Callable[[], None]) -> str | None:
-        """Collective: have one rank of each node do something. Returns the first error of a file system, if any."""
+        """Collective: have one rank of each node do something. Returns the first error of a file
+        system, if any."""
         problem = None
         if self._nodes.is_leader:
             try:
@@ -325,9 +369,11 @@ class StateSaver:
 
     def _retain(self, *_: Any) -> None:
         checkpoints = list_checkpoints(self._place)
-        metrics = {name: manifest.metrics for name, manifest in readable_manifests(self._place).items()}
+        metrics = {
+            name: manifest.metrics for name, manifest in readable_manifests(self._place).items()
+        }
         for name in to_remove(list(checkpoints), metrics, self._keep):
-            with suppress(OSError):  # the new checkpoint is there; the next save tries again
+            with suppress(OSError):  # the new checkpoint is complete; the next save retries
                 remove_checkpoint(checkpoints[name])
 
 
@@ -342,7 +388,10 @@ def _reason(error: BaseException) -> str:
 
 
 def _check_room(needed: int, folder: Path) -> None:
-    if min(shutil.disk_usage(folder).free, psutil.virtual_memory().available) < needed + _ROOM_BYTES:
+    if (
+        min(shutil.disk_usage(folder).free, psutil.virtual_memory().available)
+        < needed + _ROOM_BYTES
+    ):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 

@@ -1,4 +1,4 @@
-"""The ranks of a run: how those of one machine are started and ended."""
+"""The ranks of a run: starts and ends the ranks of one machine."""
 
 import ctypes
 import gc
@@ -28,7 +28,7 @@ from vapo_megatron.errors import BadInput, RunFailed, TryAgain, VapoError
 from vapo_megatron.megatron.mesh import shorten_nccl_waits
 from vapo_megatron.megatron.platform import current_platform
 from vapo_megatron.run.failures import DeviceFault, LostPeer, explain
-from vapo_megatron.run.place import RankPlace, node_name
+from vapo_megatron.run.launch_env import RankPlace, node_name
 from vapo_megatron.run.watchdog import Hang
 from vapo_megatron.signals import (
     STOP_SIGNALS,
@@ -47,15 +47,18 @@ _SILENT_SECONDS = 30.0
 # How long the end of a rank may take that others have noticed already.
 _PATIENCE_SECONDS = 60
 _LOOK_SECONDS = 2.0
-# A rank that is stopped in so many looks in a row does not go on; seconds would count those of a suspended machine.
+# A rank found stopped this many times in a row counts as stuck. Counting seconds instead would
+# blame a rank for the time its machine was suspended.
 _STOPPED_LOOKS = 8
 _PR_SET_NAME = 15
 _GRACE_SECONDS = 15
 # How the starter ends its processes; the stop signals ask for a save first.
 _END_NOW = signal.SIGUSR2
-# Exit code of a rank whose device is broken: slurm/lib.sh leaves its node out, and tries again as after 75.
+# Exit code of a rank whose device is broken: slurm/lib.sh leaves its node out, and tries again as
+# after 75.
 DEVICE_FAULT = 76
-# Exit code by which a rank says that it failed for want of another one: whoever started them may start them again.
+# Exit code of a rank that failed because another one is missing: whoever started them may
+# start them again.
 LOST_A_PEER = 77
 
 
@@ -73,17 +76,21 @@ def run_as_rank(place: RankPlace, body: Callable[[], None], collective_timeout_s
     platform = current_platform()
     if platform.is_cuda and place.local_rank >= (seen := platform.device_count()):
         raise BadInput(
-            f"it is number {place.local_rank} on {node_name()}, counted from 0, and sees {seen} GPUs: "
-            "let every task see all GPUs of its node (no --gpus-per-task, no --gpu-bind, no CUDA_VISIBLE_DEVICES), and "
-            "start no more tasks than there are GPUs"
+            f"it is number {place.local_rank} on {node_name()}, counted from 0, and sees {seen} "
+            "GPUs: let every task see all GPUs of its node (no --gpus-per-task, no --gpu-bind, no "
+            "CUDA_VISIBLE_DEVICES), and start no more tasks than there are GPUs"
         )
     platform.bind(place.local_rank)
     timeout = timedelta(seconds=collective_timeout_s)
     meeting = min(_MEETING_TIMEOUT, timeout)
     with _watched(place) if _started_elsewhere else nullcontext():
-        store, rank, count = next(dist.rendezvous(place.init_method, place.rank, place.world_size, timeout=meeting))
+        store, rank, count = next(
+            dist.rendezvous(place.init_method, place.rank, place.world_size, timeout=meeting)
+        )
         store.set_timeout(timeout)
-        dist.init_process_group(platform.world_backend, store=store, rank=rank, world_size=count, timeout=timeout)
+        dist.init_process_group(
+            platform.world_backend, store=store, rank=rank, world_size=count, timeout=timeout
+        )
     shorten_nccl_waits()
     body()
     dist.barrier()
@@ -92,20 +99,36 @@ def run_as_rank(place: RankPlace, body: Callable[[], None], collective_timeout_s
 
 @contextmanager
 def _watched(place: RankPlace) -> Iterator[None]:
-    """While the ranks meet: a stop signal ends this one at once, as there is nothing to save, and a long wait is
-    reported. torch waits without running Python's signal handlers, but the signals' numbers reach a socket."""
+    """While the ranks meet: a stop signal ends this one at once, as there is nothing to save, and a
+    long wait is reported. torch waits without running Python's signal handlers, but the signals'
+    numbers reach a socket."""
     receiver, sender = socket.socketpair()
     sender.setblocking(False)
-    me, whom = f"rank {place.rank} on {node_name()}", "the other ranks" if place.rank == 0 else "rank 0"
-    where = f"MASTER_ADDR={os.environ.get('MASTER_ADDR')}, MASTER_PORT={os.environ.get('MASTER_PORT')}"
-    advice = f"see that all {place.world_size} ranks were started and that their nodes reach this address"
+    me = f"rank {place.rank} on {node_name()}"
+    if place.rank == 0:
+        whom = "the other ranks"
+    else:
+        whom = "rank 0"
+    where = (
+        f"MASTER_ADDR={os.environ.get('MASTER_ADDR')}, MASTER_PORT={os.environ.get('MASTER_PORT')}"
+    )
+    advice = (
+        f"see that all {place.world_size} ranks were started and that their nodes reach this "
+        "address"
+    )
 
     def watch() -> None:
         if not select.select([receiver], [], [], _SILENT_SECONDS)[0]:
-            print(f"vapo-megatron: {me} still waits for {whom} ({where}): {advice}", file=sys.stderr, flush=True)
+            print(
+                f"vapo-megatron: {me} still waits for {whom} ({where}): {advice}",
+                file=sys.stderr,
+                flush=True,
+            )
         while received := receiver.recv(1):
             if received[0] in STOP_SIGNALS:
-                end_from_thread(TryAgain(f"{me}: {signal.Signals(received[0]).name} while it waited for {whom}"))
+                end_from_thread(
+                    TryAgain(f"{me}: {signal.Signals(received[0]).name} while it waited for {whom}")
+                )
 
     if (earlier := stop_requested()) is not None:
         sender.send(bytes([signal.Signals[earlier]]))
@@ -118,11 +141,14 @@ def _watched(place: RankPlace) -> Iterator[None]:
         sender.close()
 
 
-def run_as_external_rank(place: RankPlace, body: Callable[[], None], collective_timeout_s: float) -> None:
-    """run_as_rank where torchrun or Slurm started the ranks: a failure is printed and ends this process at once.
+def run_as_external_rank(
+    place: RankPlace, body: Callable[[], None], collective_timeout_s: float
+) -> None:
+    """run_as_rank where torchrun or Slurm started the ranks: a failure is printed and ends this
+    process at once.
 
-    The others hear of it through their broken connections, or from what started them (`srun --kill-on-bad-exit`,
-    torchrun), and not only when a collective times out.
+    The others hear of it through their broken connections, or from what started them (`srun
+    --kill-on-bad-exit`, torchrun), and not only when a collective times out.
     """
     _tell.append(lambda error: print(f"vapo-megatron: {error}", file=sys.stderr, flush=True))
     _started_elsewhere.append(True)
@@ -144,17 +170,22 @@ def run_as_external_rank(place: RankPlace, body: Callable[[], None], collective_
 
 
 def _code_of(error: VapoError) -> int:
-    return LOST_A_PEER if _started_elsewhere and isinstance(error, LostPeer | Hang) else error.exit_code
+    if _started_elsewhere and isinstance(error, LostPeer | Hang):
+        return LOST_A_PEER
+    return error.exit_code
 
 
 def _where(place: RankPlace) -> str:
-    device = f"cuda:{place.local_rank}" if current_platform().is_cuda else "CPU"
+    if current_platform().is_cuda:
+        device = f"cuda:{place.local_rank}"
+    else:
+        device = "CPU"
     return f"rank {place.rank} on {node_name()} ({device})"
 
 
 def leave(code: int) -> NoReturn:
-    """Flush the streams and end, without Python's exit handlers, which would wait for other ranks, and without waiting
-    for threads."""
+    """Flush the streams and end, without Python's exit handlers, which would wait for other ranks,
+    and without waiting for threads."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
@@ -172,7 +203,11 @@ def end_from_thread(error: VapoError) -> NoReturn:
 
 
 def _started_rank(
-    place: RankPlace, body: Callable[[], None], collective_timeout_s: float, failures: Any, level: logs.LogLevel
+    place: RankPlace,
+    body: Callable[[], None],
+    collective_timeout_s: float,
+    failures: Any,
+    level: logs.LogLevel,
 ) -> None:
     begin_child(level)
     listen()
@@ -189,16 +224,20 @@ def _started_rank(
         sys.exit(LOST_A_PEER if isinstance(failure, LostPeer) else failure.exit_code)
 
 
-def start_ranks(count: int, body: Callable[[], None], collective_timeout_s: float, folder: Path | None = None) -> None:
-    """Run body on `count` ranks of this machine; forked where that is safe, which saves each of them the imports.
+def start_ranks(
+    count: int, body: Callable[[], None], collective_timeout_s: float, folder: Path | None = None
+) -> None:
+    """Run body on `count` ranks of this machine; forked where that is safe, which saves each of
+    them the imports.
 
-    The first rank to fail ends the others. A signal to stop is passed on to all of them, which save first; Ctrl-C ends
-    them at once. They meet in a file in `folder`, which whoever made it removes; None: in one of temporary files.
+    The first rank to fail ends the others. A signal to stop is passed on to all of them, which save
+    first; Ctrl-C ends them at once. They meet in a file in `folder`, which whoever made it removes;
+    None: in one of temporary files.
 
     Raises:
-        RankKilled: a signal ended one, or stopped it for good.
-        VapoError: what the first failing rank raised, or what its error means (cluster.failures); RunFailed with its
-            stack trace for anything unforeseen.
+        RankKilled: a signal killed one, or stopped it permanently.
+        VapoError: what the first failing rank raised, or what its error means (cluster.failures);
+            RunFailed with its stack trace for anything unforeseen.
     """
     context: Any = multiprocessing.get_context(current_platform().start_method)
     failures = context.SimpleQueue()
@@ -258,19 +297,24 @@ def _wait(ranks: list[Any], failures: Any) -> None:
                 number, error = failures.get()
                 errors[f"rank{number}"] = error
             if rank.exitcode == LOST_A_PEER:
-                lost, lost_at = lost or errors[rank.name], lost_at or time.monotonic()  # the other's own end says more
+                # The other's own end says more
+                lost = lost or errors[rank.name]
+                lost_at = lost_at or time.monotonic()
             elif rank.name in errors:
                 raise errors[rank.name]
             elif rank.exitcode != 0:
                 if rank.exitcode < 0:
                     raise _killed(rank)
-                raise RunFailed(f"{rank.name} ended with exit code {rank.exitcode} and said nothing")
+                raise RunFailed(
+                    f"{rank.name} ended with exit code {rank.exitcode} and said nothing"
+                )
     if lost is not None:
         raise lost
 
 
 def _end_stopped(ranks: Iterable[Any], looks: Counter[str]) -> None:
-    """Kill a rank that is stopped in too many looks, which are counted by name. A debugger's stop does not count.
+    """Kill a rank that is stopped in too many looks, which are counted by name. A debugger's stop
+    does not count.
 
     Raises RankKilled for it.
     """
@@ -282,35 +326,40 @@ def _end_stopped(ranks: Iterable[Any], looks: Counter[str]) -> None:
             rank.join()
             raise RankKilled(
                 f"{rank.name} (process {rank.pid}) was stopped by a signal (SIGSTOP) for "
-                f"{_STOPPED_LOOKS * _LOOK_SECONDS:.0f} s and killed: start the same command again with run.resume=auto"
+                f"{_STOPPED_LOOKS * _LOOK_SECONDS:.0f} s and killed: start the same command again "
+                "with run.resume=auto"
             )
 
 
 def _killed(rank: Any) -> RankKilled:
     """The error for a rank that a signal ended; the run itself did nothing wrong."""
-    name, hint = signal.Signals(-rank.exitcode).name, ""
+    name = signal.Signals(-rank.exitcode).name
+    hint = ""
     if rank.exitcode == -signal.SIGKILL:
         hint = (
-            "; if it happens again and the kernel's log names a lack of memory, lower actor.max_tokens_per_microbatch, "
-            "reward.workers or rollout.max_total_tokens"
+            "; if it happens again and the kernel's log names a lack of memory, lower "
+            "actor.max_tokens_per_microbatch, reward.workers or rollout.max_total_tokens"
         )
     return RankKilled(
-        f"{rank.name} was killed by {name} and said nothing: start the same command again with run.resume=auto{hint}"
+        f"{rank.name} was killed by {name} and said nothing: start the same command again with "
+        f"run.resume=auto{hint}"
     )
 
 
 def machine_default_ranks(model_sizes: list[int]) -> int:
-    """Ranks to start by hand: every accelerator, or on the CPU just what the largest replica takes."""
+    """Ranks to start by hand: every accelerator, or on the CPU just what the largest replica
+    takes."""
     return current_platform().device_count() or max(model_sizes)
 
 
 def begin_child(level: logs.LogLevel) -> None:
-    """First thing in a child: it ends with its starter, however that one ends, and in order where that one asks.
+    """First thing in a child: it ends with its starter, however that one ends, and in order where
+    that one asks.
 
     `ps -e` and `top` show its name.
     """
-    # Inherited objects are never collected: the end of a process group waits for threads that exist only in the process
-    # that made it.
+    # Inherited objects are never collected: the end of a process group waits for threads that exist
+    # only in the process that made it.
     gc.freeze()
     end_with_parent()
     ctypes.CDLL(None).prctl(_PR_SET_NAME, multiprocessing.current_process().name.encode())

@@ -1,4 +1,5 @@
-"""Decides where a run begins: from scratch, at its saved state, or not at all because it is finished."""
+"""Decides where a run begins: from scratch, at its saved state, or not at all because it is
+finished."""
 
 import logging
 from collections.abc import Callable
@@ -8,15 +9,15 @@ from pathlib import Path
 from vapo_megatron.checkpoint.checkpoints import HF_FOLDER, final_step, latest_checkpoint
 from vapo_megatron.checkpoint.manifest import check_structure, read_manifest, read_progress
 from vapo_megatron.checkpoint.resume import Start, check_config_change
-from vapo_megatron.config.run_directory import check_place, make_run_dir
+from vapo_megatron.config.run_directory import check_folders, check_place, make_run_dir
 from vapo_megatron.config.train import SftConfig, TrainConfig
 from vapo_megatron.data.prompts import PromptSource, train_prompts
 from vapo_megatron.data.tokenizer import TextTokenizer
 from vapo_megatron.errors import BadInput
+from vapo_megatron.models.registry import read_spec
 from vapo_megatron.monitoring.metrics import read_metrics
 from vapo_megatron.training.sft import load_demonstrations, planned_steps
 from vapo_megatron.weights.adapters import base_identity
-from vapo_megatron.weights.spec import read_spec
 from vapo_megatron.weights.torch_dist import read_model_card
 
 Settings = TrainConfig | SftConfig
@@ -27,29 +28,43 @@ _logger = logging.getLogger(__name__)
 def prepare_start(settings: Settings, check: Callable[[], None], take: Callable[[], None]) -> Start:
     """foresee_start, and have a run directory; once for all ranks.
 
-    take: called before the run directory is changed, or found to be as it will stay; raises BadInput where somebody
+    take: called before the run directory is changed, or found to be as it will stay; raises
+        BadInput where somebody
     else works in it. May be called again.
     """
     start = foresee_start(settings, check, take)
     if start.finished:
         run_dir = settings.run.directory
-        _logger.info("%s: finished already, nothing to do (a larger number of steps would continue it)", run_dir)
+        _logger.info(
+            "%s: finished already, nothing to do (a larger number of steps would continue it)",
+            run_dir,
+        )
     elif start.checkpoint is None:
         # Two starts at once would both begin in a folder that is empty, or came to nothing.
         take()
         replaces = settings.run.overwrite or settings.run.resume == "auto"
-        # Models that an attempt exported before its first checkpoint stay: the same steps write the same ones again.
-        make_run_dir(settings, settings.run.model_copy(update={"overwrite": replaces}), not settings.run.overwrite)
+        # Models that an attempt exported before its first checkpoint stay: the same steps write the
+        # same ones again.
+        make_run_dir(
+            settings,
+            settings.run.model_copy(update={"overwrite": replaces}),
+            not settings.run.overwrite,
+        )
     return start
 
 
-def foresee_start(settings: Settings, check: Callable[[], None], take: Callable[[], None] = lambda: None) -> Start:
-    """Decide where the run begins, and check all that can be checked before anything starts. Nothing is changed.
+def foresee_start(
+    settings: Settings, check: Callable[[], None], take: Callable[[], None] = lambda: None
+) -> Start:
+    """Decide where the run begins, and check all that can be checked before anything starts.
+    Nothing is changed.
 
-    check: raises BadInput for a config that cannot work; take: as in prepare_start. Raises BadInput where the config
+    check: raises BadInput for a config that cannot work; take: as in prepare_start. Raises BadInput
+        where the config
     cannot work, does not fit the saved state, or that is damaged.
     """
     run_dir = Path(settings.run.directory)
+    check_folders(run_dir)
     if settings.run.resume == "auto":
         if is_finished(settings):
             return Start(finished=True)
@@ -67,9 +82,18 @@ def foresee_start(settings: Settings, check: Callable[[], None], take: Callable[
 def _check_saved(settings: Settings, checkpoint: Path, check: Callable[[], None]) -> None:
     """Raises BadInput if the run cannot continue from this state."""
     manifest = read_manifest(checkpoint)
-    kind = "sft" if isinstance(settings, SftConfig) else "train" if _has_actor(settings) else "pretrain-critic"
+    if isinstance(settings, SftConfig):
+        kind = "sft"
+    else:
+        if _has_actor(settings):
+            kind = "train"
+        else:
+            kind = "pretrain-critic"
     if manifest.kind != kind:
-        raise BadInput(f"run.name={settings.run.name}: {checkpoint} is of a {manifest.kind} run: choose another name")
+        raise BadInput(
+            f"run.name={settings.run.name}: {checkpoint} is of a {manifest.kind} run: choose "
+            "another name"
+        )
     check_structure(checkpoint, manifest)
     check_config_change(settings, checkpoint, settings.run.allow_config_change)
     check()
@@ -78,7 +102,9 @@ def _check_saved(settings: Settings, checkpoint: Path, check: Callable[[], None]
         # The same prompts, in the same order, as up to the saved state.
         tokenizer = TextTokenizer(Path(settings.model.path), settings.data.prompt)
         prompts = train_prompts(settings.data, tokenizer, settings.critic.privileged_field)
-        source = PromptSource(prompts, settings.run.seed, settings.data.shuffle, settings.data.weights)
+        source = PromptSource(
+            prompts, settings.run.seed, settings.data.shuffle, settings.data.weights
+        )
         source.restore(read_progress(checkpoint, manifest).prompts)
 
 
@@ -88,10 +114,11 @@ def _has_actor(settings: Settings) -> bool:
 
 
 def prepare_from_copy(settings: Settings, copy: Path, take: Callable[[], None]) -> Start:
-    """prepare_start where ranks were lost and a copy of their state is left, newer than the last checkpoint.
+    """prepare_start where ranks were lost and a copy of their state is left, newer than the last
+    checkpoint.
 
     Raises:
-        BadInput: the config is not that of the copy, or somebody else works in the run directory.
+        BadInput: the config differs from the copy's, or another run uses the run directory.
     """
     take()
     check_config_change(settings, copy, settings.run.allow_config_change)
@@ -113,26 +140,33 @@ def is_finished(settings: Settings) -> bool:
     if isinstance(settings, TrainConfig):
         steps = settings.run.steps
     else:
-        steps = settings.data.steps or planned_steps(settings, load_demonstrations(settings).samples)
+        steps = settings.data.steps or planned_steps(
+            settings, load_demonstrations(settings).samples
+        )
     return min(exported, max((row["step"] for row in read_metrics(run_dir)), default=0)) >= steps
 
 
 def _check_fit(settings: Settings, checkpoint: Path) -> None:
     """Raises BadInput where a model of the config has another shape than the one that was saved."""
-    models = {"actor": ("model.path", Path(settings.model.path))} if _has_actor(settings) else {}
+    if _has_actor(settings):
+        models = {"actor": ("model.path", Path(settings.model.path))}
+    else:
+        models = {}
     if isinstance(settings, TrainConfig) and settings.has_critic_model:
         models["critic"] = settings.critic_source
     for name, (key, path) in models.items():
-        card, now = read_model_card(checkpoint / name), read_spec(path)
+        card = read_model_card(checkpoint / name)
+        now = read_spec(path)
         saved = card.spec
         # The dtype is what the weights lie in at that path, which a resumed run does not read.
         if replace(now, dtype=saved.dtype, value_outputs=saved.value_outputs) != saved:
             raise BadInput(
-                f"{key}={path}: config.json is not that of the model in {checkpoint / name}: give back the model "
-                "that the run started from, or choose another run.name"
+                f"{key}={path}: config.json differs from the model's in {checkpoint / name}: give "
+                "back the model that the run started from, or choose another run.name"
             )
         if card.base is not None and card.base != base_identity(path):
             raise BadInput(
-                f"{key}={path}: its weights are not those that the adapters in {checkpoint / name} belong to: give "
-                "back the model that the run started from, or choose another run.name"
+                f"{key}={path}: its weights are not those that the adapters in {checkpoint / name} "
+                "belong to: give back the model that the run started from, or choose another "
+                "run.name"
             )

@@ -1,4 +1,5 @@
-"""Names the rank that does not arrive, by limits for each phase from its own history and heartbeats of all ranks."""
+"""Names the rank that does not arrive, by limits for each phase from its own history and heartbeats
+of all ranks."""
 
 import faulthandler
 import json
@@ -15,11 +16,12 @@ from torch._C import _distributed_c10d
 from vapo_megatron import logs
 from vapo_megatron.config.run import HangsConfig
 from vapo_megatron.errors import TryAgain, VapoError
+from vapo_megatron.files import parse_json
 
 # Dumps for NCCL's groups, and for all others.
 _DUMPS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
 _LINES = 20
-# A phase hangs when it takes this many times as long as its slowest run so far.
+# A phase hangs when it takes this many times as long as its slowest run.
 _SLOWER = 5.0
 
 
@@ -30,10 +32,14 @@ def last_collectives() -> list[str]:
         if (dump := getattr(_distributed_c10d, name, None)) is not None:
             entries += json.loads(dump()).get("entries", [])  # without: none was begun
     entries.sort(key=lambda entry: int(entry["time_created_ns"]))
-    # Operations that NCCL begins together (sends and receives of a pipeline) share a number; only the last has a state.
-    over = {_name_of(entry) for entry in entries if entry["retired"] or entry["state"] == "completed"}
+    # Operations that NCCL begins together (sends and receives of a pipeline) share a number; only
+    # the last has a state.
+    over = {
+        _name_of(entry) for entry in entries if entry["retired"] or entry["state"] == "completed"
+    }
     return [
-        f"{entry['profiling_name']} {name}, sizes {entry['input_sizes']}: {'over' if name in over else 'NOT OVER'}"
+        f"{entry['profiling_name']} {name}, sizes {entry['input_sizes']}: "
+        f"{'over' if name in over else 'NOT OVER'}"
         for entry in entries[-_LINES:]
         if (name := _name_of(entry))
     ]
@@ -41,19 +47,26 @@ def last_collectives() -> list[str]:
 
 def _name_of(entry: dict[str, Any]) -> str:
     number = entry["p2p_seq_id" if entry["is_p2p"] else "collective_seq_id"]
-    return f"{'p2p ' if entry['is_p2p'] else ''}number {number} of group {' '.join(entry['process_group'])}"
+    kind = "p2p " if entry["is_p2p"] else ""
+    return f"{kind}number {number} of group {' '.join(entry['process_group'])}"
 
 
 _KNOWN = 3  # times that a phase was ended before its own history counts
 _PATIENCE_SECONDS = 5.0
 _OVER = "over"  # the phase of a rank that is done
-# Engines write responses, those of an evaluation too, and may take hours, as may reading records and the rest of a
-# save; only `longest` bounds that at first.
+# Generation, also for an evaluation, may take hours, as may reading records and the rest of a save;
+# only `longest` bounds that at first.
 _GENERATION = {"rollout", "rollout_greedy", "evaluation", "wait_for_engines", logs.ATTENDING}
 _LONG = _GENERATION | {"import_records", "wait_for_save"}
-_NEVER_KNOWN = {logs.NO_PHASE, logs.ATTENDING, "wait_for_save"}  # most saves are over before they are waited for
-# Without a history, a part of any other phase, or the way to the next one, is done within so many times floor_s
-# (kernels are compiled meanwhile); more where disks, or the start of an engine, are waited for.
+# Most saves are over before they are waited for
+_NEVER_KNOWN = {
+    logs.NO_PHASE,
+    logs.ATTENDING,
+    "wait_for_save",
+}
+# Without a history, a part of any other phase, or the way to the next one, is done within so many
+# times floor_s (kernels are compiled meanwhile); more where disks, or the start of an engine, are
+# waited for.
 _FIRST_OF = dict.fromkeys(
     ("load_models", "start_engines", "weight_sync", "sync_check", "export", "save_checkpoint"), 2.0
 )
@@ -65,7 +78,8 @@ class Hang(TryAgain):
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """A rank's last report: its phase, how many it has begun, when this one began, when it reported (Unix time)."""
+    """A rank's last report: its phase, how many it has begun, when this one began, when it reported
+    (Unix time)."""
 
     rank: int
     phase: str
@@ -75,7 +89,8 @@ class Heartbeat:
 
 
 class Watchdog:
-    """A thread beside a rank. It needs no collective: ranks see each other's heartbeats in a folder that they share.
+    """A thread beside a rank. It needs no collective: ranks see each other's heartbeats in a folder
+    that they share.
 
     Each looks at its own phase, and whether the rank after it still says something.
     """
@@ -89,15 +104,22 @@ class Watchdog:
         longest: float,
         end: Callable[[VapoError], object],
     ) -> None:
-        """folder: of all ranks; gets heartbeat_<rank>.json, and hang_<rank>.txt with Python's stacks and torch's
-        collectives. longest: seconds for a phase without a history. end: called in the thread; ends the process."""
-        self._config, self._folder, self._rank, self._world = config, folder, rank, world_size
-        self._longest, self._end = longest, end
+        """folder: of all ranks; gets heartbeat_<rank>.json, and hang_<rank>.txt with Python's
+        stacks and torch's collectives. longest: seconds for a phase without a history. end: called
+        in the thread; ends the process."""
+        self._config = config
+        self._folder = folder
+        self._rank = rank
+        self._world = world_size
+        self._longest = longest
+        self._end = end
         self._slowest: dict[str, float] = {}
         self._ended: dict[str, int] = {}
         self._last = logs.phase_now()
         self._began = time.monotonic()  # no phase is counted from before it
-        self._heard, self._heard_at = 0.0, self._began  # of the rank after this one: its last beat, and when that came
+        # Of the rank after this one: its last beat, and when that came
+        self._heard = 0.0
+        self._heard_at = self._began
         self._stop = threading.Event()
         folder.mkdir(parents=True, exist_ok=True)
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
@@ -122,21 +144,32 @@ class Watchdog:
             if place.begun != self._last.begun:
                 self._learn(self._last.phase, place.since - self._last.since)
                 self._last = place
-            # Clocks may be set while a phase goes on. What a rank was in before it was forked is not its own.
-            now, seconds = time.time(), time.monotonic() - max(place.since, self._began)
+            # Clocks may be set during a phase. What a rank was in before it was forked is
+            # not its own.
+            now = time.time()
+            seconds = time.monotonic() - max(place.since, self._began)
             idle = time.monotonic() - max(logs.last_progress(), self._began)
-            limit, standstill = self.limit(place.phase), self.standstill(place.phase)
+            limit = self.limit(place.phase)
+            standstill = self.standstill(place.phase)
             self._beat(Heartbeat(self._rank, place.phase, place.begun, now - seconds, now))
             if seconds > limit:
-                self._tell(f"rank {self._rank} has been in the phase {place.phase} for {seconds:.0f} s", limit)
+                self._tell(
+                    f"rank {self._rank} has been in the phase {place.phase} for {seconds:.0f} s",
+                    limit,
+                )
             elif idle > standstill and not self._knows(place.phase):
                 self._tell(
-                    f"rank {self._rank} has got no further in the phase {place.phase} for {idle:.0f} s", standstill
+                    f"rank {self._rank} has got no further in the phase {place.phase} for "
+                    f"{idle:.0f} s",
+                    standstill,
                 )
             if (silent := self._silence()) > self._config.floor_s:
                 neighbour = (self._rank + 1) % self._world
-                self._tell(f"rank {neighbour} has said nothing for {silent:.0f} s", self._config.floor_s)
-            looked = time.monotonic()  # a disk that is slow to take heartbeats did not suspend anybody
+                self._tell(
+                    f"rank {neighbour} has said nothing for {silent:.0f} s", self._config.floor_s
+                )
+            # A disk that is slow to take heartbeats did not suspend anybody
+            looked = time.monotonic()
 
     def limit(self, phase: str) -> float:
         """Seconds after which a phase hangs."""
@@ -146,21 +179,26 @@ class Watchdog:
 
     def standstill(self, phase: str) -> float:
         """Seconds without progress after which a phase without a history hangs."""
-        return self._longest if phase in _LONG else self._config.floor_s * _FIRST_OF.get(phase, 1.0)
+        if phase in _LONG:
+            return self._longest
+        return self._config.floor_s * _FIRST_OF.get(phase, 1.0)
 
     def _knows(self, phase: str) -> bool:
         """Whether the phase has a history to be measured by."""
         return phase not in _NEVER_KNOWN and self._ended.get(phase, 0) >= _KNOWN
 
     def _silence(self) -> float:
-        """Seconds for which the rank after this one has said nothing: it is stopped, or its node is gone."""
-        path, now = self._path((self._rank + 1) % self._world), time.monotonic()
+        """Seconds for which the rank after this one has said nothing: it is stopped, or its node is
+        gone."""
+        path = self._path((self._rank + 1) % self._world)
+        now = time.monotonic()
         try:
-            heartbeat = Heartbeat(**json.loads(path.read_text()))
-        except (OSError, ValueError):
+            heartbeat = Heartbeat(**parse_json(path.read_text()))
+        except (OSError, ValueError, TypeError):
             return now - self._heard_at
         if heartbeat.beat != self._heard or heartbeat.phase == _OVER:
-            self._heard, self._heard_at = heartbeat.beat, now
+            self._heard = heartbeat.beat
+            self._heard_at = now
         return now - self._heard_at
 
     def _learn(self, phase: str, seconds: float) -> None:
@@ -209,16 +247,16 @@ def read_heartbeats(folder: Path, world_size: int) -> list[Heartbeat]:
     paths = [folder / f"heartbeat_{rank:05d}.json" for rank in range(world_size)]
     beats = []
     for path in paths:
-        with suppress(OSError, ValueError):
-            beats.append(Heartbeat(**json.loads(path.read_text())))
+        with suppress(OSError, ValueError, TypeError):
+            beats.append(Heartbeat(**parse_json(path.read_text())))
     return beats
 
 
 def describe(heartbeats: list[Heartbeat], world_size: int, patience: float) -> str:
     """Which ranks did not arrive, and where the others wait.
 
-    patience: seconds without a heartbeat after which a process stands still (stopped, or its node is gone). Where all
-    of them are alive, those did not arrive that are in another phase than most.
+    patience: seconds without a heartbeat after which a process counts as stopped (or its node as
+        lost). If all processes are alive, the missing ranks are those in another phase than most.
     """
     newest = max((h.beat for h in heartbeats), default=0.0)
     alive = [h for h in heartbeats if newest - h.beat <= patience]
@@ -227,7 +265,10 @@ def describe(heartbeats: list[Heartbeat], world_size: int, patience: float) -> s
     usual = max(phases, key=phases.count, default="-")
     if silent:
         last = {h.rank: h for h in heartbeats}
-        late = [f"rank {r} ({f'silent since its phase {last[r].phase}' if r in last else 'silent'})" for r in silent]
+        late = [
+            f"rank {r} ({f'silent since its phase {last[r].phase}' if r in last else 'silent'})"
+            for r in silent
+        ]
     else:
         late = [
             f"rank {h.rank} ({'done' if h.phase == _OVER else f'in the phase {h.phase}'})"

@@ -1,41 +1,45 @@
 """VAPO (arXiv 2504.05118), read from top to bottom."""
 
 from vapo_megatron.config.train import TrainConfig
-from vapo_megatron.data.records import Records
-from vapo_megatron.engines.ledger import step_rule
-from vapo_megatron.megatron.probe import Probe
 from vapo_megatron.monitoring.recorder import Recorder
+from vapo_megatron.rollout.ledger import step_rule
 from vapo_megatron.training.advantages import estimate_advantages
 from vapo_megatron.training.collect import collect, spread
 from vapo_megatron.training.models import Models, replace_reference
-from vapo_megatron.training.outputs import evaluate, export, export_critic, export_final, record_step, show_end
+from vapo_megatron.training.outputs import (
+    evaluate,
+    export,
+    export_critic,
+    export_final,
+    record_step,
+    show_end,
+)
 from vapo_megatron.training.rollouts import Rollouts
 from vapo_megatron.training.score import score
 from vapo_megatron.training.state import RunState
 from vapo_megatron.training.sync import sync_weights
 from vapo_megatron.training.updates import update_critic, update_policy
-from vapo_megatron.training.value_pretraining import pretrain_value
+from vapo_megatron.training.value_pretraining import pretrain_critic
 
 
-def train(config: TrainConfig, models: Models, rollouts: Rollouts, state: RunState, recorder: Recorder) -> None:
+def train(
+    config: TrainConfig, models: Models, rollouts: Rollouts, state: RunState, recorder: Recorder
+) -> None:
     """Collective: the whole training of one rank.
 
-    The critic first learns the returns of a policy that stands still (value pretraining, section 4.1). Then each step
-    collects a group of responses per prompt, scores them with both models, estimates advantages with a lambda of its
-    own for policy and critic (decoupled and length-adaptive GAE, sections 4.1 and 4.2), updates critic and policy
-    (clip-higher, token-level loss, positive-example NLL, sections 4.2 and 4.3) and syncs the weights to the engines.
+    First the critic learns the returns of the fixed policy (value pretraining, section 4.1). Then
+    each step collects a group of responses per prompt, scores them with both models, estimates
+    advantages with separate lambdas for policy and critic (decoupled and length-adaptive GAE,
+    sections 4.1 and 4.2), updates critic and policy (clip-higher, token-level loss,
+    positive-example NLL, sections 4.2 and 4.3) and syncs the weights to the engines.
     """
-    algorithm, engines = config.algorithm, rollouts.engines
+    algorithm = config.algorithm
+    engines = rollouts.engines
     if state.is_new:
         evaluate(rollouts, config.data.eval, config.evaluation, state, recorder)
-    if models.critic is not None and config.value_pretraining.enabled and state.needs_value_pretraining:
-        assert not isinstance(models.critic, Probe), "the config refuses it"
-        pretraining, whole = config.value_pretraining, config.pretraining_algorithm
-        records = Records(config, rollouts.tokenizer, models.actor.spec.vocab_size) if pretraining.records else None
-        pretrain_value(
-            models.critic, models.memory, rollouts, pretraining, whole, config.batch, state, recorder, records
-        )
-        export_critic(models, engines, config.export, state, recorder)
+    if config.value_pretraining.enabled and state.needs_value_pretraining:
+        pretrain_critic(config, models, rollouts, state, recorder)
+        export_critic(models, engines, config, state, recorder)
         sync_weights(models, rollouts, recorder)
         state.end_pretraining(rollouts)
 
@@ -53,11 +57,11 @@ def train(config: TrainConfig, models: Models, rollouts: Rollouts, state: RunSta
             update_policy(models, batch, algorithm, state.seed, recorder)
         replace_reference(models, algorithm.kl, step)
         sync_weights(models, rollouts, recorder)
-        rollouts.advance()  # asynchronous: engines go on while the trainer works
+        rollouts.advance()  # asynchronous: engines generate while the trainer works
         evaluate(rollouts, config.data.eval, config.evaluation, state, recorder)
-        export(models, engines, config.export, state, recorder)
+        export(models, engines, config, state, recorder)
         record_step(batch, models.memory, state, recorder)
         state.safe_point(rollouts)
 
-    export_final(models, engines, config.export, state, recorder)
+    export_final(models, engines, config, state, recorder)
     show_end(config.run.name, recorder)

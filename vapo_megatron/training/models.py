@@ -1,4 +1,5 @@
-"""The models of a run: actor, critic and reference policy, their sources, and the memory that they share."""
+"""The models of a run: actor, critic and reference policy, their sources, and the memory that they
+share."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,12 +13,14 @@ from vapo_megatron.collectives import on_rank_zero
 from vapo_megatron.config.policy import KlConfig
 from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.megatron.mesh import Mesh, make_mesh
-from vapo_megatron.megatron.offload import MemoryPlan, Offloader
+from vapo_megatron.megatron.offload import ONLOADED, MemoryPlan, Offloader, Residency
+from vapo_megatron.megatron.platform import current_platform
 from vapo_megatron.megatron.probe import PROBE_FILE, Probe
 from vapo_megatron.megatron.trainable import Trainable
+from vapo_megatron.models.registry import read_spec
+from vapo_megatron.models.spec import Head
 from vapo_megatron.training.skipped_updates import SkippedUpdates
 from vapo_megatron.weights.load import load_hf
-from vapo_megatron.weights.spec import Head, read_spec
 
 
 @dataclass
@@ -27,15 +30,20 @@ class Models:
     Attributes:
         actor: the policy.
         critic: None for algorithms without one.
-        reference: the policy that the KL penalty keeps the actor near to; None without such a penalty.
-        has_base_as_reference: whether that is the actor without its adapters, and no model of its own.
+        reference: the policy that the KL penalty keeps the actor near to; None without such a
+            penalty.
+        has_base_as_reference: whether it is the actor without its adapters, and no third model.
         sources: the Hugging Face directory that each model started from, by name.
-        saves_reference: whether the reference is replaced during the run, and therefore saved in checkpoints.
+        saves_reference: whether the reference is replaced during the run, and therefore saved in
+            checkpoints.
         base: the frozen weights that actor and critic share, or None.
         shares_device: with engines, for which models leave the device while responses are written.
-        served: the actor's weights as engines have them, where groups that are drawn are still to be written by these
-            when the actor has newer ones; in host memory.
+        reads_entropies: whether values are regressed on the policy's entropies, for which it is
+            scored in every step.
+        served: the actor's weights as engines have them, where groups that are drawn are still to
+            be written by these when the actor has newer ones; in host memory.
         updates: judges their optimizer updates.
+        stays: what there is room for on the device in each phase.
         memory: which parts of them are on the device in each phase.
     """
 
@@ -47,13 +55,22 @@ class Models:
     saves_reference: bool = False
     base: Offloader | None = None
     shares_device: bool = True
+    reads_entropies: bool = False
     served: list[Tensor] | None = None
+    stays: Residency = field(default_factory=lambda: ONLOADED)
     memory: MemoryPlan = field(init=False)
     updates: SkippedUpdates = field(init=False, default_factory=SkippedUpdates)
 
     def __post_init__(self) -> None:
-        every = {model.name: model.offloader for model in (*self.trained, self.reference) if model is not None}
-        self.memory = MemoryPlan(every | ({} if self.base is None else {"base": self.base}), self.shares_device)
+        every = {
+            model.name: model.offloader
+            for model in (*self.trained, self.reference)
+            if model is not None
+        }
+        if self.base is not None:
+            every["base"] = self.base
+        free_bytes = current_platform().free_bytes
+        self.memory = MemoryPlan(every, self.shares_device, self.stays, free_bytes)
 
     @property
     def trained(self) -> list[Trainable]:
@@ -65,7 +82,9 @@ class Models:
     @property
     def probe(self) -> Probe | None:
         """The critic where it is no model."""
-        return self.critic if isinstance(self.critic, Probe) else None
+        if isinstance(self.critic, Probe):
+            return self.critic
+        return None
 
     def judge_updates(self, updates: SkippedUpdates) -> None:
         """Have all updates of the models judged before they are made."""
@@ -82,13 +101,21 @@ class Models:
     def saved(self) -> dict[str, SavedModel]:
         """The models that a checkpoint holds, by the name of their folder."""
         models = [*self.trained, self.reference] if self.saves_reference else self.trained
-        return {model.name: SavedModel(model, self.sources[model.name]) for model in models if model is not None}
+        return {
+            model.name: SavedModel(model, self.sources[model.name])
+            for model in models
+            if model is not None
+        }
 
 
-def load_models(config: TrainConfig, resumed: Resumed | None) -> Models:
-    """Collective: build the models that the algorithm asks for, with weights of Hugging Face directories, or of the
-    checkpoint that the run goes on from where it holds them. They are offloaded afterwards."""
-    algorithm, meshes = config.algorithm, dict[str, Mesh]()
+def load_models(
+    config: TrainConfig, resumed: Resumed | None, stays: Residency = ONLOADED
+) -> Models:
+    """Collective: build the models that the algorithm asks for, with weights of Hugging Face
+    directories, or of the checkpoint that the run resumes from, if it holds them. They are
+    offloaded afterwards."""
+    algorithm = config.algorithm
+    meshes = dict[str, Mesh]()
     models: dict[str, Trainable] = {}
     for name in config.sources:
         models[name] = load_model(name, config, resumed, meshes, models.get("actor"))
@@ -97,9 +124,16 @@ def load_models(config: TrainConfig, resumed: Resumed | None) -> Models:
     if base is not None:
         base.onload_only()
     critic: Trainable | Probe | None = models.get("critic")
-    if algorithm.uses_critic and not config.has_critic_model:
-        section, outputs = config.critic, algorithm.value_loss.outputs
-        critic = Probe(section, models["actor"].spec.hidden_size, outputs, section.head_init_std, config.run.seed)
+    if config.has_probe:
+        section = config.critic
+        outputs = algorithm.value_loss.outputs
+        critic = Probe(
+            section,
+            models["actor"].spec.hidden_size,
+            outputs,
+            section.head_init_std,
+            config.run.seed,
+        )
         if section.probe.layer is not None:
             models["actor"].tap(section.probe.layer)
         if config.critic.init_path is not None:
@@ -114,14 +148,21 @@ def load_models(config: TrainConfig, resumed: Resumed | None) -> Models:
         sources={name: source for name, (_, source) in config.sources.items()},
         saves_reference=algorithm.saves_reference,
         base=base,
+        stays=stays,
         shares_device=not config.rollout.external_urls,
+        reads_entropies=config.reads_policy_outputs and not config.has_probe,
     )
 
 
 def load_model(
-    name: str, config: TrainConfig, resumed: Resumed | None, meshes: dict[str, Mesh], actor: Trainable | None = None
+    name: str,
+    config: TrainConfig,
+    resumed: Resumed | None,
+    meshes: dict[str, Mesh],
+    actor: Trainable | None = None,
 ) -> Trainable:
-    """Collective: one of the models, as load_models has it. meshes: those that there are already, by layout."""
+    """Collective: one of the models, as load_models has it. meshes: those that there are already,
+    by layout."""
     model = _build(name, config, meshes)
     if name == "critic" and actor is not None and config.shares_base:
         model.share_base(actor)
@@ -134,14 +175,16 @@ def load_model(
         model.prepare(without_attention=name == "critic" and config.critic.freeze_attention)
     if resumed is not None and resumes:
         resumed.load(model, name)
-    # The actor's frozen weights, where they are to be shared, must not have got a place of its own in host memory.
+    # Shared before anything is offloaded: the actor's frozen weights would get a second place in
+    # host memory.
     if name != "actor" or not config.shares_base:
         model.offloader.onload_only()
     return model
 
 
 def load_frozen(name: str, config: TrainConfig) -> Trainable:
-    """Collective: the actor or the critic with the weights that the config names, to score with: no optimizer."""
+    """Collective: the actor or the critic with the weights that the config names, to score with: no
+    optimizer."""
     model = _build(name, config, {})
     _read_weights(model, config)
     model.freeze()
@@ -149,7 +192,8 @@ def load_frozen(name: str, config: TrainConfig) -> Trainable:
 
 
 def replace_reference(models: Models, config: KlConfig, step: int) -> None:
-    """The policy of every kl.replace_reference_every-th step becomes the reference (DeepSeek-R1, arXiv 2501.12948)."""
+    """The policy of every kl.replace_reference_every-th step becomes the reference (DeepSeek-R1,
+    arXiv 2501.12948)."""
     every = config.replace_reference_every
     if models.reference is not None and every is not None and step % every == 0:
         models.memory.enter("replace_reference")
@@ -165,7 +209,14 @@ def _build(name: str, config: TrainConfig, meshes: dict[str, Mesh]) -> Trainable
     head: Head = "value" if name == "critic" else "lm"
     temperature = config.sampling.temperature
     return Trainable(
-        spec, config.model, section, meshes[key], head, name=name, seed=config.run.seed, temperature=temperature
+        spec,
+        config.model,
+        section,
+        meshes[key],
+        head,
+        name=name,
+        seed=config.run.seed,
+        temperature=temperature,
     )
 
 

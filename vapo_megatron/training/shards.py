@@ -1,9 +1,11 @@
-"""How the samples of a step are spread over the ranks.
+"""Distribution of a step's samples over ranks.
 
-Every rank knows the numbers of all samples (rewards, lengths); the fields of a sample's tokens are on its home rank
-alone, where advantages and returns are computed. A sample is sent to the rank that runs a model on it, and the result
-is sent home. Sums over all samples (denominators, whitening, metrics) use the numbers that every rank has, in the same
-order, so that they do not depend on which rank a sample is on.
+Every rank has the global table: rewards, lengths and every other number of all samples. The tokens
+of a sample, and all fields by token, are on its owner alone, where advantages and returns are
+computed. A model may run elsewhere: its input is sent to the ranks of its layout, and its outputs
+are returned to the owners. Sums over all samples (denominators, whitening, metrics) use per-sample
+numbers gathered on every rank, in the same order, so that no result depends on which rank owns a
+sample.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -24,95 +26,143 @@ from vapo_megatron.megatron.probe import Probe
 from vapo_megatron.megatron.trainable import Trainable
 
 Samples = NDArray[np.int64]
+T = TypeVar("T")
+
+_BY_TOKENS = ("tokens", "positions", "response_tokens", "privileged")
+_NO_SAMPLES: Samples = np.zeros(0, dtype=np.int64)
 
 
-def seat() -> tuple[int, int]:
-    """This rank and the number of ranks; 0 and 1 where there are no others."""
-    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+def rank_and_world() -> tuple[int, int]:
+    """This rank and the number of ranks; 0 and 1 without torch.distributed."""
+    if not dist.is_initialized():
+        return 0, 1
+    return dist.get_rank(), dist.get_world_size()
 
 
 def exchange(
-    fields: Mapping[str, Tensor], rows: Mapping[str, Tensor], held: Sequence[Samples], wanted: Sequence[Samples]
+    fields: Mapping[str, Tensor],
+    rows: Mapping[str, Tensor],
+    held: Sequence[Samples],
+    wanted: Sequence[Samples],
 ) -> dict[str, Tensor]:
-    """Collective: the rows of the samples that this rank wants, in that order.
+    """Collective (all-to-all): the rows of the samples that this rank wants, in that order.
 
     From host memory to host memory, over the CPU's backend: the GPUs may belong to the engines.
 
     Args:
-        fields: [rows, ...] of the samples that this rank holds; of one dtype and row shape on all ranks.
-        rows: int64 [S], how many rows of each field a sample has, of all S samples by number.
-        held: the samples of each rank in the order in which its fields have them; no sample is held twice.
-        wanted: the samples that each rank wants; some rank holds each.
+        fields: [rows, ...] of the samples that this rank holds; the same dtype and row shape on all
+            ranks.
+        rows: int64 [S], the number of rows that each of all S samples has in each field.
+        held: by rank, the samples that it holds, in the order of its fields; no sample is held
+            twice.
+        wanted: by rank, the samples that it wants; some rank holds each.
     """
-    rank, ranks = seat()
-    holder, place = np.full((2, len(next(iter(rows.values())))), -1, dtype=np.int64)
+    rank, world = rank_and_world()
+    samples_in_all = len(next(iter(rows.values())))
+    holder = np.full(samples_in_all, -1, dtype=np.int64)
+    place = np.full(samples_in_all, -1, dtype=np.int64)
     for sender, samples in enumerate(held):
-        holder[samples], place[samples] = sender, np.arange(len(samples))
-    sends = [place[samples[holder[samples] == rank]] for samples in wanted]
-    bounds = {name: offsets(rows[name][torch.from_numpy(held[rank])]) for name in fields}
-    messages = [
-        [stretches(field, bounds[name], torch.from_numpy(places)) for name, field in fields.items()] for places in sends
-    ]
-    if ranks == 1:
-        return dict(zip(fields, messages[0], strict=True))
-    row_bytes = {name: field[:0].new_empty(1, *field.shape[1:]).nbytes for name, field in fields.items()}
+        holder[samples] = sender
+        place[samples] = np.arange(len(samples))
+
+    leaving = [samples[holder[samples] == rank] for samples in wanted]
+    places = torch.from_numpy(place[np.concatenate(leaving)])
+    own_samples = torch.from_numpy(held[rank])
+    blocks = {
+        name: stretches(field, offsets(rows[name][own_samples]), places)
+        for name, field in fields.items()
+    }
+    if world == 1:
+        return blocks
+
+    row_bytes = {
+        name: field[:0].new_empty(1, *field.shape[1:]).nbytes for name, field in fields.items()
+    }
     order = np.argsort(holder[wanted[rank]], kind="stable")
-    arrived = torch.from_numpy(wanted[rank][order])
-    comes = arrived.split(np.bincount(holder[wanted[rank]], minlength=ranks).tolist())
-    sizes = [[int(rows[name][s].sum()) * row_bytes[name] for name in fields] for s in comes]
-    sent = torch.cat([_bytes(part) for message in messages for part in message])
-    received = torch.empty(sum(map(sum, sizes)), dtype=torch.uint8)
+    arriving = wanted[rank][order]
+    senders = np.bincount(holder[wanted[rank]], minlength=world)
+    sent_sizes = _message_sizes(rows, row_bytes, np.concatenate(leaving), [*map(len, leaving)])
+    received_sizes = _message_sizes(rows, row_bytes, arriving, senders)
+    # A message has its fields one after the other. Whole fields are cut at once: a Python loop over
+    # 1,024 ranks times a dozen fields costs seconds a step.
+    pieces = [
+        _bytes(blocks[name]).split(sent_sizes[:, number].tolist())
+        for number, name in enumerate(fields)
+    ]
+    sent = torch.cat([piece for message in zip(*pieces, strict=True) for piece in message])
+    del blocks, pieces
+    received = torch.empty(int(received_sizes.sum()), dtype=torch.uint8)
     dist.all_to_all_single(
-        received, sent, [sum(of_rank) for of_rank in sizes], [sum(part.nbytes for part in m) for m in messages]
+        received, sent, received_sizes.sum(1).tolist(), sent_sizes.sum(1).tolist()
     )
     del sent
-    parts = received.split([size for of_rank in sizes for size in of_rank])
-    found = {}
+
+    parts = received.split(received_sizes.ravel().tolist())
+    wanted_order = torch.from_numpy(np.argsort(order))
+    arriving_samples = torch.from_numpy(arriving)
+    results = {}
     for number, (name, field) in enumerate(fields.items()):
-        joined = torch.cat(parts[number :: len(fields)]).view(field.dtype).view(-1, *field.shape[1:])
-        found[name] = stretches(joined, offsets(rows[name][arrived]), torch.from_numpy(np.argsort(order)))
-    return found
+        joined = torch.cat(parts[number :: len(fields)])
+        joined = joined.view(field.dtype).view(-1, *field.shape[1:])
+        results[name] = stretches(joined, offsets(rows[name][arriving_samples]), wanted_order)
+    return results
+
+
+def _message_sizes(
+    rows: Mapping[str, Tensor],
+    row_bytes: Mapping[str, int],
+    samples: Samples,
+    by_rank: Sequence[int] | Samples,
+) -> Samples:
+    """Bytes that each rank's message has of each field: int64 [ranks, fields].
+
+    samples: of all messages, one rank's after the other's; by_rank: how many each rank has.
+    """
+    ends = np.cumsum(np.concatenate(([0], by_rank)), dtype=np.int64)
+    sizes = np.empty((len(ends) - 1, len(row_bytes)), dtype=np.int64)
+    for number, (name, width) in enumerate(row_bytes.items()):
+        total = np.concatenate(([0], np.cumsum(rows[name].numpy()[samples])))
+        sizes[:, number] = np.diff(total[ends]) * width
+    return sizes
 
 
 def _bytes(tensor: Tensor) -> Tensor:
     return tensor.contiguous().view(-1).view(torch.uint8)
 
 
-T = TypeVar("T")
-_BY_TOKENS = ("tokens", "positions", "response_tokens", "privileged")
-
-
 @dataclass(frozen=True)
-class Part:
-    """The samples that a rank runs a model on.
+class ModelInput:
+    """The samples that a model computes in one call, as this rank sees them.
 
     Attributes:
-        batch: the samples of this rank's share.
-        share: this rank's part of the plan.
-        whole: what goes by samples, of all ranks' samples.
-        mine: int64, the places of the batch's samples in `whole`.
-        reported: the samples whose outputs each rank has, of all.
+        batch: the samples that this rank computes.
+        share: their micro-batches.
+        global_table: the per-sample fields of the samples of all ranks.
+        local_indices: int64, the rows of `global_table` that the samples of `batch` have.
+        output_samples: by rank, the numbers of the samples whose outputs it has.
     """
 
     batch: ExperienceBatch
     share: Share
-    whole: SampleTable
-    mine: Tensor
-    reported: Sequence[Samples]
+    global_table: SampleTable
+    local_indices: Tensor
+    output_samples: Sequence[Samples]
 
 
 class ShardedBatch:
-    """S samples on all ranks.
+    """S samples, each owned by one rank.
 
     Attributes:
-        table: what goes by samples, of all of them.
-        own: the samples that are at home on this rank.
+        table: the per-sample fields of all samples, on every rank.
+        local: the samples that this rank owns.
     """
 
-    def __init__(self, table: SampleTable, homes: Samples, own: ExperienceBatch) -> None:
-        """homes: int64 [ranks + 1], the first sample of each rank, see cut()."""
-        self.table, self.own, self._homes = table, own, homes
-        self._rank, self._ranks = seat()
+    def __init__(self, table: SampleTable, boundaries: Samples, local: ExperienceBatch) -> None:
+        """boundaries: int64 [ranks + 1], the first sample of each rank (`partition_by_tokens`)."""
+        self.table = table
+        self.local = local
+        self._boundaries = boundaries
+        self._rank, self._world = rank_and_world()
 
     @property
     def samples(self) -> int:
@@ -125,46 +175,59 @@ class ShardedBatch:
         return int(self.table.response_lengths.sum())
 
     @property
-    def at_home(self) -> slice:
-        """The numbers of the samples that are at home on this rank."""
-        return slice(int(self._homes[self._rank]), int(self._homes[self._rank + 1]))
+    def local_slice(self) -> slice:
+        """The numbers of the samples that this rank owns."""
+        return slice(int(self._boundaries[self._rank]), int(self._boundaries[self._rank + 1]))
 
     def fill(self, **by_samples: Tensor | None) -> None:
-        """Set fields that go by samples [S], which every rank has found alike."""
+        """Set per-sample fields [S], which every rank has computed alike."""
         for name, values in by_samples.items():
             setattr(self.table, name, values)
-            setattr(self.own, name, None if values is None else values[self.at_home])
+            setattr(self.local, name, None if values is None else values[self.local_slice])
 
-    def everywhere(self, found: Tensor) -> Tensor:
-        """Collective: results of the samples at home on each rank, [own S, ...], as [S, ...] on every rank."""
-        if self._ranks == 1:
-            return found
-        whole = torch.zeros(self.samples, *found.shape[1:], dtype=found.dtype)
-        whole[self.at_home] = found
-        dist.all_reduce(whole)  # each is 0 but on one rank: the sum is exact
-        return whole
+    def gather_samples(self, local: Tensor) -> Tensor:
+        """Collective: [local S, ...] of each rank's samples as [S, ...] on every rank."""
+        if self._world == 1:
+            return local
+        gathered = torch.zeros(self.samples, *local.shape[1:], dtype=local.dtype)
+        gathered[self.local_slice] = local
+        dist.all_reduce(gathered)  # a row is 0 on all ranks but one, so that the sum is exact
+        return gathered
 
-    def summed(self, found: Tensor) -> Tensor:
-        """Collective: the sum over ranks."""
-        if self._ranks > 1:
-            dist.all_reduce(found)
-        return found
+    def sum_over_ranks(self, local: Tensor) -> Tensor:
+        """Collective: the sum over ranks, in place."""
+        if self._world > 1:
+            dist.all_reduce(local)
+        return local
 
-    def part(self, model: Trainable | Probe, samples: Sequence[int], *names: str) -> Part:
-        """Collective: what this rank computes of some samples with a model; with a probe, those at home.
+    def model_input(
+        self, model: Trainable | Probe, samples: Sequence[int], *names: str
+    ) -> ModelInput:
+        """Collective: what this rank computes of some samples with a model; with a probe, those
+        that it owns.
 
-        names: the fields by tokens that are sent beside tokens and rollout log-probs, where they are filled in.
+        names: the fields by token that are sent beside tokens and rollout log-probs, where they are
+            filled in.
         """
         chosen = torch.as_tensor(samples, dtype=torch.int64)
-        whole = self.table if len(chosen) == self.samples else self.table.select(chosen)
+        chooses_all = len(chosen) == self.samples
+        if chooses_all:
+            global_table = self.table
+        else:
+            global_table = self.table.select(chosen)
         if isinstance(model, Probe):
-            return self._part_at_home(chosen, whole)
-        is_critic, mesh = model.name == "critic", model.mesh
-        lengths = whole.critic_lengths if is_critic else whole.lengths
-        plan = model.plan(lengths, range(whole.samples), whole.segments)
+            return self._local_input(chosen, global_table)
+
+        mesh = model.mesh
+        is_critic = model.name == "critic"
+        if is_critic:
+            lengths = global_table.critic_lengths
+        else:
+            lengths = global_table.lengths
+        plan = model.plan(lengths, range(global_table.samples), global_table.segments)
         numbers = chosen.numpy()
-        samples_of_ranks = [numbers[plan.samples_of(d)] for d in range(mesh.dp_size)]
-        held = [
+        by_dp_rank = [numbers[plan.samples_of(dp_rank)] for dp_rank in range(mesh.dp_size)]
+        sent = self._filled(
             *("routed_experts",) * model.replays,
             *("privileged_tokens",) * is_critic,
             "tokens",
@@ -172,101 +235,141 @@ class ShardedBatch:
             "segment_starts",
             "rollout_logprobs",
             *names,
-        ]
-        sent = {name: tensor for name in held if (tensor := getattr(self.own, name)) is not None}
-        of_ranks = [samples_of_ranks[mesh.dp_rank_of(rank)] for rank in range(self._ranks)]
-        received = exchange(sent, _rows(self.table, sent), _held(self._homes), of_ranks)
-        mine = torch.from_numpy(plan.samples_of(mesh.dp_rank))
-        places = np.full(whole.samples, -1, dtype=np.int64)
-        places[mine.numpy()] = np.arange(len(mine))
-        share = Share([places[members].tolist() for members in plan[mesh.dp_rank]], whole.samples)
-        reported = [np.zeros(0, dtype=np.int64)] * self._ranks
+        )
+        wanted = [by_dp_rank[mesh.dp_rank_of(rank)] for rank in range(self._world)]
+        received = exchange(sent, _rows(self.table, sent), self._owned(), wanted)
+
+        local_indices = torch.from_numpy(plan.samples_of(mesh.dp_rank))
+        places = np.full(global_table.samples, -1, dtype=np.int64)
+        places[local_indices.numpy()] = np.arange(len(local_indices))
+        microbatches = [places[members].tolist() for members in plan[mesh.dp_rank]]
+        output_samples = [_NO_SAMPLES] * self._world
         for dp_rank in range(mesh.dp_size):
-            reported[mesh.reporter(dp_rank)] = samples_of_ranks[dp_rank]
-        return Part(whole.select(mine).batch(**received), share, whole, mine, reported)
+            output_samples[mesh.reporter(dp_rank)] = by_dp_rank[dp_rank]
+        return ModelInput(
+            global_table.select(local_indices).batch(**received),
+            Share(microbatches, global_table.samples),
+            global_table,
+            local_indices,
+            output_samples,
+        )
 
-    def _part_at_home(self, chosen: Tensor, whole: SampleTable) -> Part:
-        reported = [chosen[(chosen >= a) & (chosen < b)].numpy() for a, b in pairwise(self._homes.tolist())]
-        first, end = self.at_home.start, self.at_home.stop
-        mine = ((chosen >= first) & (chosen < end)).nonzero().squeeze(1)
-        batch = self.own if whole is self.table else self.own.select((chosen[mine] - first).tolist())
-        return Part(batch, Share([range(len(mine))], whole.samples), whole, mine, reported)
+    def _local_input(self, chosen: Tensor, global_table: SampleTable) -> ModelInput:
+        output_samples = [
+            chosen[(chosen >= first) & (chosen < end)].numpy()
+            for first, end in pairwise(self._boundaries.tolist())
+        ]
+        first = self.local_slice.start
+        is_local = (chosen >= first) & (chosen < self.local_slice.stop)
+        local_indices = is_local.nonzero().squeeze(1)
+        batch = self.local
+        if global_table is not self.table:
+            batch = self.local.select((chosen[local_indices] - first).tolist())
+        share = Share([range(len(local_indices))], global_table.samples)
+        return ModelInput(batch, share, global_table, local_indices, output_samples)
 
-    def bring_home(self, part: Part, outputs: Tensor) -> Tensor:
-        """Collective: what a model found of a part of all samples, at home: [own T, ...]."""
-        sent = {"outputs": outputs if len(part.reported[self._rank]) else outputs[:0]}
-        lengths = {"outputs": self.table.response_lengths}
-        return exchange(sent, lengths, part.reported, _held(self._homes))["outputs"]
+    def return_to_owner(self, model_input: ModelInput, outputs: Tensor) -> Tensor:
+        """Collective: a model's outputs on an input of all samples, on their owners: [local T,
+        ...]."""
+        reports = len(model_input.output_samples[self._rank]) > 0
+        sent = {"outputs": outputs if reports else outputs[:0]}
+        rows = {"outputs": self.table.response_lengths}
+        return exchange(sent, rows, model_input.output_samples, self._owned())["outputs"]
 
-    def first(self, count: int, *names: str) -> dict[str, Tensor]:
-        """Collective: fields of the first samples on rank 0, those that are filled in; nothing on the others."""
-        sent = {name: tensor for name in names if (tensor := getattr(self.own, name)) is not None}
+    def gather_on_rank0(self, count: int, *names: str) -> dict[str, Tensor]:
+        """Collective: fields of the first samples on rank 0, where they are filled in; no rows on
+        the others."""
+        sent = self._filled(*names)
         if not sent:
             return {}
-        return exchange(sent, _rows(self.table, sent), _held(self._homes), _on_rank_zero_alone(count, self._ranks))
+        wanted = _only_on_rank0(count, self._world)
+        return exchange(sent, _rows(self.table, sent), self._owned(), wanted)
 
-    def on_whole(self, work: Callable[[ExperienceBatch], T]) -> T:
-        """Collective: what a function that has to see all tokens returns, on every rank.
+    def run_on_rank0(self, function: Callable[[ExperienceBatch], T]) -> T:
+        """Collective: the result of a function of all samples with their tokens, on every rank.
 
-        It is called on rank 0, which is sent all fields. Raises what it raises, on every rank.
+        Rank 0 gets all fields and calls it. Its exceptions are raised on every rank.
         """
-        sent = self.first(
-            self.samples, *(name for name in OVER if name != "hidden_states" and OVER[name] in _BY_TOKENS)
-        )
-        return on_rank_zero(lambda: work(self.table.batch(**sent)))
+        by_tokens = (name for name in OVER if OVER[name] in _BY_TOKENS and name != "hidden_states")
+        fields = self.gather_on_rank0(self.samples, *by_tokens)
+        return on_rank_zero(lambda: function(self.table.batch(**fields)))
 
-    def columns_of_whole(self, work: Callable[[ExperienceBatch], Tensor], columns: int) -> Tensor:
-        """Collective: as on_whole, of a function that returns [T, columns]: [own T, columns] on each rank."""
-        box = [torch.zeros(0, columns)]
+    def scatter_token_columns(
+        self, function: Callable[[ExperienceBatch], Tensor], columns: int
+    ) -> Tensor:
+        """Collective: as run_on_rank0, of a function that returns [T, columns]: [local T, columns]
+        on each rank."""
+        returned = [torch.zeros(0, columns)]
 
         def call(batch: ExperienceBatch) -> None:
-            box[0] = work(batch)
+            returned[0] = function(batch)
 
-        self.on_whole(call)
-        lengths, held = {"returned": self.table.response_lengths}, _on_rank_zero_alone(self.samples, self._ranks)
-        return exchange({"returned": box[0]}, lengths, held, _held(self._homes))["returned"]
+        self.run_on_rank0(call)
+        sent = {"returned": returned[0]}
+        rows = {"returned": self.table.response_lengths}
+        held = _only_on_rank0(self.samples, self._world)
+        return exchange(sent, rows, held, self._owned())["returned"]
+
+    def _filled(self, *names: str) -> dict[str, Tensor]:
+        fields = {name: getattr(self.local, name) for name in names}
+        return {name: tensor for name, tensor in fields.items() if tensor is not None}
+
+    def _owned(self) -> list[Samples]:
+        return _between(self._boundaries)
 
 
-def _held(homes: Samples) -> list[Samples]:
-    return [np.arange(first, end) for first, end in pairwise(homes.tolist())]
+def _between(boundaries: Samples) -> list[Samples]:
+    return [np.arange(first, end) for first, end in pairwise(boundaries.tolist())]
 
 
-def _on_rank_zero_alone(samples: int, ranks: int) -> list[Samples]:
-    return [np.arange(samples), *[np.zeros(0, dtype=np.int64)] * (ranks - 1)]
+def _only_on_rank0(samples: int, world: int) -> list[Samples]:
+    return [np.arange(samples), *[_NO_SAMPLES] * (world - 1)]
 
 
 def _rows(table: SampleTable, names: Iterable[str]) -> dict[str, Tensor]:
-    """How many rows of some fields each sample has, int64 [S]."""
+    """The number of rows that each sample has in some fields, int64 [S]."""
     return {name: table.rows(OVER[name]) for name in names}
 
 
-def cut(table: SampleTable, ranks: int) -> Samples:
-    """The first sample that is at home on each rank, int64 [ranks + 1]: about as many tokens each, groups whole."""
-    lengths, groups = table.lengths.numpy(), table.group_ids.numpy()
+def partition_by_tokens(table: SampleTable, ranks: int) -> Samples:
+    """The first sample that each rank owns, int64 [ranks + 1]: about as many tokens each, groups
+    whole."""
+    lengths = table.lengths.numpy()
+    groups = table.group_ids.numpy()
     starts = np.flatnonzero(np.diff(groups, prepend=groups[:1] - 1))
-    before = np.concatenate(([0], lengths.cumsum()))
-    nearest = np.searchsorted(before[starts], before[-1] * np.arange(1, ranks) / ranks)
+    tokens_before = np.concatenate(([0], lengths.cumsum()))
+    total = tokens_before[-1]
+    nearest = np.searchsorted(tokens_before[starts], total * np.arange(1, ranks) / ranks)
     inner = np.append(starts, table.samples)[nearest]
-    bounds: Samples = np.concatenate(([0], inner, [table.samples])).astype(np.int64)
-    return bounds
+    boundaries: Samples = np.concatenate(([0], inner, [table.samples])).astype(np.int64)
+    return boundaries
 
 
 def scatter(batch: ExperienceBatch | None) -> ShardedBatch:
-    """Collective: rank 0's batch (others pass None), each sample at home on one rank."""
-    ranks = seat()[1]
-    if ranks == 1:
+    """Collective: rank 0's batch (the others pass None), each sample on its owner."""
+    _, world = rank_and_world()
+    if world == 1:
         assert batch is not None, "rank 0 has the batch"
-        return ShardedBatch(batch.table(), cut(batch.table(), 1), batch)
-    sent = {} if batch is None else {name: t for name, t in batch.tensors().items() if OVER[name] in _BY_TOKENS}
-    kinds = {name: (tensor.dtype, tensor.shape[1:]) for name, tensor in sent.items()}
-    table, kinds = broadcast_value((batch.table(), kinds) if batch is not None else None)
-    homes = cut(table, ranks)
-    sent = sent or {name: torch.zeros(0, *shape, dtype=dtype) for name, (dtype, shape) in kinds.items()}
-    received = exchange(sent, _rows(table, sent), _on_rank_zero_alone(table.samples, ranks), _held(homes))
-    return at_home(table, homes, lambda own: table.select(own).batch(**received))
+        return ShardedBatch(batch.table(), partition_by_tokens(batch.table(), 1), batch)
+    sent: dict[str, Tensor] = {}
+    message = None
+    if batch is not None:
+        sent = {name: t for name, t in batch.tensors().items() if OVER[name] in _BY_TOKENS}
+        kinds = {name: (tensor.dtype, tensor.shape[1:]) for name, tensor in sent.items()}
+        message = (batch.table(), kinds)
+    table, kinds = broadcast_value(message)
+    if batch is None:
+        sent = {name: torch.zeros(0, *shape, dtype=dtype) for name, (dtype, shape) in kinds.items()}
+    boundaries = partition_by_tokens(table, world)
+    held = _only_on_rank0(table.samples, world)
+    received = exchange(sent, _rows(table, sent), held, _between(boundaries))
+    return read_local(table, boundaries, lambda local: table.select(local).batch(**received))
 
 
-def at_home(table: SampleTable, homes: Samples, batch_of: Callable[[Tensor], ExperienceBatch]) -> ShardedBatch:
-    """The shards of samples that every rank can read: batch_of gives it those that are at home with it, int64."""
-    rank = seat()[0]
-    return ShardedBatch(table, homes, batch_of(torch.arange(int(homes[rank]), int(homes[rank + 1]))))
+def read_local(
+    table: SampleTable, boundaries: Samples, batch_of: Callable[[Tensor], ExperienceBatch]
+) -> ShardedBatch:
+    """The shards of samples that every rank can read: batch_of reads those that it owns, int64."""
+    rank, _ = rank_and_world()
+    owned = torch.arange(int(boundaries[rank]), int(boundaries[rank + 1]))
+    return ShardedBatch(table, boundaries, batch_of(owned))

@@ -1,4 +1,5 @@
-"""Skips and counts optimizer updates whose numbers would harm a model; many in a row end the run."""
+"""Skips and counts optimizer updates whose numbers would harm a model; many in a row end the
+run."""
 
 import math
 from collections import Counter
@@ -33,15 +34,18 @@ class SkippedUpdates:
     """Judges every optimizer update of a run before it is made, alike on every rank."""
 
     def __init__(self, state: Mapping[str, Any] | None = None) -> None:
-        """state: what state() gave when the checkpoint was saved that the run goes on from."""
+        """state: state() of the checkpoint that the run resumes from."""
         self._in_row: Counter[str] = Counter((state or {}).get("in_row", {}))
         self._skipped: Counter[str] = Counter()
         self._last_cause = ""
 
     def accepts(self, model: str, grad_norm: float, metrics: Mapping[str, float]) -> bool:
-        """Collective: whether to make an update of a model with this gradient norm and these parts of its loss."""
+        """Collective: whether to make an update of a model with this gradient norm and these parts
+        of its loss."""
         losses = [value for name, value in metrics.items() if name.endswith("_loss")]
-        cause_index = torch.tensor([CAUSES.index(cause) if (cause := _cause(grad_norm, losses)) else -1])
+        cause_index = torch.tensor(
+            [CAUSES.index(cause) if (cause := _cause(grad_norm, losses)) else -1]
+        )
         # Norms of ranks that hold other shards may differ in the last bit.
         dist.all_reduce(cause_index, op=dist.ReduceOp.MAX)
         if cause_index.item() >= 0:
@@ -51,10 +55,14 @@ class SkippedUpdates:
         return True
 
     def is_sound(self, batch: ShardedBatch) -> bool:
-        """Collective: whether models may be trained on a scored batch: its numbers are finite, and there are any."""
-        home, table = batch.own, batch.table
+        """Collective: whether models may be trained on a scored batch: its numbers are finite, and
+        there are any."""
+        home = batch.local
+        table = batch.table
         finite = (home.rollout_logprobs, home.old_logprobs, home.ref_logprobs), (home.values,)
-        logprobs, values = batch.summed(torch.tensor([not _are_finite(*tensors) for tensors in finite]).long()).tolist()
+        logprobs, values = batch.sum_over_ranks(
+            torch.tensor([not _are_finite(*tensors) for tensors in finite]).long()
+        ).tolist()
         sound = {
             "empty": batch.response_tokens > 0,
             "nonfinite_reward": _are_finite(table.rewards, table.greedy_rewards),
@@ -69,12 +77,13 @@ class SkippedUpdates:
         return True
 
     def has_signal(self, carries: Tensor, signal: Tensor, lacking: str = "no_signal") -> bool:
-        """Whether a rollout, or a mini-batch of it, teaches a model anything; the same on every rank.
+        """Whether a rollout, or a mini-batch of it, teaches a model anything; the same on every
+        rank.
 
         Args:
             carries: bool [S], the samples that carry loss.
-            signal: bool [S], those of them whose loss has a gradient.
-            lacking: the cause where none of them has one.
+            signal: bool [S], the subset whose loss has a gradient.
+            lacking: the cause if that subset is empty.
         """
         if not carries.any():
             cause = "empty"
@@ -86,10 +95,14 @@ class SkippedUpdates:
         return False
 
     def metrics(self) -> dict[str, float]:
-        """The number of skipped updates since the last call, in total and by cause. A batch counts as one."""
-        taken, self._skipped = self._skipped, Counter()
+        """The number of skipped updates since the last call, in total and by cause. A batch counts
+        as one."""
+        taken = self._skipped
+        self._skipped = Counter()
         row = {names.SKIPPED_UPDATES: float(taken.total())}
-        return row | {f"{names.SKIPPED}{cause}": float(number) for cause, number in sorted(taken.items())}
+        return row | {
+            f"{names.SKIPPED}{cause}": float(number) for cause, number in sorted(taken.items())
+        }
 
     def state(self) -> dict[str, Any]:
         """For a checkpoint."""
@@ -103,8 +116,9 @@ class SkippedUpdates:
     def end(self, run_dir: Path, step: int) -> NoReturn:
         """End the run for skipped updates. Raises RunFailed, on every rank."""
         raise RunFailed(
-            f"{run_dir}: {MOST_IN_A_ROW} skipped updates in a row at step {step} (the last one: {self._last_cause}): "
-            "docs/robustness.md says what to look at; run.resume=auto goes on from the last checkpoint",
+            f"{run_dir}: {MOST_IN_A_ROW} skipped updates in a row at step {step} (the last one: "
+            f"{self._last_cause}): docs/operations.md says what to look at; run.resume=auto goes "
+            "on from the last checkpoint",
             shared=True,
         )
 
@@ -117,7 +131,9 @@ class SkippedUpdates:
 def _cause(grad_norm: float, losses: Sequence[float]) -> str | None:
     if not all(map(math.isfinite, losses)):
         return "nonfinite_loss"
-    return None if math.isfinite(grad_norm) else "nonfinite_grad_norm"
+    if math.isfinite(grad_norm):
+        return None
+    return "nonfinite_grad_norm"
 
 
 def _are_finite(*tensors: Tensor | None) -> bool:
