@@ -1,4 +1,5 @@
-"""`vapo-megatron evaluate --checkpoint`: the engines are asked what the run's own evaluation asks of its engines."""
+"""`vapo-megatron evaluate --checkpoint`: the engines are asked what the run's own evaluation asks
+of its engines."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,7 +18,8 @@ from vapo_megatron.config.rollout import RolloutConfig
 from vapo_megatron.config.train import EvaluateConfig, TrainConfig
 from vapo_megatron.data.prompts import eval_prompts
 from vapo_megatron.data.tokenizer import TextTokenizer
-from vapo_megatron.engines.request import GenerationRequest
+from vapo_megatron.evaluation.check import at_its_place
+from vapo_megatron.rollout.request import GenerationRequest
 from vapo_megatron.training.outputs import evaluate_sets
 from vapo_megatron.training.rollouts import Rollouts
 
@@ -37,14 +39,17 @@ class Engines:
         raise Enough
 
 
-def test_an_export_is_evaluated_as_the_run_does_it(tmp_path: Path, use_engines: Callable[[Any], None]) -> None:
+def test_an_export_is_evaluated_as_the_run_does_it(
+    tmp_path: Path, use_engines: Callable[[Any], None]
+) -> None:
     actor = make_model(tmp_path / "runs/tiny/hf/step_000002/actor")
     config = train_config(tmp_path, tmp_path / "absent")
     config["run"]["seed"] = 5
     config["data"]["prompt"] = {"user_template": "1 {problem}"}
     config["evaluation"] = {"temperature": 0.5, "top_p": 0.9, "max_new_tokens": 7}
     config["rollout"] = {"load_format": "dummy", "max_total_tokens": 4096}
-    engines, started = Engines(), []
+    engines = Engines()
+    started = []
 
     @contextmanager
     def engines_of(model: ModelConfig, rollout: RolloutConfig, *_: object) -> Iterator[Engines]:
@@ -65,14 +70,21 @@ def test_an_export_is_evaluated_as_the_run_does_it(tmp_path: Path, use_engines: 
     _evaluate_in_the_run(settings, TextTokenizer(actor, settings.data.prompt), engines, tmp_path)
     alone, in_run = engines.requests
     assert alone == in_run
-    assert (alone.sampling.temperature, alone.sampling.top_p, alone.sampling.max_new_tokens) == (0.5, 0.9, 6)
+    assert (alone.sampling.temperature, alone.sampling.top_p, alone.sampling.max_new_tokens) == (
+        0.5,
+        0.9,
+        6,
+    )
 
 
-def _evaluate_in_the_run(settings: TrainConfig, tokenizer: TextTokenizer, engines: Engines, folder: Path) -> None:
+def _evaluate_in_the_run(
+    settings: TrainConfig, tokenizer: TextTokenizer, engines: Engines, folder: Path
+) -> None:
     data = settings.data
     rollouts = SimpleNamespace(
         verifier="there is one",
-        engines=SimpleNamespace(dispatcher=engines, version=0),
+        dispatcher=engines,
+        engine_weights=SimpleNamespace(version=0),
         sampling=settings.sampling,
         seed=settings.run.seed,
         tokenizer=tokenizer,
@@ -89,15 +101,31 @@ def _evaluate_in_the_run(settings: TrainConfig, tokenizer: TextTokenizer, engine
 @pytest.mark.parametrize(
     ("made", "override", "named"),
     [
-        ([], "run.steps=1", ["hf/final/actor holds no model", "give run.root and run.name of a run with exports"]),
-        (["hf/step_000002/actor", "hf/best/actor"], "run.steps=1", ["expected one of best, step_000002"]),
+        (
+            [],
+            "run.steps=1",
+            ["hf/final/actor holds no model", "give run.root and run.name of a run with exports"],
+        ),
+        (
+            ["hf/step_000002/actor", "hf/best/actor"],
+            "run.steps=1",
+            ["expected one of best, step_000002"],
+        ),
         (
             ["checkpoints/final/actor", "hf/best/actor"],
             "run.steps=1",
-            ["vapo-megatron convert-megatron-to-hf --checkpoint ", "/tiny/checkpoints/final --out ", "/hf/final/actor"],
+            [
+                "vapo-megatron convert-megatron-to-hf --checkpoint ",
+                "/tiny/checkpoints/final --out ",
+                "/hf/final/actor",
+            ],
         ),
         ([], "data.eval=[]", ["data.eval is empty"]),
-        (["hf/final/actor"], f"run.seed={2**62 - 1}", ["--checkpoint final", "run.seed of its evaluation"]),
+        (
+            ["hf/final/actor"],
+            f"run.seed={2**62 - 1}",
+            ["--checkpoint final", "run.seed of its evaluation"],
+        ),
     ],
 )
 def test_what_a_run_has_not_exported_is_refused_with_what_to_do(
@@ -112,5 +140,22 @@ def test_what_a_run_has_not_exported_is_refused_with_what_to_do(
         (tmp_path / "elsewhere/tiny" / folder / "config.json").touch()
     command = Command(tmp_path, tmp_path / "absent")
     overrides = ("--checkpoint", "final", f"run.root={tmp_path / 'elsewhere'}", override)
-    code = command.exit_code("evaluate", *overrides, config=train_config(tmp_path, tmp_path / "absent"))
+    code = command.exit_code(
+        "evaluate", *overrides, config=train_config(tmp_path, tmp_path / "absent")
+    )
     assert_refused(command, code, capfd.readouterr().err, *named)
+
+
+def test_a_copied_run_is_evaluated_where_it_lies(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    config = TrainConfig.model_validate(train_config(tmp_path, tmp_path / "absent"))
+    copy = tmp_path / "copies" / "second"
+    (copy / "hf").mkdir(parents=True)
+    path = copy / "config.yaml"
+    assert at_its_place(config, path, ()).run.directory == str(copy)
+    assert str(copy) in capfd.readouterr().err
+    for given, overrides in ((path, ["run.name=tiny"]), (copy / "train.yaml", [])):
+        assert at_its_place(config, given, overrides) is config
+    (Path(config.run.directory) / "hf").mkdir(parents=True)
+    assert at_its_place(config, Path(config.run.directory) / "config.yaml", ()) is config

@@ -11,7 +11,6 @@ import pytest
 from vapo_megatron.config.reward import RewardConfig
 from vapo_megatron.config.rollout import SamplingConfig
 from vapo_megatron.data.sample import FinishReason, Prompt, Sample
-from vapo_megatron.engines.request import GenerationRequest
 from vapo_megatron.errors import TryAgain
 from vapo_megatron.evaluation.evaluator import Evaluator, generate_with
 from vapo_megatron.evaluation.metrics import bootstrap_interval
@@ -19,11 +18,19 @@ from vapo_megatron.evaluation.responses import ResponseLog
 from vapo_megatron.evaluation.sets import SetResult, numbered
 from vapo_megatron.rewards.math import Grade
 from vapo_megatron.rewards.pool import Case, VerifierPool
+from vapo_megatron.rollout.request import GenerationRequest
 
-PROMPTS = [Prompt(id=f"p{n}", problem=f"problem {n}", answer=str(n), token_ids=(n,), source="file") for n in range(3)]
+PROMPTS = [
+    Prompt(id=f"p{n}", problem=f"problem {n}", answer=str(n), token_ids=(n,), source="file")
+    for n in range(3)
+]
 # What each of four responses to each problem says; None was cut off before it said anything.
 SAMPLING = SamplingConfig(max_new_tokens=9)
-ANSWERS: list[list[str | None]] = [["0", "0", "7", None], ["8", "8", "1", "9"], ["2", "2", "2", "2"]]
+ANSWERS: list[list[str | None]] = [
+    ["0", "0", "7", None],
+    ["8", "8", "1", "9"],
+    ["2", "2", "2", "2"],
+]
 
 
 def decode(ids: Sequence[int]) -> str:
@@ -31,7 +38,8 @@ def decode(ids: Sequence[int]) -> str:
 
 
 class Engine:
-    """Answers as ANSWERS has it, the response to prompt g and index i being g + i + 1 tokens long."""
+    """Answers as ANSWERS has it, the response to prompt g and index i being g + i + 1 tokens
+    long."""
 
     def __init__(self) -> None:
         self.requests: list[GenerationRequest] = []
@@ -47,11 +55,14 @@ class Engine:
         self.requests.append(request)
         for group, prompt in reversed(list(enumerate(request.prompts))):
             on_done(request.samples_per_prompt)
-            on_group([self._sample(prompt, group, index) for index in range(request.samples_per_prompt)])
+            on_group(
+                [self._sample(prompt, group, index) for index in range(request.samples_per_prompt)]
+            )
         return []
 
     def _sample(self, prompt: Prompt, group: int, index: int) -> Sample:
-        length, place = group + index + 1, int(prompt.answer)
+        length = group + index + 1
+        place = int(prompt.answer)
         reason: FinishReason = "length" if ANSWERS[place][index] is None else "stop"
         return Sample(
             prompt=prompt,
@@ -70,22 +81,31 @@ class Verifier:
     """Correct is who says the ground truth, or as `correct` has it by index; extracted likewise."""
 
     def __init__(self, extracted: Sequence[str] = (), correct: Sequence[bool] = ()) -> None:
-        self.extracted, self.correct = extracted, correct
+        self.extracted = extracted
+        self.correct = correct
         self.cases: list[Case] = []
 
-    def grade_batch(self, cases: Sequence[Case], on_done: Callable[[int, Grade], None]) -> list[Grade]:
+    def grade_batch(
+        self, cases: Sequence[Case], on_done: Callable[[int, Grade], None]
+    ) -> list[Grade]:
         grades = []
         for number, case in enumerate(cases):
             said = case.response.removeprefix("#### ")
             correct = self.correct[number % 4] if self.correct else said == case.ground_truth
-            grades.append(Grade(correct, "equal", self.extracted[number % 4] if self.extracted else said))
+            grades.append(
+                Grade(correct, "equal", self.extracted[number % 4] if self.extracted else said)
+            )
             on_done(number, grades[-1])
         self.cases += cases
         return grades
 
 
 def evaluate(
-    name: str, outputs: Path, verifier: Verifier, engine: Engine | None = None, prompts: Sequence[Prompt] = PROMPTS
+    name: str,
+    outputs: Path,
+    verifier: Verifier,
+    engine: Engine | None = None,
+    prompts: Sequence[Prompt] = PROMPTS,
 ) -> SetResult:
     evaluator = Evaluator(cast(VerifierPool, verifier), RewardConfig())
     problems = numbered(name, prompts)
@@ -103,7 +123,9 @@ def test_the_metrics_of_a_set(tmp_path: Path) -> None:
     assert result.pass_at_k == 1.0
     # 0 wins with two votes of three, 8 with two of four, 2 with all.
     assert result.maj_at_k == pytest.approx((1 + 0 + 1) / 3)
-    assert result.response_length == pytest.approx((1 + 2 + 3 + 4 + 2 + 3 + 4 + 5 + 3 + 4 + 5 + 6) / 12)
+    assert result.response_length == pytest.approx(
+        (1 + 2 + 3 + 4 + 2 + 3 + 4 + 5 + 3 + 4 + 5 + 6) / 12
+    )
     assert result.truncated == pytest.approx(1 / 12)
     assert len(verifier.cases) == 11, "a truncated response is not verified"
     assert verifier.cases[0] == Case("0", "#### 0", problem="problem 0")
@@ -112,7 +134,9 @@ def test_the_metrics_of_a_set(tmp_path: Path) -> None:
 def test_answers_that_are_right_in_different_words_vote_together(tmp_path: Path) -> None:
     verifier = Verifier(("1/2", "0.5", "3", "3"), (True, True, False, False))
     # Two of a kind against two of a kind: a tie, which chance decides.
-    assert evaluate("halves", tmp_path, verifier, prompts=PROMPTS[1:]).maj_at_k == pytest.approx(0.5)
+    assert evaluate("halves", tmp_path, verifier, prompts=PROMPTS[1:]).maj_at_k == pytest.approx(
+        0.5
+    )
 
 
 def test_wrong_answers_in_different_words_vote_together_too(tmp_path: Path) -> None:
@@ -120,25 +144,46 @@ def test_wrong_answers_in_different_words_vote_together_too(tmp_path: Path) -> N
     assert evaluate("wrong", tmp_path, verifier, prompts=PROMPTS[1:]).maj_at_k == 0.0
 
 
-def test_every_problem_has_a_cursor_of_its_own_that_depends_on_its_place_alone(tmp_path: Path) -> None:
+def test_chains_in_free_text_vote_by_their_answers(tmp_path: Path) -> None:
+    texts = [f"{chain} The answer is {n}." for chain, n in (("a", 8), ("b", 8), ("c", 9), ("d", 7))]
+    with VerifierPool(RewardConfig(answer_format="auto", workers=1)) as pool:
+        grades = pool.grade_batch([("9", text) for text in texts])
+    assert [grade.extracted for grade in grades] == ["8", "8", "9", "7"]
+    verifier = Verifier([grade.extracted for grade in grades], [grade.correct for grade in grades])
+    assert evaluate("chains", tmp_path, verifier, prompts=PROMPTS[1:]).maj_at_k == 0.0
+    verifier = Verifier(["8", "8", "9", "9"], [True, True, False, False])
+    assert evaluate("tie", tmp_path, verifier, prompts=PROMPTS[1:]).maj_at_k == pytest.approx(0.5)
+
+
+def test_problem_cursors_depend_only_on_their_place(
+    tmp_path: Path,
+) -> None:
     engine = Engine()
     evaluate("sums", tmp_path, Verifier(), engine)
     (request,) = engine.requests
-    assert [(p.id, p.cursor, p.source) for p in request.prompts] == [(f"p{n}", n, "sums") for n in range(3)]
+    assert [(p.id, p.cursor, p.source) for p in request.prompts] == [
+        (f"p{n}", n, "sums") for n in range(3)
+    ]
     assert [p.token_ids for p in request.prompts] == [p.token_ids for p in PROMPTS]
     assert (request.sampling, request.seed, request.weight_version) == (SAMPLING, 7, 3)
 
 
-def test_what_an_earlier_time_has_answered_is_not_asked_for_again(tmp_path: Path) -> None:
-    evaluator, problems = Evaluator(cast(VerifierPool, Verifier()), RewardConfig()), numbered("sums", PROMPTS)
+def test_earlier_answers_are_not_requested_again(tmp_path: Path) -> None:
+    evaluator = Evaluator(cast(VerifierPool, Verifier()), RewardConfig())
+    problems = numbered("sums", PROMPTS)
     engine = Engine()
     generator = generate_with(engine.collect, decode, SAMPLING, 7, 3, RewardConfig())
     log = ResponseLog(tmp_path / "log", problems, 4, "origin")
     first = evaluator.answer("sums", problems[1:2], 4, generator, log)
     log = ResponseLog(tmp_path / "log", problems, 4, "origin")
     responses = evaluator.answer("sums", problems, 4, generator, log)
-    assert [[p.id for p in request.prompts] for request in engine.requests] == [["p1"], ["p0", "p2"]]
-    assert [(one.id, one.index) for one in responses] == [(f"p{n}", i) for n in range(3) for i in range(4)]
+    assert [[p.id for p in request.prompts] for request in engine.requests] == [
+        ["p1"],
+        ["p0", "p2"],
+    ]
+    assert [(one.id, one.index) for one in responses] == [
+        (f"p{n}", i) for n in range(3) for i in range(4)
+    ]
     assert responses[4:8] == first
 
 
@@ -148,13 +193,20 @@ def test_metric_names_carry_set_and_k(tmp_path: Path) -> None:
     assert metrics["evaluation/aime2024_avg@4"] == result.avg_at_k
     assert metrics["evaluation/aime2024_pass@4"] == result.pass_at_k
     assert metrics["evaluation/aime2024_truncated"] == result.truncated
-    assert "avg@4 0.583" in result.line("step 3") and result.line("step 3").startswith("step 3: aime2024")
+    assert "avg@4 0.583" in result.line("step 3") and result.line("step 3").startswith(
+        "step 3: aime2024"
+    )
 
 
 def test_every_response_is_kept_for_people_to_read(tmp_path: Path) -> None:
     evaluate("sums", tmp_path / "evaluation", Verifier())
-    rows = [json.loads(line) for line in (tmp_path / "evaluation" / "sums.jsonl").read_text().splitlines()]
-    assert [(row["id"], row["index"]) for row in rows] == [(f"p{n}", i) for n in range(3) for i in range(4)]
+    rows = [
+        json.loads(line)
+        for line in (tmp_path / "evaluation" / "sums.jsonl").read_text().splitlines()
+    ]
+    assert [(row["id"], row["index"]) for row in rows] == [
+        (f"p{n}", i) for n in range(3) for i in range(4)
+    ]
     assert rows[3] == {
         "id": "p0",
         "index": 3,

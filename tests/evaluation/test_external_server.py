@@ -1,4 +1,5 @@
-"""`vapo-megatron evaluate` on a server that is not ours, a small one that speaks OpenAI's protocol over real HTTP."""
+"""`vapo-megatron evaluate` on a server that is not ours, a small one that speaks OpenAI's protocol
+over real HTTP."""
 
 import asyncio
 import gc
@@ -25,14 +26,17 @@ from vapo_megatron.evaluation.command import evaluate_checkpoint
 
 pytestmark = pytest.mark.usefixtures("no_pauses")
 
-PROBLEMS, SAMPLES = 6, 4
+PROBLEMS = 6
+SAMPLES = 4
 
 
 @dataclass
 class Server:
-    """Answers problem n with n where the request's seed is even, else with n + 1, after what `before` says.
+    """Answers problem n with n where the request's seed is even, else with n + 1, after what
+    `before` says.
 
-    before: HTTP statuses to give first; fails_after: from that many answers on every request is refused;
+    before: HTTP statuses to give first; fails_after: from that many answers on every request is
+        refused;
     cancels_after: with that answer comes SIGTERM, to this process.
     """
 
@@ -42,16 +46,26 @@ class Server:
     broken_off: int = 0
     pause: float = 0.0
     body: bytes | None = None
+    drips: bool = False
     requests: list[dict[str, Any]] = field(default_factory=list)
     keys: set[str | None] = field(default_factory=set)
     answered: int = 0
     url: str = ""
 
-    async def handle(self, request: web.Request) -> web.Response:
+    async def handle(self, request: web.Request) -> web.StreamResponse:
         asked = await request.json()
+        if self.drips:  # a byte now and then, so that no read takes long
+            response = web.StreamResponse()
+            await response.prepare(request)
+            for _ in range(200):
+                await response.write(b" ")
+                await asyncio.sleep(0.1)
+            return response
         await asyncio.sleep(self.pause)
         if self.before:
-            return web.Response(status=self.before.pop(0), text="not now", headers={"Retry-After": "0"})
+            return web.Response(
+                status=self.before.pop(0), text="not now", headers={"Retry-After": "0"}
+            )
         if self.fails_after is not None and self.answered >= self.fails_after:
             return web.Response(status=400, text="bad\nrequest")
         self.answered += 1
@@ -66,7 +80,8 @@ class Server:
         said = f"I say \\boxed{{{number}}}"
         if self.broken_off:
             self.broken_off -= 1
-            said, reason = "I sa", "abort"
+            said = "I sa"
+            reason = "abort"
         else:
             reason = "stop"
         choice = {"message": {"content": said}, "finish_reason": reason}
@@ -77,8 +92,9 @@ class Server:
 
 @pytest.fixture
 def server() -> Iterator[Server]:
-    """On a port of its own, in a thread of its own."""
-    server, loop = Server(), asyncio.new_event_loop()
+    """On a free port, in its own thread."""
+    server = Server()
+    loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
 
@@ -93,11 +109,11 @@ def server() -> Iterator[Server]:
         server.url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
         return runner
 
-    runner = asyncio.run_coroutine_threadsafe(start(), loop).result(timeout=30)
+    runner = asyncio.run_coroutine_threadsafe(start(), loop).result(timeout=240)
     yield server
-    asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result(timeout=30)
+    asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result(timeout=240)
     loop.call_soon_threadsafe(loop.stop)
-    thread.join(timeout=30)
+    thread.join(timeout=240)
     loop.close()
 
 
@@ -106,8 +122,15 @@ def _settings(folder: Path, server: Server, **changes: Any) -> EvaluateConfig:
     rows = [{"id": f"p{n}", "problem": f"What is {n}", "answer": str(n)} for n in range(PROBLEMS)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     run = {"name": "e", "root": str(folder / "runs"), "resume": "auto"} | changes.pop("run", {})
-    external = {"url": server.url, "model": "m", "concurrency": 2, "retry_timeout_s": 5} | changes.pop("external", {})
-    data = {"eval": [{"name": "whole", "path": str(path), "samples": SAMPLES}]} | changes.pop("data", {})
+    external = {
+        "url": server.url,
+        "model": "m",
+        "concurrency": 2,
+        "retry_timeout_s": 5,
+    } | changes.pop("external", {})
+    data = {"eval": [{"name": "whole", "path": str(path), "samples": SAMPLES}]} | changes.pop(
+        "data", {}
+    )
     sampling = {"max_new_tokens": 50, "top_p": 0.7} | changes.pop("sampling", {})
     reward = {"workers": 1} | changes.pop("reward", {})
     return EvaluateConfig.model_validate(
@@ -121,40 +144,62 @@ def _report(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("api", ["chat", "completions"])
-def test_every_problem_is_asked_with_seeds_of_its_own(tmp_path: Path, server: Server, api: str) -> None:
+def test_every_problem_is_asked_with_seeds_of_its_own(
+    tmp_path: Path, server: Server, api: str
+) -> None:
     server.before = [503, 429]
     prompt = {"chat_template": api == "chat", "user_template": "Tell me: {problem}"}
     if api == "chat":
         prompt["system_prompt"] = "Be brief."
-    settings = _settings(tmp_path, server, external={"api": api, "extra": {"min_p": 0.1}}, data={"prompt": prompt})
+    settings = _settings(
+        tmp_path, server, external={"api": api, "extra": {"min_p": 0.1}}, data={"prompt": prompt}
+    )
     evaluate_checkpoint(settings)
     assert len(server.requests) == PROBLEMS * SAMPLES
     assert len({asked["seed"] for asked in server.requests}) == PROBLEMS * SAMPLES
     for asked in server.requests:
-        assert (asked["model"], asked["top_p"], asked["max_tokens"], asked["min_p"]) == ("m", 0.7, 50, 0.1)
-        texts = [one["content"] for one in asked["messages"]] if api == "chat" else [asked["prompt"]]
-        assert texts[-1].startswith("Tell me: What is ") and len(texts) == (2 if api == "chat" else 1)
+        assert (asked["model"], asked["top_p"], asked["max_tokens"], asked["min_p"]) == (
+            "m",
+            0.7,
+            50,
+            0.1,
+        )
+        texts = (
+            [one["content"] for one in asked["messages"]] if api == "chat" else [asked["prompt"]]
+        )
+        assert texts[-1].startswith("Tell me: What is ") and len(texts) == (
+            2 if api == "chat" else 1
+        )
     assert server.keys == {None}
     right = sum(asked["seed"] % 2 == 0 for asked in server.requests)
     (found,) = _report(tmp_path)["sets"]
     assert found["avg_at_k"] == pytest.approx(right / (PROBLEMS * SAMPLES))
     assert 0 < right < PROBLEMS * SAMPLES
-    rows = [json.loads(line) for line in (tmp_path / "runs/e/evaluation/whole.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line)
+        for line in (tmp_path / "runs/e/evaluation/whole.jsonl").read_text().splitlines()
+    ]
     assert all(row["tokens"] == 5 + int(row["extracted"]) for row in rows)
 
 
-def test_an_evaluation_that_broke_off_goes_on_and_ends_like_one_that_did_not(tmp_path: Path, server: Server) -> None:
-    whole, broken = tmp_path / "whole", tmp_path / "broken"
+def test_interrupted_evaluation_resumes_to_the_same_end(tmp_path: Path, server: Server) -> None:
+    whole = tmp_path / "whole"
+    broken = tmp_path / "broken"
     whole.mkdir(), broken.mkdir()
     evaluate_checkpoint(_settings(whole, server))
     asked_once = {asked["seed"] for asked in server.requests}
-    server.requests, server.answered, server.fails_after = [], 0, 2 * SAMPLES + 1
-    with pytest.raises(RunFailed, match=r"refused the request for problem p\d \(HTTP 400: bad request\): check"):
+    server.requests = []
+    server.answered = 0
+    server.fails_after = 2 * SAMPLES + 1
+    with pytest.raises(
+        RunFailed, match=r"refused the request for problem p\d \(HTTP 400: bad request\): check"
+    ):
         evaluate_checkpoint(_settings(broken, server))
     first = {asked["seed"] for asked in server.requests}
     kept = (broken / "runs/e/evaluation/whole.jsonl").read_text().count('"index"') // SAMPLES
     assert kept >= 1 and not (broken / "runs/e/evaluation.json").exists()
-    server.requests, server.fails_after = [], None
+    server.requests = []
+    server.fails_after = None
     evaluate_checkpoint(_settings(broken, server))
     second = {asked["seed"] for asked in server.requests}
     assert len(second) == (PROBLEMS - kept) * SAMPLES and first | second == asked_once
@@ -166,7 +211,9 @@ def test_an_evaluation_that_broke_off_goes_on_and_ends_like_one_that_did_not(tmp
     assert not server.requests
 
 
-def test_what_belongs_to_another_evaluation_is_not_taken_for_this_one(tmp_path: Path, server: Server) -> None:
+def test_files_of_another_evaluation_are_not_taken_for_this_one(
+    tmp_path: Path, server: Server
+) -> None:
     server.fails_after = SAMPLES + 1
     with pytest.raises(RunFailed):
         evaluate_checkpoint(_settings(tmp_path, server))
@@ -183,7 +230,9 @@ def test_a_key_comes_from_the_environment_and_stands_in_no_file(
 ) -> None:
     settings = _settings(tmp_path, server, external={"api_key_variable": "SOME_KEY"})
     monkeypatch.delenv("SOME_KEY", raising=False)
-    with pytest.raises(BadInput, match="api_key_variable=SOME_KEY: the environment has no such variable"):
+    with pytest.raises(
+        BadInput, match="api_key_variable=SOME_KEY: the environment has no such variable"
+    ):
         evaluate_checkpoint(settings)
     assert not (tmp_path / "runs").exists()
     monkeypatch.setenv("SOME_KEY", "very-secret")
@@ -196,7 +245,11 @@ def test_a_key_comes_from_the_environment_and_stands_in_no_file(
 def test_a_server_that_stays_away_is_named(tmp_path: Path, server: Server) -> None:
     server.before = [503] * 1000
     with pytest.raises(
-        TryAgain, match=r"not answered within server\.retry_timeout_s=0\.1 s, the last try: HTTP 503.*resume=auto"
+        TryAgain,
+        match=(
+            r"not answered within server\.retry_timeout_s=0\.1 s, the last try: HTTP "
+            r"503.*resume=auto"
+        ),
     ):
         evaluate_checkpoint(_settings(tmp_path, server, external={"retry_timeout_s": 0.1}))
 
@@ -206,12 +259,16 @@ def test_a_server_that_answers_nothing_is_told_of_meanwhile(
 ) -> None:
     server.before = [500] * 12
     evaluate_checkpoint(_settings(tmp_path, server))
-    (line,) = [record.getMessage() for record in caplog.records if "trying again" in record.getMessage()]
+    (line,) = [
+        record.getMessage() for record in caplog.records if "trying again" in record.getMessage()
+    ]
     assert f"{server.url}/chat/completions: HTTP 500: not now: see the server's log" in line
     assert "server.retry_timeout_s=5 s" in line
 
 
-@pytest.mark.parametrize(("pause", "concurrency", "patience", "lines"), [(1.5, 64, 0.8, 1), (0.12, 1, 2.4, 0)])
+@pytest.mark.parametrize(
+    ("pause", "concurrency", "patience", "lines"), [(1.5, 64, 0.8, 1), (0.12, 1, 2.4, 0)]
+)
 def test_a_server_that_accepts_and_says_nothing_is_told_of_once(
     tmp_path: Path,
     server: Server,
@@ -222,30 +279,44 @@ def test_a_server_that_accepts_and_says_nothing_is_told_of_once(
     patience: float,
     lines: int,
 ) -> None:
-    """Where the first response came in time there is nothing to tell of, however long the whole takes."""
+    """Where the first response came in time there is nothing to tell of, however long the whole
+    takes."""
     monkeypatch.setattr(openai_client, "_SILENT_SECONDS", patience)
     server.pause = pause
     evaluate_checkpoint(_settings(tmp_path, server, external={"concurrency": concurrency}))
-    silent = [record.getMessage() for record in caplog.records if "no response within" in record.getMessage()]
+    silent = [
+        record.getMessage()
+        for record in caplog.records
+        if "no response within" in record.getMessage()
+    ]
     assert len(silent) == lines
     assert all("within 0.8 s: see the server's log, check server.url" in line for line in silent)
 
 
 def test_what_is_no_completion_is_named(tmp_path: Path, server: Server) -> None:
     server.body = b"<html>hello</html>"
-    with pytest.raises(RunFailed, match=r"answered problem p\d with '<html>hello</html>', expected a completion"):
+    with pytest.raises(
+        RunFailed, match=r"answered problem p\d with '<html>hello</html>', expected a completion"
+    ):
         evaluate_checkpoint(_settings(tmp_path, server))
 
 
-def test_a_response_that_the_server_broke_off_is_asked_for_again(tmp_path: Path, server: Server) -> None:
+def test_a_response_that_the_server_broke_off_is_asked_for_again(
+    tmp_path: Path, server: Server
+) -> None:
     server.broken_off = 5
     evaluate_checkpoint(_settings(tmp_path, server))
-    rows = [json.loads(line) for line in (tmp_path / "runs/e/evaluation/whole.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line)
+        for line in (tmp_path / "runs/e/evaluation/whole.jsonl").read_text().splitlines()
+    ]
     assert len(server.requests) == PROBLEMS * SAMPLES + 5
-    assert {row["finish_reason"] for row in rows} == {"stop"} and all("boxed" in row["response"] for row in rows)
+    assert {row["finish_reason"] for row in rows} == {"stop"} and all(
+        "boxed" in row["response"] for row in rows
+    )
 
 
-def test_a_gold_answer_that_was_mended_counts_without_asking_again(tmp_path: Path, server: Server) -> None:
+def test_mended_gold_answer_counts_without_asking_again(tmp_path: Path, server: Server) -> None:
     settings = _settings(tmp_path, server)
     evaluate_checkpoint(settings)
     before = _report(tmp_path)["sets"][0]["avg_at_k"]
@@ -258,7 +329,7 @@ def test_a_gold_answer_that_was_mended_counts_without_asking_again(tmp_path: Pat
     assert before > 0 and _report(tmp_path)["sets"][0]["avg_at_k"] == 0
 
 
-def test_a_function_grades_by_other_fields_of_a_row_and_again_where_they_change(
+def test_function_reads_other_fields_and_regrades_on_change(
     tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "rewards"))
@@ -274,7 +345,9 @@ def test_a_function_grades_by_other_fields_of_a_row_and_again_where_they_change(
     assert len(server.requests) == PROBLEMS * SAMPLES
 
 
-def test_an_evaluation_is_alone_in_its_run_directory_and_goes_on_after_a_kill(tmp_path: Path, server: Server) -> None:
+def test_evaluation_owns_run_directory_and_resumes_after_a_kill(
+    tmp_path: Path, server: Server
+) -> None:
     server.pause = 0.15
     settings = _settings(tmp_path, server)
     config = tmp_path / "e.yaml"
@@ -290,15 +363,21 @@ def test_an_evaluation_is_alone_in_its_run_directory_and_goes_on_after_a_kill(tm
         process.kill()
     killed_after = len(server.requests)
     assert 2 * SAMPLES <= killed_after < PROBLEMS * SAMPLES
-    server.pause, server.requests = 0.0, []
+    server.pause = 0.0
+    server.requests = []
     evaluate_checkpoint(settings)
     again = len(server.requests)
     assert (PROBLEMS - killed_after // SAMPLES) * SAMPLES <= again < PROBLEMS * SAMPLES
-    assert len((tmp_path / "runs/e/evaluation/whole.jsonl").read_text().splitlines()) == PROBLEMS * SAMPLES
-    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["e"], "the lease of a finished evaluation stays"
+    assert (
+        len((tmp_path / "runs/e/evaluation/whole.jsonl").read_text().splitlines())
+        == PROBLEMS * SAMPLES
+    )
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["e"], (
+        "the lease of a finished evaluation stays"
+    )
 
 
-def test_an_evaluation_that_is_cancelled_ends_without_a_stack_trace(
+def test_cancelled_evaluation_ends_without_a_stack_trace(
     tmp_path: Path, server: Server, caplog: pytest.LogCaptureFixture
 ) -> None:
     server.cancels_after = 2
@@ -306,3 +385,12 @@ def test_an_evaluation_that_is_cancelled_ends_without_a_stack_trace(
         evaluate_checkpoint(_settings(tmp_path, server))
     gc.collect()  # asyncio tells then of a task that nobody asked how it ended
     assert end.value.code == 143 and "asyncio" not in {record.name for record in caplog.records}
+
+
+def test_a_server_that_drips_is_given_up_in_time(tmp_path: Path, server: Server) -> None:
+    server.drips = True
+    external = {"retry_timeout_s": 0.1, "request_timeout_s": 0.5}
+    start = time.monotonic()
+    with pytest.raises(TryAgain, match=r"the last try: no answer within 0\.5 s"):
+        evaluate_checkpoint(_settings(tmp_path, server, external=external))
+    assert time.monotonic() - start < 10

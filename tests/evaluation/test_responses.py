@@ -5,11 +5,16 @@ from vapo_megatron.evaluation.responses import Response, ResponseLog
 
 
 def _group(name: str, k: int = 2) -> list[Response]:
-    return [Response(name, index, f"text {name} {index} ü", 3, "stop", origin="origin") for index in range(k)]
+    return [
+        Response(name, index, f"text {name} {index} ü", 3, "stop", origin="origin")
+        for index in range(k)
+    ]
 
 
 def _log(path: Path) -> ResponseLog:
-    return ResponseLog(path, [Prompt(name, "problem", "answer", (1,), "set") for name in "abc"], 2, "origin")
+    return ResponseLog(
+        path, [Prompt(name, "problem", "answer", (1,), "set") for name in "abc"], 2, "origin"
+    )
 
 
 def test_a_line_cut_short_costs_its_group_alone(tmp_path: Path) -> None:
@@ -30,7 +35,7 @@ def test_a_line_cut_short_costs_its_group_alone(tmp_path: Path) -> None:
     assert kept == {"a"}  # a last line without its end counts as cut short
 
 
-def test_another_number_of_responses_keeps_the_groups_that_have_as_many(tmp_path: Path) -> None:
+def test_another_group_size_keeps_the_groups_that_have_as_many(tmp_path: Path) -> None:
     prompts = [Prompt(name, "problem", "answer", (1,), "set") for name in "ab"]
     path = tmp_path / "set.jsonl"
     ResponseLog(path, prompts, 4, "origin").append(_group("a", 4))

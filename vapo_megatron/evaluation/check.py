@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,14 +25,16 @@ from vapo_megatron.engines.server.process import EngineServer
 from vapo_megatron.errors import BadInput
 from vapo_megatron.evaluation.sets import numbered
 from vapo_megatron.megatron.platform import Platform
+from vapo_megatron.models.registry import read_spec
+from vapo_megatron.models.spec import ModelSpec
 from vapo_megatron.weights.load import check_weights
-from vapo_megatron.weights.spec import ModelSpec, read_spec
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A checked evaluation. prompts: by the name of their set. A model on our own engines has a spec, a tokenizer, and
-    engine_devices, the GPUs of each server (None: the CPU); an external server has none of them."""
+    """A checked evaluation. prompts: by the name of their set. A model on our own engines has a
+    spec, a tokenizer, and engine_devices, the GPUs of each server (None: the CPU); an external
+    server has none of them."""
 
     settings: EvaluateConfig
     prompts: dict[str, list[Prompt]]
@@ -58,14 +61,23 @@ class Evaluation:
             "problems": [[p.id, p.problem, list(p.token_ids)] for p in self.prompts[name]],
         }
         if settings.server is not None:
-            depends_on["server"] = [settings.server.model, settings.server.api, settings.server.extra]
+            depends_on["server"] = [
+                settings.server.model,
+                settings.server.api,
+                settings.server.extra,
+            ]
         else:
             assert settings.model is not None
             files = sorted(Path(settings.model.path).glob("*.safetensors"))
-            depends_on["model"] = [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files]
+            depends_on["model"] = [
+                [file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files
+            ]
             depends_on["dtype"] = settings.model.dtype
             if settings.rollout.agent is not None:
-                depends_on["agent"] = [settings.rollout.agent, settings.rollout.episode.model_dump(mode="json")]
+                depends_on["agent"] = [
+                    settings.rollout.agent,
+                    settings.rollout.episode.model_dump(mode="json"),
+                ]
         return hashlib.sha256(json.dumps(depends_on, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -74,8 +86,8 @@ def check_evaluation(settings: EvaluateConfig, platform: Platform) -> Evaluation
     if settings.server is not None:
         if settings.rollout.agent is not None:
             raise BadInput(
-                f"rollout.agent={settings.rollout.agent} with server.url={settings.server.url}: episodes are "
-                "played on our own engines, give model.path instead of server"
+                f"rollout.agent={settings.rollout.agent} with server.url={settings.server.url}: "
+                "episodes are played on our own engines, give model.path instead of server"
             )
         settings.server.api_key()
         check_room(Path(settings.run.directory))
@@ -85,17 +97,21 @@ def check_evaluation(settings: EvaluateConfig, platform: Platform) -> Evaluation
     check_agent(settings.rollout, tokenizer)
     devices = engine_devices(settings.rollout, platform)
     model_dir = Path(settings.model.path)
-    EngineServer(model_dir, settings.rollout, settings.model.dtype, Path(os.devnull), devices[0]).check_arguments()
+    EngineServer(
+        model_dir, settings.rollout, settings.model.dtype, Path(os.devnull), devices[0]
+    ).check_arguments()
     check_room(Path(settings.run.directory))
     return Evaluation(settings, _prompts(settings, tokenizer), spec, tokenizer, devices)
 
 
 def read_inputs(settings: EvaluateConfig) -> str:
-    """The output of `evaluate --check`: the problems and the model. A model that does not exist yet is no error.
+    """The output of `evaluate --check`: the problems and the model. A model that does not exist yet
+    is no error.
 
     Raises BadInput for a file that cannot be used.
     """
-    tokenizer, model = None, "a server that is not ours"
+    tokenizer = None
+    model = "a server that is not ours"
     if settings.server is not None:
         settings.server.api_key()
     if settings.model is not None:
@@ -104,7 +120,7 @@ def read_inputs(settings: EvaluateConfig) -> str:
             spec, tokenizer = _read_model(settings, settings.model)
             model += f": {spec.family}, {spec.parameter_count():,} parameters"
         else:
-            model += ": nothing is there yet, which is right if a run is still to write it"
+            model += ": missing, which is right only if a run has yet to write it"
     prompts = _prompts(settings, tokenizer)
     return "\n".join([*(f"{name}: {len(rows)} problems" for name, rows in prompts.items()), model])
 
@@ -113,10 +129,18 @@ def _read_model(settings: EvaluateConfig, model: ModelConfig) -> tuple[ModelSpec
     directory = Path(model.path)
     spec = read_spec(directory)
     check_weights(directory, spec, "lm")
-    prompt_tokens, new_tokens = settings.data.max_prompt_tokens, settings.sampling.max_new_tokens
-    check_context(prompt_tokens, "sampling.max_new_tokens", new_tokens, settings.rollout, spec.max_position_embeddings)
+    prompt_tokens = settings.data.max_prompt_tokens
+    new_tokens = settings.sampling.max_new_tokens
+    check_context(
+        prompt_tokens,
+        "sampling.max_new_tokens",
+        new_tokens,
+        settings.rollout,
+        spec.max_position_embeddings,
+    )
     if settings.rollout.agent is not None:
-        longest, key = settings.rollout.episode.max_tokens, "rollout.episode.max_tokens"
+        longest = settings.rollout.episode.max_tokens
+        key = "rollout.episode.max_tokens"
         check_context(0, key, longest, settings.rollout, spec.max_position_embeddings)
     tokenizer = TextTokenizer(directory, settings.data.prompt)
     tokenizer.check_vocabulary(spec.vocab_size)
@@ -126,20 +150,25 @@ def _read_model(settings: EvaluateConfig, model: ModelConfig) -> tuple[ModelSpec
 def _prompts(settings: EvaluateConfig, tokenizer: TextTokenizer | None) -> dict[str, list[Prompt]]:
     """The prompts of every set, without token ids where there is no tokenizer."""
     data = settings.data
-    return {entry.name: numbered(entry.name, eval_prompts(entry, data, tokenizer)) for entry in data.eval}
+    return {
+        entry.name: numbered(entry.name, eval_prompts(entry, data, tokenizer))
+        for entry in data.eval
+    }
 
 
 def facts(plan: Evaluation, run_dir: Path) -> dict[str, object]:
     """The lines at the head of the console."""
     settings, sampling = plan.settings, plan.settings.sampling
-    model, engines = plan.model_name, "none of our own"
+    model = plan.model_name
+    engines = "none of our own"
     if plan.spec is not None:
         model = f"{model} ({plan.spec.family}, {plan.spec.parameter_count():,} parameters)"
         engines = f"{len(plan.engine_devices)} x TP{settings.rollout.tp}"
     return {
         "model": model,
         "sets": ", ".join(
-            f"{entry.name} ({len(plan.prompts[entry.name])} problems x {entry.samples})" for entry in settings.data.eval
+            f"{entry.name} ({len(plan.prompts[entry.name])} problems x {entry.samples})"
+            for entry in settings.data.eval
         ),
         "sampling": f"temperature {sampling.temperature:g}, top_p {sampling.top_p:g}, at most "
         f"{sampling.max_new_tokens} tokens",
@@ -149,24 +178,57 @@ def facts(plan: Evaluation, run_dir: Path) -> dict[str, object]:
     }
 
 
+def at_its_place(config: TrainConfig, path: Path, overrides: Sequence[str]) -> TrainConfig:
+    """The config of a run whose directory was copied or moved, with the directory that holds it:
+    config.yaml has the place that the run was started in.
+
+    Args:
+        config: as it was read.
+        path: the file that it was read from.
+        overrides: of the command line; only run.root and run.name count.
+    """
+    folder = path.resolve().parent
+    is_named = any(override.startswith(("run.root=", "run.name=")) for override in overrides)
+    if path.name != "config.yaml" or is_named or not (folder / HF_FOLDER).is_dir():
+        return config
+    if folder == Path(config.run.directory).resolve():
+        return config
+    print(
+        f"vapo-megatron: {path} lies in another place than it names ({config.run.directory}): the "
+        f"exports beside it, in {folder}, are evaluated",
+        file=sys.stderr,
+    )
+    run = config.run.model_copy(update={"root": str(folder.parent), "name": folder.name})
+    return config.model_copy(update={"run": run})
+
+
 def evaluation_of(config: TrainConfig, checkpoint: str) -> EvaluateConfig:
-    """The evaluation of the policy in hf/<checkpoint> of a run: the sets, prompts, seeds, sampling and verifier of the
-    run's own evaluations. It has its own run directory, <run.name>_<checkpoint>.
+    """The evaluation of the policy in hf/<checkpoint> of a run: the sets, prompts, seeds, sampling
+    and verifier of the run's own evaluations. It has its own run directory,
+    <run.name>_<checkpoint>.
 
     Raises:
         BadInput: data.eval is empty, or the run has no such export.
     """
-    run, data = config.run, config.data
+    run = config.run
+    data = config.data
     if not data.eval:
-        raise BadInput("data.eval is empty: name a set to answer, 'data.eval=[{name: aime2024, path: FILE}]'")
+        raise BadInput(
+            "data.eval is empty: name a set to answer, 'data.eval=[{name: aime2024, path: FILE}]'"
+        )
     exports = Path(run.directory) / HF_FOLDER
     actor = exports / checkpoint / "actor"
     there = sorted(path.parent.parent.name for path in exports.glob("*/actor/config.json"))
     if checkpoint not in there:
         saved = Path(run.directory) / CHECKPOINT_FOLDER / checkpoint
-        remedy = f"expected one of {', '.join(there)}" if there else "give run.root and run.name of a run with exports"
+        if there:
+            remedy = f"expected one of {', '.join(there)}"
+        else:
+            remedy = "give run.root and run.name of a run with exports"
         if (saved / "actor").is_dir():
-            remedy = f"make it: vapo-megatron convert-megatron-to-hf --checkpoint {saved} --out {actor}"
+            remedy = (
+                f"make it: vapo-megatron convert-megatron-to-hf --checkpoint {saved} --out {actor}"
+            )
         raise BadInput(f"--checkpoint {checkpoint}: {actor} holds no model: {remedy}")
     try:
         place = RunPlace(
@@ -178,11 +240,15 @@ def evaluation_of(config: TrainConfig, checkpoint: str) -> EvaluateConfig:
         )
     except ValidationError as error:
         (key, *_), message = error.errors()[0]["loc"], error.errors()[0]["msg"]
-        raise BadInput(f"--checkpoint {checkpoint}: run.{key} of its evaluation cannot be used: {message}") from None
+        raise BadInput(
+            f"--checkpoint {checkpoint}: run.{key} of its evaluation cannot be used: {message}"
+        ) from None
     return EvaluateConfig(
         run=place,
         model=config.model.model_copy(update={"path": str(actor)}),
-        data=EvaluationDataConfig(**{name: getattr(data, name) for name in ProblemsConfig.model_fields}),
+        data=EvaluationDataConfig(
+            **{name: getattr(data, name) for name in ProblemsConfig.model_fields}
+        ),
         sampling=config.evaluation.sampling_beside(config.sampling),
         rollout=config.rollout.reading_checkpoints(),
         reward=config.reward,

@@ -1,4 +1,5 @@
-"""`vapo-megatron evaluate`: every set answered by a checkpoint or an external server, and one table."""
+"""`vapo-megatron evaluate`: every set answered by a checkpoint or an external server, and one
+table."""
 
 import json
 import signal
@@ -10,25 +11,26 @@ from functools import partial
 from pathlib import Path
 
 from vapo_megatron.agents.episodes import Agents
+from vapo_megatron.agents.leftovers import leftovers_end
 from vapo_megatron.checkpoint.lease import Lease
-from vapo_megatron.config.atomic import atomic_write
 from vapo_megatron.config.load import dump_config
 from vapo_megatron.config.model import ModelConfig
 from vapo_megatron.config.rollout import RolloutConfig
 from vapo_megatron.config.run_directory import make_run_dir
 from vapo_megatron.config.train import EvaluateConfig
 from vapo_megatron.data.jsonl import write_rows
-from vapo_megatron.engines.dispatcher import Dispatcher
 from vapo_megatron.engines.server.process import EngineServer
 from vapo_megatron.evaluation.check import Evaluation, check_evaluation, facts
 from vapo_megatron.evaluation.evaluator import Collect, Evaluator, Generate, generate_with
 from vapo_megatron.evaluation.metrics import PROBLEMS
 from vapo_megatron.evaluation.openai_client import OpenAIClient
 from vapo_megatron.evaluation.responses import ResponseLog
-from vapo_megatron.evaluation.sets import SetResult
+from vapo_megatron.evaluation.sets import SetResult, intervals_of
+from vapo_megatron.files import atomic_write
 from vapo_megatron.megatron.platform import current_platform
 from vapo_megatron.monitoring.console import RunConsole
 from vapo_megatron.rewards.pool import VerifierPool
+from vapo_megatron.rollout.dispatcher import Dispatcher
 
 WEIGHT_VERSION = 0  # of engines that read a checkpoint and never get others
 
@@ -42,13 +44,16 @@ def engines_of(
     log_dir: Path,
     console: RunConsole,
 ) -> Iterator[Dispatcher]:
-    """Engines on the given devices (None: the CPU), with the weights of model.path; they end with the block.
+    """Engines on the given devices (None: the CPU), with the weights of model.path; they end with
+    the block.
 
     Raises:
         RunFailed, TryAgain: one does not start.
     """
     servers = [
-        EngineServer(model.path, rollout, model.dtype, log_dir / f"engine_{index}.log", place, WEIGHT_VERSION)
+        EngineServer(
+            model.path, rollout, model.dtype, log_dir / f"engine_{index}.log", place, WEIGHT_VERSION
+        )
         for index, place in enumerate(devices)
     ]
     with ExitStack() as stack:
@@ -59,19 +64,23 @@ def engines_of(
             for server in servers:
                 server.wait_until_ready()
                 advance(1)
-        yield stack.enter_context(Dispatcher([server.address for server in servers], rollout, stop_tokens))
+        yield stack.enter_context(
+            Dispatcher([server.address for server in servers], rollout, stop_tokens)
+        )
 
 
 def evaluate_checkpoint(settings: EvaluateConfig) -> None:
     """Answer every set of data.eval and print the results.
 
-    The run directory gets evaluation.json (rewritten after each set), evaluation/<set>.jsonl with every response,
-    evaluation/<set>_problems.jsonl with the metrics of every problem, and the engines' logs. Responses are kept as they
-    come: with run.resume=auto the same command continues where it stopped, and grades all responses again.
+    The run directory gets evaluation.json (rewritten after each set), evaluation/<set>.jsonl with
+    every response, evaluation/<set>_problems.jsonl with the metrics of every problem, and the
+    engines' logs. Responses are kept as they
+    come: with run.resume=auto the same command continues where it stopped, and grades all responses
+        again.
 
     Raises:
-        BadInput: something in the config cannot work, or another process works in the run directory; nothing was
-            written.
+        BadInput: something in the config cannot work, or another process works in the run
+            directory; nothing was written.
         RunFailed, TryAgain: an engine or server did not start, refused, or went away.
     """
     plan = check_evaluation(settings, current_platform())
@@ -79,6 +88,7 @@ def evaluate_checkpoint(settings: EvaluateConfig) -> None:
         # A cancelled job must unwind this stack too.
         previous = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
         stack.callback(signal.signal, signal.SIGTERM, previous)
+        stack.enter_context(leftovers_end(settings.rollout.agent))
         verifier = stack.enter_context(VerifierPool(settings.reward))
         verifier.check(prompt for prompts in plan.prompts.values() for prompt in prompts)
         run_dir = Path(settings.run.directory)
@@ -91,12 +101,19 @@ def evaluate_checkpoint(settings: EvaluateConfig) -> None:
         for entry in settings.data.eval:
             name, path = entry.name, run_dir / "evaluation" / f"{entry.name}.jsonl"
             logs[name] = ResponseLog(path, plan.prompts[name], entry.samples, plan.origin(name))
-        dump_config(settings, run_dir / "config.yaml")  # sets or limits may have changed since an earlier start
-        answered = [name for name, log in logs.items() if len(log.groups) == len(plan.prompts[name])]
+        # Sets or limits may have changed since an earlier start
+        dump_config(settings, run_dir / "config.yaml")
+        answered = [
+            name for name, log in logs.items() if len(log.groups) == len(plan.prompts[name])
+        ]
         if answered:
             console.note(f"answered before, graded again: {', '.join(answered)}")
-        generate = _start(plan, run_dir, console, stack) if len(answered) < len(logs) else None
-        evaluator, results = Evaluator(verifier, settings.reward, console.phase), []
+        if len(answered) < len(logs):
+            generate = _start(plan, run_dir, console, stack)
+        else:
+            generate = None
+        evaluator = Evaluator(verifier, settings.reward, console.phase)
+        results = []
         for entry in settings.data.eval:
             name, k, prompts = entry.name, entry.samples, plan.prompts[entry.name]
             responses = evaluator.answer(name, prompts, k, generate, logs[name])
@@ -105,9 +122,14 @@ def evaluate_checkpoint(settings: EvaluateConfig) -> None:
             results.append(result)
             _write(plan, results, run_dir)
         console.table(*_table(results))
+        console.picture(intervals_of([asdict(result) for result in results]))
         console.closing(
             f"{settings.run.name} finished",
-            {"metrics": run_dir / "evaluation.json", "responses": run_dir / "evaluation", "logs": run_dir / "logs"},
+            {
+                "metrics": run_dir / "evaluation.json",
+                "responses": run_dir / "evaluation",
+                "logs": run_dir / "logs",
+            },
         )
 
 
@@ -115,17 +137,29 @@ def _start(plan: Evaluation, run_dir: Path, console: RunConsole, stack: ExitStac
     """Start the engines, which end with the stack, or the client of an external server."""
     settings = plan.settings
     if settings.server is not None:
-        return OpenAIClient(settings.server, settings.data.prompt, settings.sampling, settings.run.seed).generate
+        return OpenAIClient(
+            settings.server, settings.data.prompt, settings.sampling, settings.run.seed
+        ).generate
     assert plan.tokenizer is not None and settings.model is not None
-    tokenizer, devices, logs = plan.tokenizer, plan.engine_devices, run_dir / "logs"
-    started = engines_of(settings.model, settings.rollout, devices, tokenizer.eos_token_ids, logs, console)
+    tokenizer = plan.tokenizer
+    devices = plan.engine_devices
+    logs = run_dir / "logs"
+    started = engines_of(
+        settings.model,
+        settings.rollout,
+        devices,
+        tokenizer.stop_token_ids(settings.sampling.stop),
+        logs,
+        console,
+    )
     dispatcher = stack.enter_context(started)
     collect: Collect = dispatcher.collect
     if settings.rollout.agent is not None:
         agents = Agents(dispatcher, tokenizer, settings.rollout)
         stack.callback(agents.close)
         collect = partial(dispatcher.collect, generate=agents.generate)
-    sampling, seed = settings.sampling, settings.run.seed
+    sampling = settings.sampling
+    seed = settings.run.seed
     return generate_with(collect, tokenizer.decode, sampling, seed, WEIGHT_VERSION, settings.reward)
 
 
@@ -142,7 +176,17 @@ def _write(plan: Evaluation, results: Sequence[SetResult], run_dir: Path) -> Non
 
 def _table(results: Sequence[SetResult]) -> tuple[list[str], list[list[str]]]:
     """Titles and rows."""
-    titles = ["set", "problems", "k", "avg@k", "95 % interval", "pass@k", "maj@k", "tokens", "truncated"]
+    titles = [
+        "set",
+        "problems",
+        "k",
+        "avg@k",
+        "95 % interval",
+        "pass@k",
+        "maj@k",
+        "tokens",
+        "truncated",
+    ]
     rows = [
         [
             *(result.name, str(result.problems), str(result.samples), f"{result.avg_at_k:.3f}"),

@@ -14,7 +14,8 @@ PROBLEMS = "_problems.jsonl"
 def pass_at_k(n: int, c: int, k: int) -> float:
     """Probability that k of n samples, drawn without replacement, hold one of the c correct ones.
 
-    1 - C(n - c, k) / C(n, k) (Chen et al., arXiv 2107.03374, eq. 1). Raises ValueError unless 0 <= c <= n, 1 <= k <= n.
+    1 - C(n - c, k) / C(n, k) (Chen et al., arXiv 2107.03374, eq. 1). Raises ValueError unless 0 <=
+    c <= n, 1 <= k <= n.
     """
     if not 0 <= c <= n or not 1 <= k <= n:
         raise ValueError(f"pass@k needs 0 <= c <= n and 1 <= k <= n, got n={n}, c={c}, k={k}")
@@ -22,10 +23,12 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 
 
 def maj_at_k(answers: Sequence[Hashable | None], correct: Sequence[bool]) -> float:
-    """Probability that the most frequent of k answers to one problem is correct, ties broken at random.
+    """Probability that the most frequent of k answers to one problem is correct, ties broken at
+    random.
 
-    answers[i] is equal for samples with the same answer, and None for one without an answer, which has no vote. Where
-    samples with the same answer differ in `correct`, their share counts. 0.0 without votes.
+    answers[i] is equal for samples with the same answer, and None for one without an answer, which
+    has no vote. Where samples with the same answer differ in `correct`, their share counts. 0.0
+    without votes.
     """
     votes = Counter(answer for answer in answers if answer is not None)
     if not votes:
@@ -43,8 +46,8 @@ LAST_STEPS = 10  # single steps say little
 
 
 def mean_of_last(values: Sequence[float]) -> str:
-    """The mean over the last LAST_STEPS steps and half of its 95 % interval (Student's t): 0.21 ± 0.05; of one value
-    the mean alone."""
+    """The mean over the last LAST_STEPS steps and half of its 95 % interval (Student's t): 0.21 ±
+    0.05; of one value the mean alone."""
     import scipy.stats
 
     last = np.asarray(values[-LAST_STEPS:], dtype=np.float64)
@@ -62,7 +65,8 @@ class Interval(NamedTuple):
 
 
 def bootstrap_interval(per_problem: Sequence[float], resamples: int = 10_000) -> Interval:
-    """95 % percentile bootstrap interval of the mean over problems, which are resampled with replacement."""
+    """95 % percentile bootstrap interval of the mean over problems, which are resampled with
+    replacement."""
     if len(per_problem) == 1:
         return Interval(per_problem[0], per_problem[0])
     import scipy.stats  # 0.6 s, which every rank would wait for

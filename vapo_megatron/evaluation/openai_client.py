@@ -13,25 +13,39 @@ from openai.types.chat import ChatCompletion
 from vapo_megatron.config.data import PromptTemplate, ServerConfig
 from vapo_megatron.config.rollout import SamplingConfig
 from vapo_megatron.data.sample import Prompt
-from vapo_megatron.engines.request import response_seed
-from vapo_megatron.errors import RunFailed, TryAgain
+from vapo_megatron.errors import BadInput, RunFailed, TryAgain
 from vapo_megatron.evaluation.responses import Response
 from vapo_megatron.loop_thread import LoopThread
-from vapo_megatron.rewards.openai_server import connect, one_line, reason_of_failure, text_of
+from vapo_megatron.rewards.openai_server import (
+    answered,
+    connect,
+    one_line,
+    reason_of_failure,
+    text_of,
+)
+from vapo_megatron.rollout.request import response_seed
 
 _logger = logging.getLogger(__name__)
 
 _WHOLE = frozenset({"stop", "length", "tool_calls", "content_filter"})
-_FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0
-_WARN_SECONDS, _SILENT_SECONDS = 60.0, 30.0
+_FIRST_PAUSE = 1.0
+_LONGEST_PAUSE = 60.0
+_WARN_SECONDS = 60.0
+_SILENT_SECONDS = 30.0
 _SEED_BITS = 0x7FFF_FFFF  # what every server takes
 
 
 class OpenAIClient:
-    """Requests k responses to each prompt, each with its own seed, many at once. The server applies chat templates."""
+    """Requests k responses to each prompt, each with its own seed, many at once. The server applies
+    chat templates."""
 
-    def __init__(self, config: ServerConfig, template: PromptTemplate, sampling: SamplingConfig, seed: int) -> None:
-        self._config, self._template, self._sampling, self._seed = config, template, sampling, seed
+    def __init__(
+        self, config: ServerConfig, template: PromptTemplate, sampling: SamplingConfig, seed: int
+    ) -> None:
+        self._config = config
+        self._template = template
+        self._sampling = sampling
+        self._seed = seed
         self._key = config.api_key()
         self._path = "/chat/completions" if config.api == "chat" else "/completions"
         self._url = config.url.rstrip("/") + self._path
@@ -44,14 +58,15 @@ class OpenAIClient:
         on_group: Callable[[list[Response]], None],
         on_done: Callable[[int], None] = lambda _: None,
     ) -> None:
-        """k responses to each prompt; on_group gets those of one prompt together, on_done is called for each response.
+        """k responses to each prompt; on_group gets all responses of a prompt at once, on_done is
+        called for each response.
 
         Raises:
             RunFailed: the server refuses a request or sends something other than a completion.
             TryAgain: it is unreachable or too busy for longer than server.retry_timeout_s.
         """
-        # Not in this thread: SIGTERM's SystemExit would come up in one of a thousand tasks, and asyncio would print the
-        # stack of each.
+        # Not in this thread: SIGTERM's SystemExit would come up in one of a thousand tasks, and
+        # asyncio would print the stack of each.
         loop = LoopThread()
         try:
             loop.run(self._generate(prompts, k, on_group, on_done))
@@ -65,7 +80,8 @@ class OpenAIClient:
         on_group: Callable[[list[Response]], None],
         on_done: Callable[[int], None],
     ) -> None:
-        free, no_response = asyncio.Semaphore(self._config.concurrency), f"no response within {_SILENT_SECONDS:g} s"
+        free = asyncio.Semaphore(self._config.concurrency)
+        no_response = f"no response within {_SILENT_SECONDS:g} s"
         silence = asyncio.get_running_loop().call_later(_SILENT_SECONDS, self._warn, no_response)
         async with connect(self._config.url, self._key, self._config.request_timeout_s) as client:
 
@@ -92,13 +108,17 @@ class OpenAIClient:
                 raise error from None
 
     async def _response(self, client: AsyncOpenAI, prompt: Prompt, index: int) -> Response:
-        body, pause, failing_since = self._body(prompt, index), _FIRST_PAUSE, None
+        body = self._body(prompt, index)
+        pause = _FIRST_PAUSE
+        failing_since = None
         kind = ChatCompletion if self._config.api == "chat" else Completion
         while True:
             delay = 0.0
             asked = time.monotonic()
             try:
-                response = self._read(await client.post(self._path, cast_to=kind, body=body), prompt, index)
+                request = client.post(self._path, cast_to=kind, body=body)
+                answer: Any = await answered(self._config.request_timeout_s, request)
+                response = self._read(answer, prompt, index)
                 if response.finish_reason in _WHOLE:
                     return response
                 reason = f"a response that was broken off ({response.finish_reason})"
@@ -106,18 +126,20 @@ class OpenAIClient:
                 reason, passing, delay = reason_of_failure(error, self._config.request_timeout_s)
                 if not passing:
                     raise RunFailed(
-                        f"{self._url}: refused the request for problem {prompt.id} ({reason}): check section server"
+                        f"{self._url}: refused the request for problem {prompt.id} ({reason}): "
+                        "check section server"
                     ) from None
-            except ValueError:  # sent as JSON, and is none
+            except (ValueError, RecursionError):  # sent as JSON, and is none
                 raise self._no_completion("invalid JSON", prompt) from None
             self._warn(reason)
-            failing_since = asked if failing_since is None else failing_since
+            if failing_since is None:
+                failing_since = asked
             pause = max(pause, delay)
             if time.monotonic() + pause - failing_since > self._config.retry_timeout_s:
                 raise TryAgain(
-                    f"{self._url}: problem {prompt.id} was not answered within server.retry_timeout_s="
-                    f"{self._config.retry_timeout_s:g} s, the last try: {reason}; answers so far are kept, start "
-                    "again with run.resume=auto"
+                    f"{self._url}: problem {prompt.id} was not answered within "
+                    f"server.retry_timeout_s={self._config.retry_timeout_s:g} s, the last try: "
+                    f"{reason}; earlier answers are kept, start again with run.resume=auto"
                 )
             await asyncio.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
@@ -126,11 +148,15 @@ class OpenAIClient:
         """Say what keeps requests from being answered, at most once in _WARN_SECONDS."""
         if time.monotonic() >= self._next_warning:
             self._next_warning = time.monotonic() + _WARN_SECONDS
-            advice = "see the server's log, check server.url; trying again for server.retry_timeout_s"
-            _logger.warning("%s: %s: %s=%g s", self._url, reason, advice, self._config.retry_timeout_s)
+            advice = (
+                "see the server's log, check server.url; trying again for server.retry_timeout_s"
+            )
+            _logger.warning(
+                "%s: %s: %s=%g s", self._url, reason, advice, self._config.retry_timeout_s
+            )
 
     def _body(self, prompt: Prompt, index: int) -> dict[str, Any]:
-        sampling, user = self._sampling, self._template.user_template.replace("{problem}", prompt.problem)
+        sampling = self._sampling
         body: dict[str, Any] = {
             "model": self._config.model,
             "temperature": sampling.temperature,
@@ -138,21 +164,36 @@ class OpenAIClient:
             "max_tokens": sampling.max_new_tokens,
             "seed": response_seed(self._seed, prompt.cursor, index) & _SEED_BITS,
             "n": 1,
+            "top_k": sampling.top_k,
+            "stop": list(sampling.stop) or None,
         }
         if self._config.api == "chat":
-            system = self._template.system_prompt
-            before = [] if system is None else [{"role": "system", "content": system}]
-            body["messages"] = [*before, {"role": "user", "content": user}]
+            body["messages"] = self._template.messages(prompt.problem, prompt.before)
+            if self._template.chat_template_kwargs:
+                body["chat_template_kwargs"] = self._template.chat_template_kwargs
+        elif prompt.before:
+            raise BadInput(f"row {prompt.id} has messages before the problem: set server.api=chat")
         else:
-            body["prompt"] = user
-        return {key: value for key, value in (body | self._config.extra).items() if value is not None}
+            body["prompt"] = self._template.user_template.replace("{problem}", prompt.problem)
+        return {
+            key: value for key, value in (body | self._config.extra).items() if value is not None
+        }
 
     def _read(self, answer: ChatCompletion | Completion, prompt: Prompt, index: int) -> Response:
         try:
             choice = answer.choices[0]
-            content = choice.text if isinstance(choice, CompletionChoice) else text_of(choice.message)
-            tokens, reason = int(answer.usage.completion_tokens), str(choice.finish_reason)  # type: ignore[union-attr]
-        except (AttributeError, IndexError, TypeError, ValueError):  # the library does not check what a server sends
+            if isinstance(choice, CompletionChoice):
+                content = choice.text
+            else:
+                content = text_of(choice.message)
+            tokens = int(answer.usage.completion_tokens)  # type: ignore[union-attr]
+            reason = str(choice.finish_reason)
+        except (
+            AttributeError,
+            IndexError,
+            TypeError,
+            ValueError,
+        ):  # the library does not check what a server sends
             raise self._no_completion(repr(one_line(_raw(answer), 200)), prompt) from None
         # A lone surrogate cannot be written to a file.
         content = content.encode("utf-8", "replace").decode("utf-8")
@@ -160,11 +201,13 @@ class OpenAIClient:
 
     def _no_completion(self, sent: str, prompt: Prompt) -> RunFailed:
         return RunFailed(
-            f"{self._url}: answered problem {prompt.id} with {sent}, expected a completion with choices and usage: "
-            "give the base address of an OpenAI-compatible server as server.url"
+            f"{self._url}: answered problem {prompt.id} with {sent}, expected a completion with "
+            "choices and usage: give the base address of an OpenAI-compatible server as server.url"
         )
 
 
 def _raw(answer: Any) -> str:
     """The server's reply, as text."""
-    return str(answer.to_json(indent=None)) if isinstance(answer, BaseModel) else str(answer)
+    if isinstance(answer, BaseModel):
+        return str(answer.to_json(indent=None))
+    return str(answer)

@@ -1,4 +1,5 @@
-"""Responses of an evaluated model, wherever they came from, and the file that keeps them as they arrive."""
+"""Responses of an evaluated model, wherever they came from, and the file that keeps them as they
+arrive."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -20,7 +21,8 @@ class Response:
         weight_version: None where an external server made it.
         episode: the whole text of an agent's episode, whose last message is `text`.
         response_ids: its tokens; None for external servers and for episodes.
-        origin: fingerprint of the model, problems and sampling that it came from; empty within a training run.
+        origin: fingerprint of the model, problems and sampling that it came from; empty within a
+            training run.
     """
 
     id: str
@@ -43,6 +45,14 @@ class Response:
 
     def row(self, prompt: Prompt) -> dict[str, Any]:
         """The row of evaluation/<set>.jsonl."""
+        optional: dict[str, Any] = {}
+        if self.episode:
+            optional["episode"] = self.episode
+        if self.response_ids:
+            optional["prompt_ids"] = list(prompt.token_ids)
+            optional["response_ids"] = self.response_ids
+        if self.origin:
+            optional["origin"] = self.origin
         return {
             "id": self.id,
             "index": self.index,
@@ -55,9 +65,7 @@ class Response:
             "tokens": self.tokens,
             "finish_reason": self.finish_reason,
             "weight_version": self.weight_version,
-            **({"episode": self.episode} if self.episode else {}),
-            **({"prompt_ids": list(prompt.token_ids), "response_ids": self.response_ids} if self.response_ids else {}),
-            **({"origin": self.origin} if self.origin else {}),
+            **optional,
         }
 
 
@@ -89,38 +97,52 @@ def read_responses(path: Path) -> list[Response]:
         try:
             responses.append(Response(text=row["response"], **fields))
         except (KeyError, TypeError):
-            raise BadInput(f"{path}:{number}: not a response: remove the file to answer again") from None
+            raise BadInput(
+                f"{path}:{number}: not a response: remove the file to answer again"
+            ) from None
     return responses
 
 
 class ResponseLog:
-    """The responses to one set in evaluation/<set>.jsonl, which an interrupted evaluation continues from.
+    """The responses to one set in evaluation/<set>.jsonl, which an interrupted evaluation continues
+    from.
 
-    `groups` holds the responses to each problem that has all k of them, in order of index. Incomplete groups are
-    dropped and answered again.
+    `groups` holds the responses to each problem that has all k of them, in order of index.
+    Incomplete groups are dropped and answered again.
     """
 
     def __init__(self, path: Path, prompts: Sequence[Prompt], k: int, origin: str) -> None:
-        """Raises BadInput where the file's responses have another origin, or it cannot be read or written."""
-        self.path, self._prompts, self._origin = path, {prompt.id: prompt for prompt in prompts}, origin
-        responses = read_responses(path) if path.exists() else []
+        """Raises BadInput where the file's responses have another origin, or it cannot be read or
+        written."""
+        self.path = path
+        self._prompts = {prompt.id: prompt for prompt in prompts}
+        self._origin = origin
+        if path.exists():
+            responses = read_responses(path)
+        else:
+            responses = []
         if any(response.origin != origin for response in responses):
             raise BadInput(
-                f"{path}: its responses come from another model, other problems or other sampling: give the config "
-                "that they were made with, or another run.name, or run.overwrite=true"
+                f"{path}: its responses come from another model, other problems or other sampling: "
+                "give the config that they were made with, or another run.name, or "
+                "run.overwrite=true"
             )
         groups: dict[str, list[Response]] = {}
         for response in responses:
             groups.setdefault(response.id, []).append(response)
         self.groups = {name: group[:k] for name, group in groups.items() if len(group) >= k}
         # Rewritten, so that nothing is ever appended to a broken line.
-        write_rows(path, (self._row(response) for group in self.groups.values() for response in group))
+        write_rows(
+            path, (self._row(response) for group in self.groups.values() for response in group)
+        )
 
     def append(self, group: list[Response]) -> None:
         """Keep the responses to a problem."""
         self.groups[group[0].id] = group
         with self.path.open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps(self._row(response), ensure_ascii=False) + "\n" for response in group)
+            file.writelines(
+                json.dumps(self._row(response), ensure_ascii=False) + "\n" for response in group
+            )
 
     def _row(self, response: Response) -> dict[str, Any]:
         response.origin = self._origin

@@ -3,13 +3,15 @@
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from vapo_megatron.data.sample import Prompt
 from vapo_megatron.evaluation.metrics import Interval, bootstrap_interval, maj_at_k, pass_at_k
 from vapo_megatron.evaluation.responses import Response
 from vapo_megatron.monitoring import names
+from vapo_megatron.monitoring.pictures import Intervals
 from vapo_megatron.rewards.normal_form import compact, normal_form, plain_number
 
 
@@ -17,8 +19,8 @@ from vapo_megatron.rewards.normal_form import compact, normal_form, plain_number
 class ProblemResult:
     """The metrics of one problem.
 
-    digest tells it from another problem with the same id; majority is the answer with the most votes (on a tie the one
-    that came first).
+    digest tells it from another problem with the same id; majority is the answer with the most
+    votes (on a tie the one that came first).
     """
 
     id: str
@@ -36,8 +38,8 @@ class ProblemResult:
 class SetResult:
     """The metrics of one set; shares in [0, 1], lengths in tokens.
 
-    low and high are the 95 % confidence interval of avg@k (bootstrap over problems). pass_at holds the unbiased pass@j
-    for j = 1, 2, 4, ... and k.
+    low and high are the 95 % confidence interval of avg@k (bootstrap over problems). pass_at holds
+    the unbiased pass@j for j = 1, 2, 4, ... and k.
     """
 
     name: str
@@ -72,18 +74,33 @@ class SetResult:
     def line(self, when: str) -> str:
         """A line for the console."""
         return (
-            f"{when}: {self.name} avg@{self.samples} {self.avg_at_k:.3f} [{self.low:.3f}, {self.high:.3f}], "
-            f"pass@{self.samples} {self.pass_at_k:.3f}, maj@{self.samples} {self.maj_at_k:.3f} "
-            f"on {self.problems} problems"
+            f"{when}: {self.name} avg@{self.samples} {self.avg_at_k:.3f} [{self.low:.3f}, "
+            f"{self.high:.3f}], pass@{self.samples} {self.pass_at_k:.3f}, maj@{self.samples} "
+            f"{self.maj_at_k:.3f} on {self.problems} problems"
         )
 
 
+def intervals_of(sets: Sequence[Mapping[str, Any]]) -> Intervals:
+    """A picture of sets' results, as evaluation.json has them: avg@k and pass@k with intervals."""
+    rows = []
+    for entry in sets:
+        name, k = entry["name"], entry["samples"]
+        rows.append((f"{name} avg@{k}", entry["low"], entry["avg_at_k"], entry["high"]))
+        if entry.get("pass_at_k_interval") and k > 1:
+            low, high = entry["pass_at_k_interval"]
+            rows.append((f"{name} pass@{k}", low, entry["pass_at_k"], high))
+    return Intervals("Shares of correct responses, 95 % intervals", rows, 0.0, 1.0)
+
+
 def numbered(name: str, prompts: Sequence[Prompt]) -> list[Prompt]:
-    """The prompts of a set, each with its place as cursor, from which the seeds of its responses follow."""
+    """The prompts of a set, each with its place as cursor, from which the seeds of its responses
+    follow."""
     return [replace(prompt, cursor=place, source=name) for place, prompt in enumerate(prompts)]
 
 
-def problem_results(prompts: Sequence[Prompt], responses: Sequence[Response]) -> list[ProblemResult]:
+def problem_results(
+    prompts: Sequence[Prompt], responses: Sequence[Response]
+) -> list[ProblemResult]:
     """The metrics of each problem, from responses in the order of prompts, as many to each."""
     k = len(responses) // len(prompts)
     groups = [responses[i : i + k] for i in range(0, len(responses), k)]
@@ -91,12 +108,13 @@ def problem_results(prompts: Sequence[Prompt], responses: Sequence[Response]) ->
 
 
 def summarise(name: str, problems: Sequence[ProblemResult], k: int) -> SetResult:
-    """The metrics of a set, from those of its problems."""
+    """The metrics of a set, from its problems' results."""
     shares = [problem.correct / k for problem in problems]
     solved = [pass_at_k(k, problem.correct, k) for problem in problems]
     votes = [problem.maj_at_k for problem in problems]
     sizes = sorted({2**power for power in range(k.bit_length()) if 2**power <= k} | {k})
-    interval, count = bootstrap_interval(shares), len(problems)
+    interval = bootstrap_interval(shares)
+    count = len(problems)
     return SetResult(
         name=name,
         problems=count,
@@ -106,7 +124,9 @@ def summarise(name: str, problems: Sequence[ProblemResult], k: int) -> SetResult
         high=interval.high,
         pass_at_k=sum(solved) / count,
         pass_at_k_interval=bootstrap_interval(solved),
-        pass_at={j: sum(pass_at_k(k, problem.correct, j) for problem in problems) / count for j in sizes},
+        pass_at={
+            j: sum(pass_at_k(k, problem.correct, j) for problem in problems) / count for j in sizes
+        },
         maj_at_k=sum(votes) / count,
         maj_at_k_interval=bootstrap_interval(votes),
         response_length=sum(problem.response_length for problem in problems) / count,
@@ -118,7 +138,9 @@ def _vote(extracted: str) -> str | None:
     """One text for answers that differ in typesetting only; None where there is no answer."""
     text = normal_form(extracted)
     number = plain_number(text)
-    return str(number.value) if number is not None and number.base is None else compact(text) or None
+    if number is not None and number.base is None:
+        return str(number.value)
+    return compact(text) or None
 
 
 def digest_of(problem: str, answer: str) -> str:
@@ -127,8 +149,10 @@ def digest_of(problem: str, answer: str) -> str:
 
 
 def _problem(prompt: Prompt, group: Sequence[Response]) -> ProblemResult:
-    # All correct answers vote as one, wrong ones by what was extracted.
-    answers = [prompt.answer if response.correct else _vote(response.extracted) for response in group]
+    # All correct answers vote as one, wrong ones by their extracted answer.
+    answers = [
+        prompt.answer if response.correct else _vote(response.extracted) for response in group
+    ]
     counted = Counter(answer for answer in answers if answer is not None)
     return ProblemResult(
         id=prompt.id,
