@@ -10,7 +10,11 @@ class Terminal(io.StringIO):
         return True
 
 
-METRICS = {"accuracy/mean": 0.75, "response_length/mean": 31.25, "throughput/tokens_per_second": 12345.0}
+METRICS = {
+    "accuracy/mean": 0.75,
+    "response_length/mean": 31.25,
+    "throughput/tokens_per_second": 12345.0,
+}
 
 
 def test_a_log_has_neither_colours_nor_carriage_returns() -> None:
@@ -41,7 +45,9 @@ def test_columns_stand_under_their_titles() -> None:
     log = io.StringIO()
     console = RunConsole(log)
     console.step(1, 60, METRICS)
-    console.step(60, 60, METRICS | {"accuracy/mean": float("nan"), "reward/mean": None, "actor/entropy": 0.5})
+    console.step(
+        60, 60, METRICS | {"accuracy/mean": float("nan"), "reward/mean": None, "actor/entropy": 0.5}
+    )
     head, first, last = log.getvalue().splitlines()
     assert len(head) == len(first) == len(last)
     end = head.index("accuracy") + len("accuracy")
@@ -54,7 +60,9 @@ def test_the_head_of_the_table_comes_again() -> None:
     console = RunConsole(log)
     for step in range(HEAD_EVERY + 1):
         console.step(step, 60, METRICS)
-    heads = [number for number, line in enumerate(log.getvalue().splitlines()) if "accuracy" in line]
+    heads = [
+        number for number, line in enumerate(log.getvalue().splitlines()) if "accuracy" in line
+    ]
     assert heads == [0, HEAD_EVERY + 1]
 
 

@@ -13,10 +13,10 @@ from typing import NoReturn
 
 import pytest
 
-from vapo_megatron.config.atomic import atomic_write
 from vapo_megatron.config.run import MonitoringConfig
 from vapo_megatron.errors import BadInput, RunFailed, TryAgain
-from vapo_megatron.monitoring.metrics import MetricsWriter, read_metrics
+from vapo_megatron.files import atomic_write
+from vapo_megatron.monitoring.metrics import MetricsWriter, Totals, read_metrics, totals
 from vapo_megatron.monitoring.recorder import Recorder
 
 
@@ -63,7 +63,7 @@ def full_disk(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
-def test_a_row_that_a_full_disk_refuses_is_written_with_a_later_one(
+def test_row_refused_by_a_full_disk_is_written_with_a_later_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     capsys.readouterr()  # pytest's file of what this process prints would be too large as well
@@ -85,7 +85,9 @@ def test_rows_that_are_refused_to_the_end_interrupt_the_run(
     monkeypatch.setattr(Path, "open", refuse)
     for step in range(1, rows):
         writer.write(step, {"a/x": 1.0})
-    with pytest.raises(TryAgain, match=r"metrics\.jsonl: cannot be written \(Stale file handle\): make room"):
+    with pytest.raises(
+        TryAgain, match=r"metrics\.jsonl: cannot be written \(Stale file handle\): make room"
+    ):
         writer.write(rows, {"a/x": 1.0})
         writer.close()
 
@@ -100,7 +102,7 @@ def test_a_broken_row_is_named_with_its_line(tmp_path: Path) -> None:
         read_metrics(tmp_path)
 
 
-def test_a_run_whose_directory_is_removed_does_not_end_as_if_all_were_well(tmp_path: Path) -> None:
+def test_run_whose_directory_is_removed_does_not_end_well(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     with closing(MetricsWriter(tmp_path / "run")) as writer:
         writer.write(1, {"reward/mean": 0.5})
@@ -109,7 +111,7 @@ def test_a_run_whose_directory_is_removed_does_not_end_as_if_all_were_well(tmp_p
             writer.write(2, {"reward/mean": 0.5})
 
 
-def test_an_output_that_the_disk_refuses_is_left_out_named_and_counted(tmp_path: Path) -> None:
+def test_output_refused_by_the_disk_is_skipped_named_and_counted(tmp_path: Path) -> None:
     (tmp_path / "evaluation").touch()
     alarms: list[str] = []
     with Recorder(tmp_path, MonitoringConfig(tensorboard=False), is_main_rank=True) as recorder:
@@ -119,3 +121,19 @@ def test_an_output_that_the_disk_refuses_is_left_out_named_and_counted(tmp_path:
         row = recorder.write(1)
     assert row["tracking/failures"] == 1.0
     assert len(alarms) == 1 and alarms[0].startswith("sums.jsonl is not kept: ")
+
+
+def test_rows_say_how_long_the_run_held_its_gpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = iter([100.0, 3700.0, 7300.0])
+    monkeypatch.setattr("vapo_megatron.monitoring.recorder.time.monotonic", lambda: next(clock))
+    config = MonitoringConfig(tensorboard=False)
+    with Recorder(tmp_path, config, is_main_rank=True, gpus=8) as recorder:
+        recorder.write(0)
+        for step in (1, 2):
+            recorder.add_cost()
+            recorder.write(step)
+    rows = read_metrics(tmp_path)
+    assert [row.get("throughput/gpu_hours") for row in rows] == [None, 8.0, 8.0]
+    assert totals(rows) == Totals(hours=2.0, gpu_hours=16.0, tokens=0.0)

@@ -28,8 +28,9 @@ def test_a_phase_within_a_phase_counts_for_both(clock: Clock) -> None:
     assert timer.take() == {"time/step": 5.0, "time/update": 4.0}
 
 
-def test_memory_is_charged_to_the_phases_open_when_it_was_reached() -> None:
-    level, mark = [1 * GIB], [0]
+def test_memory_is_charged_to_phases_open_when_it_was_reached() -> None:
+    level = [1 * GIB]
+    mark = [0]
 
     def use(amount: int) -> None:
         level[0] = amount * GIB

@@ -14,18 +14,20 @@ import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from test_samples import sample
 
+from vapo_megatron.checks.config import check_trackers
 from vapo_megatron.config.run import MonitoringConfig
 from vapo_megatron.errors import BadInput
 from vapo_megatron.monitoring.metrics import read_metrics
 from vapo_megatron.monitoring.recorder import TOKEN_ESTIMATES, Recorder
 from vapo_megatron.monitoring.trackers import TABLE_ROWS
-from vapo_megatron.run.first_look import check_trackers
 
 KL = "actor/train_infer_kl"  # one above the limit raises an alarm
 
 
 def recorder(run_dir: Path, start_step: int = 0, **monitoring: Any) -> Recorder:
-    return Recorder(run_dir, MonitoringConfig(**monitoring), is_main_rank=True, start_step=start_step)
+    return Recorder(
+        run_dir, MonitoringConfig(**monitoring), is_main_rank=True, start_step=start_step
+    )
 
 
 def write(record: Recorder, step: int, **metrics: float) -> None:
@@ -43,7 +45,7 @@ def scalars(run_dir: Path, name: str, group: str = "") -> list[tuple[int, float]
     return [(event.step, event.value) for event in tensorboard_of(run_dir, group).Scalars(name)]
 
 
-def test_tensorboard_holds_a_repeated_step_once_and_alarms_as_text(tmp_path: Path) -> None:
+def test_tensorboard_holds_repeated_step_once_and_alarms_as_text(tmp_path: Path) -> None:
     with recorder(tmp_path) as record:
         for step in range(1, 6):
             write(record, step, a__x=float(step), **{KL.replace("/", "__"): 1.0})
@@ -53,6 +55,20 @@ def test_tensorboard_holds_a_repeated_step_once_and_alarms_as_text(tmp_path: Pat
     assert [event.step for event in tensorboard_of(tmp_path).Tensors("alarms/text_summary")] == [1]
 
 
+def test_tensorboard_shows_the_most_used_first(tmp_path: Path) -> None:
+    from tensorboard.plugins.custom_scalar import layout_pb2
+
+    with recorder(tmp_path) as record:
+        write(record, 1, a__x=1.0)
+    summary = tensorboard_of(tmp_path).Tensors("custom_scalars__config__")[0]
+    layout = layout_pb2.Layout.FromString(summary.tensor_proto.string_val[0])
+    assert layout.category[0].title == "First" and len(layout.category[0].chart) == 12
+    tags = [tag for chart in layout.category[0].chart for tag in chart.multiline.tag]
+    assert {"accuracy/mean", "actor/train_infer_kl", "critic/explained_variance"} <= set(tags)
+    (margin,) = [c.margin for c in layout.category[0].chart if c.HasField("margin")]
+    assert margin.series[0].lower == "response_length/min"
+
+
 def test_a_group_with_a_counter_of_its_own_is_drawn_against_it(tmp_path: Path) -> None:
     with recorder(tmp_path) as record:
         for updates in (1, 2, 3):
@@ -60,24 +76,30 @@ def test_a_group_with_a_counter_of_its_own_is_drawn_against_it(tmp_path: Path) -
             record.write_pretraining(updates, updates * 8)
         write(record, 1, a__x=1.0)
     expected = [(1, 0.25), (2, 0.5), (3, 0.75)]
-    with recorder(tmp_path, start_step=1) as record:  # its purge takes what was drawn at 1 and beyond, of steps alone
+    # Its purge removes points at 1 and beyond, of steps alone
+    with recorder(tmp_path, start_step=1) as record:
         write(record, 1, a__x=2.0)
     assert scalars(tmp_path, "value_pretraining/value_loss", "value_pretraining") == expected
     assert scalars(tmp_path, "a/x") == [(1, 2.0)]
 
 
-def test_what_value_pretraining_skips_raises_the_alarm_of_training(
+def test_skips_in_value_pretraining_raise_the_alarm_of_training(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It came with the row of the first step, hours later, and not at all in a run that was resumed in between."""
+    """It came with the row of the first step, hours later, and not at all in a run that was resumed
+    in between."""
     with recorder(tmp_path) as record:
         for skipped in (0.0, 2.0):
-            record.add({"critic/value_loss": 0.5, "reward/failed": 0.0, "skipped_updates/total": skipped})
+            record.add(
+                {"critic/value_loss": 0.5, "reward/failed": 0.0, "skipped_updates/total": skipped}
+            )
             record.add({"skipped_updates/nonfinite_loss": skipped})
             record.write_pretraining(1, 8)
     healthy, skipping = read_metrics(tmp_path)
     assert not any(name.startswith(("skipped_updates", "reward", "alarm")) for name in healthy)
-    assert skipping["skipped_updates/nonfinite_loss"] == 2 and skipping["alarm/skipped_updates"] == 1
+    assert (
+        skipping["skipped_updates/nonfinite_loss"] == 2 and skipping["alarm/skipped_updates"] == 1
+    )
     assert "2 skipped: nonfinite_loss" in capsys.readouterr().out
 
 
@@ -89,7 +111,12 @@ def test_a_tracker_that_fails_is_one_line_and_a_count(
         mlflow.failure = OSError("No space left on device")
         for step in (2, 3, 4):
             write(record, step, a__x=float(step))
-    assert [row.get("tracking/failures") for row in read_metrics(tmp_path)] == [None, None, 1.0, 2.0]
+    assert [row.get("tracking/failures") for row in read_metrics(tmp_path)] == [
+        None,
+        None,
+        1.0,
+        2.0,
+    ]
     assert capsys.readouterr().out.count("No space left on device") == 1
 
 
@@ -105,11 +132,13 @@ def test_without_login_the_run_goes_on(
     said = capsys.readouterr()
     lines = [line for line in (said.out + said.err).splitlines() if "Weights & Biases" in line]
     assert len(lines) == 1 and "wandb login" in lines[0], said
-    assert [(row["a/x"], row["tracking/failures"]) for row in read_metrics(tmp_path / "run")] == [(1.0, 1.0)]
+    assert [(row["a/x"], row["tracking/failures"]) for row in read_metrics(tmp_path / "run")] == [
+        (1.0, 1.0)
+    ]
 
 
 @pytest.mark.parametrize("by_environment", [False, True])
-def test_an_offline_run_has_config_code_metrics_samples_and_alarms(
+def test_offline_run_has_config_code_metrics_samples_and_alarms(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by_environment: bool
 ) -> None:
     wandb = pytest.importorskip("wandb")
@@ -125,7 +154,9 @@ def test_an_offline_run_has_config_code_metrics_samples_and_alarms(
                 record.samples(step, [sample(0, index) for index in range(TABLE_ROWS + 1)])
                 write(record, step, a__x=float(step), **{KL.replace("/", "__"): 1.0})
     files = sorted(tmp_path.glob("wandb/offline-run-*/*.wandb"))
-    assert {file.name for file in files} == {f"run-{(tmp_path / 'wandb' / 'run_id').read_text()}.wandb"}
+    assert {file.name for file in files} == {
+        f"run-{(tmp_path / 'wandb' / 'run_id').read_text()}.wandb"
+    }
     first, second = map(records_when_ended, files)
     (run,) = [record.run for record in first if record.WhichOneof("record_type") == "run"][:1]
     assert (run.project, list(run.tags), run.display_name) == ("tests", ["one"], tmp_path.name)
@@ -133,22 +164,34 @@ def test_an_offline_run_has_config_code_metrics_samples_and_alarms(
     assert given["run"] == {"seed": 7}
     assert given["environment"]["packages"]["torch"].startswith("2.")
     rows = [row for part in (first, second) for row in map(history, part) if row]
-    assert [(row["step"], row["a/x"], row["alarms"]) for row in rows] == [(1, 1, 1), (2, 2, 0), (4, 4, 0), (5, 5, 0)]
+    assert [(row["step"], row["a/x"], row["alarms"]) for row in rows] == [
+        (1, 1, 1),
+        (2, 2, 0),
+        (4, 4, 0),
+        (5, 5, 0),
+    ]
     assert {row["samples.nrows"] for row in rows} == {TABLE_ROWS}
     alerts = [record.alert.text for record in first if record.WhichOneof("record_type") == "alert"]
     assert len(alerts) == 1 and "train_infer_gap" in alerts[0]
-    axes = {record.metric.name: record.metric.step_metric for record in first if record.HasField("metric")}
+    axes = {
+        record.metric.name: record.metric.step_metric
+        for record in first
+        if record.HasField("metric")
+    }
     assert axes["a/x"] == "step"
 
 
 def history(record: Any) -> dict[str, Any]:
     if record.WhichOneof("record_type") != "history":
         return {}
-    return {".".join(item.nested_key) or item.key: json.loads(item.value_json) for item in record.history.item}
+    return {
+        ".".join(item.nested_key) or item.key: json.loads(item.value_json)
+        for item in record.history.item
+    }
 
 
 def records_when_ended(path: Path) -> list[Any]:
-    """A process of its own writes the file, to the end even where the run's ends."""
+    """Another process writes the file, to the end even where the run's ends."""
     for _ in range(600):
         found = records_of(path)
         if any(record.WhichOneof("record_type") == "exit" for record in found):
@@ -158,13 +201,18 @@ def records_when_ended(path: Path) -> list[Any]:
 
 
 def records_of(path: Path) -> list[Any]:
-    """The records of a .wandb file: LevelDB's log format, blocks of 32 KiB, 7 bytes before every piece."""
+    """The records of a .wandb file: LevelDB's log format, blocks of 32 KiB, 7 bytes before every
+    piece."""
     from wandb.proto.wandb_internal_pb2 import Record
 
-    content, place, pending, found = path.read_bytes(), 7, b"", []
+    content = path.read_bytes()
+    place = 7
+    pending = b""
+    found = []
     while place + 7 <= len(content):
         left = 32768 - place % 32768
-        length, kind = int.from_bytes(content[place + 4 : place + 6], "little"), content[place + 6]
+        length = int.from_bytes(content[place + 4 : place + 6], "little")
+        kind = content[place + 6]
         if left < 7 or kind == 0:
             place += left
             continue
@@ -185,22 +233,29 @@ def test_estimates_are_those_of_their_tokens(tmp_path: Path) -> None:
     config = MonitoringConfig(tensorboard=False)
     with Recorder(tmp_path, config, is_main_rank=True, decode=decode) as record:
         problems = range(TOKEN_ESTIMATES - 1, 0, -1)
-        record.samples(1, [*(sample(n, 0) for n in problems), sample(0, 1), sample(0, 0)])  # as the batch has them
+        # As the batch has them
+        record.samples(1, [*(sample(n, 0) for n in problems), sample(0, 1), sample(0, 0)])
         bounds = torch.arange(0, 3 * TOKEN_ESTIMATES + 4, 3)
         record.estimates(1, torch.arange(bounds[-1]) / 10, -torch.arange(float(bounds[-1])), bounds)
         record.write(1)
-    rows = [json.loads(line) for line in (tmp_path / "samples" / "step_000001.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line)
+        for line in (tmp_path / "samples" / "step_000001.jsonl").read_text().splitlines()
+    ]
     assert rows[0]["estimates"] == {
         "left_out": 0,
         "tokens": ["a ", "", "bé"],
         "values": [1.2, 1.3, 1.4],
         "advantages": [-12.0, -13.0, -14.0],
     }
-    assert ["estimates" in row for row in rows] == [True, False, True, True, True], "of more problems first"
+    assert ["estimates" in row for row in rows] == [True, False, True, True, True], (
+        "of more problems first"
+    )
 
 
 class FakeMLflow(ModuleType):
-    """MLflow's API as far as it is called, with what its server keeps: a run takes a parameter once."""
+    """The called part of MLflow's API, with its server's records: a run takes a parameter
+    once."""
 
     def __init__(self) -> None:
         super().__init__("mlflow")
@@ -225,7 +280,9 @@ class FakeMLflow(ModuleType):
 
     def log_params(self, params: dict[str, str]) -> None:
         assert self.active is not None and len(params) <= 100
-        assert not params.keys() & self.params[self.active].keys(), "a parameter that is there is refused"
+        assert not params.keys() & self.params[self.active].keys(), (
+            "an existing parameter is refused"
+        )
         self.params[self.active] |= params
 
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
@@ -255,7 +312,10 @@ def test_a_resumed_run_goes_on_with_its_run_of_mlflow(
     monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "tests")
     sections = {"run": {"seed": 7}, "many": {f"key{number}": number for number in range(150)}}
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(sections))
-    with pytest.raises(RuntimeError), recorder(tmp_path, tensorboard=False, mlflow="http://host:5000") as record:
+    with (
+        pytest.raises(RuntimeError),
+        recorder(tmp_path, tensorboard=False, mlflow="http://host:5000") as record,
+    ):
         record.add({"critic/value_loss": 0.5})
         record.write_pretraining(3, 24)
         write(record, 1, **{"evaluation/sums_avg@4": 0.25})
@@ -264,14 +324,28 @@ def test_a_resumed_run_goes_on_with_its_run_of_mlflow(
         write(record, 2, a__x=2.0)
     (run_id,) = mlflow.params
     assert mlflow.calls == [("uri", "http://host:5000"), ("experiment", "tests")] * 2
-    assert mlflow.params[run_id]["run.seed"] == "7" and mlflow.params[run_id]["many.key149"] == "149"
+    assert (
+        mlflow.params[run_id]["run.seed"] == "7" and mlflow.params[run_id]["many.key149"] == "149"
+    )
     assert mlflow.ended == [(run_id, "FAILED"), (run_id, "FINISHED")]
-    written = {(step, name, value) for name_of_run, step, name, value in mlflow.metrics if name_of_run == run_id}
-    assert {(3, "value_pretraining/value_loss", 0.5), (1, "evaluation/sums_avg_4", 0.25), (2, "a/x", 2.0)} <= written
+    written = {
+        (step, name, value)
+        for name_of_run, step, name, value in mlflow.metrics
+        if name_of_run == run_id
+    }
+    assert {
+        (3, "value_pretraining/value_loss", 0.5),
+        (1, "evaluation/sums_avg_4", 0.25),
+        (2, "a/x", 2.0),
+    } <= written
     assert len(mlflow.metrics) == len(written)
 
 
-def test_mlflow_that_is_not_installed_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mlflow_that_is_not_installed_is_refused_in_one_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setitem(sys.modules, "mlflow", None)  # Python finds no such package
-    with pytest.raises(BadInput, match=r"monitoring\.mlflow=file:runs: the package mlflow is not installed"):
+    with pytest.raises(
+        BadInput, match=r"monitoring\.mlflow=file:runs: the package mlflow is not installed"
+    ):
         check_trackers(MonitoringConfig(mlflow="file:runs"))

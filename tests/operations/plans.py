@@ -24,7 +24,8 @@ def hf_config(name: str) -> dict[str, Any]:
 
 
 def model_dir(folder: Path, name: str) -> Path:
-    """A model directory with nothing but config.json, as one has it before any weights are fetched."""
+    """A model directory with nothing but config.json, as one has it before any weights are
+    fetched."""
     hf_config(name)
     folder.mkdir(parents=True, exist_ok=True)
     shutil.copy(HF_CONFIGS / name, folder / "config.json")

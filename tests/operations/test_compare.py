@@ -14,15 +14,24 @@ from vapo_megatron.evaluation.sets import problem_results
 from vapo_megatron.operations.report.compare import compare_runs, shown_p_value, sign_flip_p_value
 
 
-def _run(folder: Path, correct: dict[str, int], name: str = "aime", digest: str = "d", top_p: float = 0.7) -> Path:
+def _run(
+    folder: Path, correct: dict[str, int], name: str = "aime", digest: str = "d", top_p: float = 0.7
+) -> Path:
     (folder / "evaluation").mkdir(parents=True)
-    (folder / "evaluation.json").write_text(json.dumps({"sampling": {"temperature": 1.0, "top_p": top_p}}))
-    rows = [{"id": key, "digest": digest, "samples": 8, "correct": count} for key, count in correct.items()]
-    (folder / "evaluation" / f"{name}_problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "evaluation.json").write_text(
+        json.dumps({"sampling": {"temperature": 1.0, "top_p": top_p}})
+    )
+    rows = [
+        {"id": key, "digest": digest, "samples": 8, "correct": count}
+        for key, count in correct.items()
+    ]
+    (folder / "evaluation" / f"{name}_problems.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in rows)
+    )
     return folder
 
 
-def test_p_is_the_share_of_all_sign_flips_at_least_as_far_from_zero() -> None:
+def test_p_is_the_share_of_sign_flips_at_least_as_far_from_zero() -> None:
     generator = random.Random(1)
     for _ in range(20):
         differences = [generator.choice([-2, -1, 0, 0, 1, 2, 3]) / 8 for _ in range(9)]
@@ -33,7 +42,7 @@ def test_p_is_the_share_of_all_sign_flips_at_least_as_far_from_zero() -> None:
         assert sign_flip_p_value(differences) == pytest.approx(expected)
 
 
-def test_many_pairs_are_tested_by_random_flips_that_agree_with_the_exact_test() -> None:
+def test_random_flips_of_many_pairs_agree_with_the_exact_test() -> None:
     differences = [0.25] * 16 + [-0.25] * 8
     # 24 pairs of one size: |sum| >= 8 pairs' worth is a binomial tail.
     from math import comb
@@ -42,7 +51,10 @@ def test_many_pairs_are_tested_by_random_flips_that_agree_with_the_exact_test() 
     assert sign_flip_p_value(differences) == pytest.approx(exact, abs=0.005)
     assert sign_flip_p_value(differences) == sign_flip_p_value(list(differences))
     assert 0 < sign_flip_p_value([0.5] * 60) < 1e-4
-    assert shown_p_value(sign_flip_p_value([0.5] * 60)) == "< 1e-4" and shown_p_value(0.0312) == "0.0312"
+    assert (
+        shown_p_value(sign_flip_p_value([0.5] * 60)) == "< 1e-4"
+        and shown_p_value(0.0312) == "0.0312"
+    )
 
 
 def test_order_of_problems_does_not_matter_and_pairs_do(tmp_path: Path) -> None:
@@ -69,19 +81,45 @@ def test_different_problems_are_refused(tmp_path: Path) -> None:
 
 
 def test_the_command_prints_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    first, second = _run(tmp_path / "a", {"p1": 1, "p2": 2}), _run(tmp_path / "b", {"p1": 3, "p2": 2}, top_p=0.9)
+    first = _run(tmp_path / "a", {"p1": 1, "p2": 2})
+    second = _run(tmp_path / "b", {"p1": 3, "p2": 2}, top_p=0.9)
     assert exit_code_of("compare", first, second) == 0
     output = capsys.readouterr().out
-    assert "aime" in output and "+0.125" in output and "not sampled alike: top_p 0.7 against 0.9" in output
+    assert (
+        "aime" in output
+        and "+0.125" in output
+        and "not sampled alike: top_p 0.7 against 0.9" in output
+    )
+
+
+def test_json_has_the_figures_of_the_table(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = _run(tmp_path / "a", {"p1": 1, "p2": 2})
+    second = _run(tmp_path / "b", {"p1": 3, "p2": 2}, top_p=0.9)
+    assert exit_code_of("compare", first, second, "--json") == 0
+    content = json.loads(capsys.readouterr().out)
+    (aime,) = content["sets"]
+    assert aime == asdict(compare_runs(first, second)[0]) and aime["difference"] == 0.125
+    assert content["sampling_differences"] == {"top_p": [0.7, 0.9]}
+    assert content["second"] == {"directory": str(second), "step": None}
 
 
 def _training_run(folder: Path, correct: dict[str, list[bool]], top_p: float = 0.7) -> Path:
     """A run that was evaluated before its first step, when nothing was right, and after step 4."""
     (folder / "evaluation").mkdir(parents=True)
-    (folder / "evaluation.json").write_text(json.dumps({"step": 4, "sampling": {"top_p": top_p}, "sets": []}))
+    (folder / "evaluation.json").write_text(
+        json.dumps({"step": 4, "sampling": {"top_p": top_p}, "sets": []})
+    )
     for step in (0, 4):
         rows = [
-            {"id": name, "index": index, "problem": name, "answer": "1", "correct": right and step == 4}
+            {
+                "id": name,
+                "index": index,
+                "problem": name,
+                "answer": "1",
+                "correct": right and step == 4,
+            }
             for name, group in correct.items()
             for index, right in enumerate(group)
         ]
@@ -100,11 +138,16 @@ def test_training_runs_are_compared_by_their_last_evaluation(
     assert exit_code_of("compare", first, second) == 0
     output = " ".join(capsys.readouterr().out.split())
     assert "its evaluation after step 4" in output and "top_p 0.7 against 0.9" in output
-    # An evaluation of a model on the same problems is comparable with it: digests are of text and answer.
-    result = problem_results([Prompt("p", "p", "1", ()), Prompt("q", "q", "1", ())], [_response("p"), _response("q")])
+    # An evaluation of a model on the same problems is comparable with it: digests are of text and
+    # answer.
+    result = problem_results(
+        [Prompt("p", "p", "1", ()), Prompt("q", "q", "1", ())], [_response("p"), _response("q")]
+    )
     evaluated = _run(tmp_path / "c", {})
     lines = "".join(json.dumps(asdict(problem)) + "\n" for problem in result)
-    (evaluated / "evaluation" / "aime_problems.jsonl").rename(evaluated / "evaluation" / "sums_problems.jsonl")
+    (evaluated / "evaluation" / "aime_problems.jsonl").rename(
+        evaluated / "evaluation" / "sums_problems.jsonl"
+    )
     (evaluated / "evaluation" / "sums_problems.jsonl").write_text(lines)
     assert compare_runs(first, evaluated)[0].difference == pytest.approx(0.75)
 

@@ -1,4 +1,5 @@
-"""Doctor as it runs: on this machine alone, and as several nodes that meet, with one that hangs or sees other files."""
+"""Doctor as it runs: on this machine alone, and as several nodes that meet, with one that hangs or
+sees other files."""
 
 import json
 import multiprocessing
@@ -45,32 +46,64 @@ def names_of(world: int) -> list[str]:
     return [f"n{rank}" for rank in range(world)]
 
 
-def node(rank: int, world: int, port: int, config_file: Path, out: Path, overrides: list[str], offloaded: bool) -> None:
+def node(
+    rank: int,
+    world: int,
+    port: int,
+    config_file: Path,
+    out: Path,
+    overrides: list[str],
+    offloaded: bool,
+) -> None:
     """One process of doctor, as srun starts it on a node called n<rank>."""
     os.environ |= {"SLURM_NTASKS": str(world), "SLURM_PROCID": str(rank), "SLURM_LOCALID": "0"}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "SLURMD_NODENAME": f"n{rank}"}
+    os.environ |= {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "SLURMD_NODENAME": f"n{rank}",
+    }
     for name in ("RANK", "WORLD_SIZE"):
         os.environ.pop(name, None)
     if offloaded:
         stuck = (Check("versions", lambda _: time.sleep(3600) or [], 1.0),)
         command.checks = lambda *_: (*stuck, *checks.checks(config, WAIT)[1:])  # type: ignore[assignment]
     config = load_config(PlanConfig, config_file, overrides, cli.PRESETS)
-    command.show = lambda reports: out.write_text(json.dumps([asdict(report) for report in reports]))  # type: ignore
+    command.show = lambda reports: out.write_text(
+        json.dumps([asdict(report) for report in reports])
+    )  # type: ignore
     code = command.doctor(
-        config, quick=True, wait=WAIT, broken_file=out.with_suffix(".broken"), node_names=names_of(world)
+        config,
+        quick=True,
+        wait=WAIT,
+        broken_file=out.with_suffix(".broken"),
+        node_names=names_of(world),
     )
     os._exit(code)
 
 
 def run_nodes(
-    folder: Path, config_file: Path, overrides: list[list[str]], offloaded: int | None = None, absent: int | None = None
+    folder: Path,
+    config_file: Path,
+    overrides: list[list[str]],
+    offloaded: int | None = None,
+    absent: int | None = None,
 ) -> Any:
-    """What node 0 says of as many nodes as there are overrides; the exit codes must tell the same."""
+    """What node 0 says of as many nodes as there are overrides; the exit codes must tell the
+    same."""
     port = free_port()
     context: Any = multiprocessing.get_context("fork")
     processes = [
         context.Process(
-            target=node, args=(rank, len(overrides), port, config_file, folder / str(rank), given, rank == offloaded)
+            target=node,
+            args=(
+                rank,
+                len(overrides),
+                port,
+                config_file,
+                folder / str(rank),
+                given,
+                rank == offloaded,
+            ),
         )
         for rank, given in enumerate(overrides)
         if rank != absent
@@ -109,7 +142,9 @@ def test_three_sound_nodes(tmp_path: Path, config_file: Path) -> None:
     assert not list(root.rglob(".doctor*")), "a file was left behind"
 
 
-def test_the_node_that_hangs_or_sees_other_files_is_named(tmp_path: Path, config_file: Path) -> None:
+def test_the_node_that_hangs_or_sees_other_files_is_named(
+    tmp_path: Path, config_file: Path
+) -> None:
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     (elsewhere / "train.jsonl").write_text('{"problem": "1 plus 1", "answer": "2"}\n')
@@ -120,10 +155,14 @@ def test_the_node_that_hangs_or_sees_other_files_is_named(tmp_path: Path, config
     assert hanging["status"] == "fault" and "hangs" in hanging["found"] and hanging["remedy"]
     (different,) = lines_of(said, "n1", "alike")
     assert different["status"] == "fault" and "files" in different["found"]
-    assert [line["status"] for line in lines_of(said, "n2", "config")] == ["ok"], "later checks go on"
+    assert [line["status"] for line in lines_of(said, "n2", "config")] == ["ok"], (
+        "later checks go on"
+    )
 
 
-def test_a_node_that_does_not_come_is_named(tmp_path: Path, config_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_that_does_not_come_is_named(
+    tmp_path: Path, config_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sys.modules[__name__], "WAIT", 8.0)
     said = run_nodes(tmp_path, config_file, [[], [], []], absent=1)
     assert said["broken_nodes"] == ["n1"]
@@ -131,7 +170,9 @@ def test_a_node_that_does_not_come_is_named(tmp_path: Path, config_file: Path, m
     assert line["status"] == "fault" and "rank 1" in line["found"]
 
 
-def test_alone_with_an_engine_and_bandwidth(config: PlanConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_alone_with_an_engine_and_bandwidth(
+    config: PlanConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     alone = Examination(config, Meeting(None, "here", 1), quick=False, wait=1)
     by_name = {check.name: check for check in checks.checks(config, 1)}
     (engine,) = perform(by_name["engine"], alone)
@@ -175,7 +216,7 @@ def test_a_node_that_sees_other_files_under_run_root_says_so(
     assert statuses == ["ok", "fault", "ok"] and report["broken_nodes"] == ["n1"]
 
 
-def test_no_engine_of_a_large_model_is_started_in_the_memory_of_a_login_node(
+def test_no_large_engine_starts_in_the_memory_of_a_login_node(
     config: PlanConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=64 << 30))
@@ -187,7 +228,9 @@ def test_no_engine_of_a_large_model_is_started_in_the_memory_of_a_login_node(
 def test_a_truncated_model_is_a_fault_and_the_exit_code_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    file = write_config(tmp_path / "train.yaml", train_config(tmp_path, make_model(tmp_path / "model")))
+    file = write_config(
+        tmp_path / "train.yaml", train_config(tmp_path, make_model(tmp_path / "model"))
+    )
     weights = tmp_path / "model" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
     codes: list[int] = []
@@ -198,6 +241,12 @@ def test_a_truncated_model_is_a_fault_and_the_exit_code_says_so(
     rows = {line.split()[0]: line for line in capfd.readouterr().out.splitlines() if line.strip()}
     assert codes == [1] and rows["config"].split()[1] == "fault" and "broken:" in rows
     assert "no GPU here" in rows["gpus"]
+    exit_code_of("doctor", file, "--quick", "--json")
+    content = json.loads(capfd.readouterr().out)
+    (report,) = content["nodes"]
+    assert codes == [1, 1] and content["broken"] == [report["node"]]
+    assert report["status"] == "fault"
+    assert {line["check"] for line in report["lines"] if line["status"] == "fault"} == {"config"}
 
 
 def test_an_all_reduce_that_hangs_is_killed() -> None:

@@ -46,14 +46,9 @@ class FakeGpu:
 
     def xml(self) -> str:
         return (
-            f"<gpu><product_name>{self.name}</product_name>"
-            f"<fb_memory_usage><total>{self.total} MiB</total><used>{self.used} MiB</used></fb_memory_usage>"
-            f"<ecc_mode><current_ecc>{self.ecc}</current_ecc></ecc_mode>"
-            f"<ecc_errors><volatile><dram_correctable>7</dram_correctable>"
-            f"<dram_uncorrectable>{self.uncorrected}</dram_uncorrectable></volatile></ecc_errors>"
-            f"<remapped_rows><remapped_row_pending>{self.pending}</remapped_row_pending>"
-            f"<remapped_row_failure>{self.failure}</remapped_row_failure></remapped_rows>"
-            f"<mig_mode><current_mig>{self.mig}</current_mig></mig_mode><compute_mode>{self.mode}</compute_mode></gpu>"
+            f"<gpu><product_name>{self.name}</product_name><fb_memory_usage><total>{self.total} "
+            f"MiB</total><used>{self.used} "
+            f"MiB</used></fb_memory_usage><ecc_mode><current_ecc>{self.ecc}</current_ecc></ecc_mode><ecc_errors><volatile><dram_correctable>7</dram_correctable><dram_uncorrectable>{self.uncorrected}</dram_uncorrectable></volatile></ecc_errors><remapped_rows><remapped_row_pending>{self.pending}</remapped_row_pending><remapped_row_failure>{self.failure}</remapped_row_failure></remapped_rows><mig_mode><current_mig>{self.mig}</current_mig></mig_mode><compute_mode>{self.mode}</compute_mode></gpu>"
         )
 
 
@@ -61,12 +56,14 @@ class FakeDriver:
     """An nvidia-smi of our own, first on PATH."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.gpus = folder, [FakeGpu() for _ in range(8)]
+        self.folder = folder
+        self.gpus = [FakeGpu() for _ in range(8)]
 
     def write(self) -> None:
         gpus = "".join(gpu.xml() for gpu in self.gpus)
         (self.folder / "log.xml").write_text(
-            f"<?xml version='1.0' ?><nvidia_smi_log><driver_version>580.95.05</driver_version>{gpus}</nvidia_smi_log>"
+            "<?xml version='1.0' "
+            f"?><nvidia_smi_log><driver_version>580.95.05</driver_version>{gpus}</nvidia_smi_log>"
         )
         script(self.folder / "nvidia-smi", f"exec cat {self.folder}/log.xml")
 
@@ -113,7 +110,9 @@ def test_healthy_gpus(driver: FakeDriver) -> None:
         (0, {"ecc": "Disabled"}, "warning", "ECC is off"),
     ],
 )
-def test_a_bad_gpu_is_named(driver: FakeDriver, number: int, change: dict[str, Any], status: str, named: str) -> None:
+def test_a_bad_gpu_is_named(
+    driver: FakeDriver, number: int, change: dict[str, Any], status: str, named: str
+) -> None:
     driver.gpus[number] = FakeGpu(**change)
     bad = [line for line in driver.judge() if line.status == status and named in line.found]
     assert bad and all(line.remedy for line in bad)
@@ -121,7 +120,11 @@ def test_a_bad_gpu_is_named(driver: FakeDriver, number: int, change: dict[str, A
 
 @pytest.mark.parametrize(
     ("text", "named"),
-    [(None, "No such file"), ("echo no devices >&2; exit 9", "no devices"), ("echo what", "syntax error")],
+    [
+        (None, "No such file"),
+        ("echo no devices >&2; exit 9", "no devices"),
+        ("echo what", "syntax error"),
+    ],
 )
 def test_a_tool_that_fails_is_named_in_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str | None, named: str
@@ -159,7 +162,9 @@ def test_network_adapters(ports: dict[str, bool]) -> None:
     assert statuses(judge_network(dict.fromkeys(ports, False), ADAPTERS)) == ["fault"]
 
 
-def test_adapters_without_a_provider_are_a_fault_though_the_kernel_shows_them(ports: dict[str, bool]) -> None:
+def test_adapters_without_a_provider_are_a_fault_despite_kernel(
+    ports: dict[str, bool],
+) -> None:
     (line,) = judge_network(ports, [])
     assert line.status == "fault" and "TCP" in line.found
     assert "ibverbs-providers" in line.remedy and "MELLANOX_VISIBLE_DEVICES" in line.remedy
@@ -192,22 +197,36 @@ def test_the_image_brings_what_opens_the_adapters() -> None:
         ([3e11, "no answer within 5 s"], 3e11, "fault", "device 1"),
     ],
 )
-def test_bandwidth(rates: list[float | str], expected: float | None, status: str, named: str) -> None:
-    measured = [Reduced(0.0, rate) if isinstance(rate, str) else Reduced(rate, network="IB") for rate in rates]
+def test_bandwidth(
+    rates: list[float | str], expected: float | None, status: str, named: str
+) -> None:
+    measured = [
+        Reduced(0.0, rate) if isinstance(rate, str) else Reduced(rate, network="IB")
+        for rate in rates
+    ]
     (line,) = allreduce.judge(measured, expected, "see clocks")
     assert line.status == status and named in line.found
     assert ("over IB" in line.found) == (status != "fault" or isinstance(rates[1], float))
 
 
 def test_tcp_beside_active_adapters_is_a_fault() -> None:
-    (line,) = allreduce.judge([Reduced(3e11, network="Socket")], None, "see NCCL_NET", beside_adapters=True)
+    (line,) = allreduce.judge(
+        [Reduced(3e11, network="Socket")], None, "see NCCL_NET", beside_adapters=True
+    )
     assert line.status == "fault" and "TCP" in line.found
-    (line,) = allreduce.judge([Reduced(3e11, network="IB")], None, "see NCCL_NET", beside_adapters=True)
+    (line,) = allreduce.judge(
+        [Reduced(3e11, network="IB")], None, "see NCCL_NET", beside_adapters=True
+    )
     assert line.status == "ok"
 
 
-def test_the_network_that_nccl_chose_is_read_from_its_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    said = "n1:1:1 [0] NCCL INFO NET/IB : No device found.\\nn1:1:1 [0] NCCL INFO Using network Socket\\n"
+def test_the_network_that_nccl_chose_is_read_from_its_words(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    said = (
+        "n1:1:1 [0] NCCL INFO NET/IB : No device found.\\nn1:1:1 [0] NCCL INFO Using network "
+        "Socket\\n"
+    )
     process = subprocess.Popen(
         ["printf", said + "\\n1.5e9\\n"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
@@ -216,20 +235,34 @@ def test_the_network_that_nccl_chose_is_read_from_its_words(monkeypatch: pytest.
 
 def test_versions_of_this_environment_are_supported() -> None:
     assert statuses(check_versions(False)) == ["ok"]
-    assert {"torch", "megatron-core", "sglang", "transformers", "transformer-engine"} <= VERSIONS.keys()
+    assert {
+        "torch",
+        "megatron-core",
+        "sglang",
+        "transformers",
+        "transformer-engine",
+    } <= VERSIONS.keys()
     with_gpus = {line.found: line.status for line in check_versions(True)}
     assert with_gpus["torch_memory_saver is not installed: no run starts"] == "fault"
     assert with_gpus["flash-attn is not installed: attention is cuDNN's or PyTorch's"] == "warning"
 
 
 def test_reports_survive_the_way_and_name_broken_nodes() -> None:
-    good = NodeReport("n1", 0, (Line("ok", "room", check="disk"), Line("not applicable", "no GPU here", check="ecc")))
+    good = NodeReport(
+        "n1",
+        0,
+        (Line("ok", "room", check="disk"), Line("not applicable", "no GPU here", check="ecc")),
+    )
     warned = NodeReport("n2", 8, (Line("warning", "little room", "make some", "disk"),))
-    bad = NodeReport("n3", 16, (Line("fault", "errors", "leave it out", "ecc"), Line("ok", "room", check="disk")))
+    bad = NodeReport(
+        "n3", 16, (Line("fault", "errors", "leave it out", "ecc"), Line("ok", "room", check="disk"))
+    )
     assert [report.status for report in (good, warned, bad)] == ["ok", "warning", "fault"]
     assert broken_nodes([good, warned]) == []
     assert broken_nodes([good, warned, bad]) == ["n3"]
-    assert [from_json(json.loads(json.dumps(asdict(report)))) for report in (good, warned, bad)] == [good, warned, bad]
+    assert [
+        from_json(json.loads(json.dumps(asdict(report)))) for report in (good, warned, bad)
+    ] == [good, warned, bad]
 
 
 @pytest.mark.parametrize("cache", ["/scratch/kernels/3f2a/triton", None])
@@ -240,12 +273,16 @@ def test_an_engine_that_started_shows_where_its_kernels_stay(
 
     async def answers(address: Any) -> None: ...
 
-    monkeypatch.setattr(checks, "EngineServer", lambda *_, **__: nullcontext(SimpleNamespace(address="")))
+    monkeypatch.setattr(
+        checks, "EngineServer", lambda *_, **__: nullcontext(SimpleNamespace(address=""))
+    )
     monkeypatch.setattr(checks, "_ask", answers)
     monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
     if cache is not None:
         monkeypatch.setenv("TRITON_CACHE_DIR", cache)
     (line,) = checks.check_engine(planned_config(make_model(tmp_path)), gpus=0)
     assert line.status == "ok" and "started and wrote" in line.found
-    assert line.found.endswith("; kernels are cached in /scratch/kernels/3f2a") == (cache is not None)
+    assert line.found.endswith("; kernels are cached in /scratch/kernels/3f2a") == (
+        cache is not None
+    )
     assert ("cached" in line.found) == (cache is not None)

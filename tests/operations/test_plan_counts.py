@@ -12,10 +12,11 @@ from plans import hf_config, model_dir
 from torch.utils.flop_counter import FlopCounterMode
 
 from vapo_megatron.config.model import LayoutConfig, RecomputeConfig
+from vapo_megatron.models.registry import read_spec
+from vapo_megatron.models.rules import Rule
 from vapo_megatron.operations.plan.inputs import Lengths
 from vapo_megatron.operations.plan.models import can_be_cut, shard
 from vapo_megatron.operations.plan.rollout import forward_flops, training_flops
-from vapo_megatron.weights.spec import ModelSpec, read_spec
 
 REAL = (
     "qwen2.5-math-1.5b.derived.json",
@@ -28,6 +29,8 @@ LAYOUTS = (
     LayoutConfig(),
     LayoutConfig(tp=2, sequence_parallel=True),
     LayoutConfig(pp=2),
+    LayoutConfig(pp=8),
+    LayoutConfig(pp=2, vpp=3),
     LayoutConfig(tp=2, pp=4, cp=2, sequence_parallel=True),
 )
 
@@ -53,15 +56,20 @@ def test_shards_add_up_to_the_model(tmp_path: Path, name: str, layout: LayoutCon
     assert can_be_cut(spec, layout, 16)
     shards = [shard(spec, "lm", layout, stage) for stage in range(layout.pp)]
     # All ranks of one replica hold the cut parts once and the whole ones tp times.
-    whole = sum(math.prod(rule.shard_shape(spec, 1)) for rule in spec.table.layer if is_whole(rule, spec))
-    copies = (layout.tp - 1) * (spec.num_layers * whole + spec.hidden_size)
+    whole = sum(
+        count * math.prod(rule.shard_shape(1))
+        for layer, count in spec.kinds.items()
+        for rule in layer.rules
+        if is_whole(rule)
+    )
+    copies = (layout.tp - 1) * (whole + spec.hidden_size)
     tied_copy = spec.vocab_size * spec.hidden_size if spec.tied and layout.pp > 1 else 0
     held = sum(part.dense * layout.tp + part.expert * layout.ep for part in shards)
     assert held == spec.parameter_count() + copies + tied_copy
 
 
-def is_whole(rule: Any, spec: ModelSpec) -> bool:
-    return bool(rule.shard_shape(spec, 1) == rule.shard_shape(spec, 2))
+def is_whole(rule: Rule) -> bool:
+    return rule.shard_shape(1) == rule.shard_shape(2)
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
@@ -80,18 +88,22 @@ def test_a_token_pays_for_the_experts_it_goes_through(tmp_path: Path) -> None:
     spec = read_spec(model_dir(tmp_path, "qwen3-30b-a3b.third-party-unsloth.json"))
     flops = forward_flops(spec, "lm", 1, 0, 1)
     embedding = spec.vocab_size * spec.hidden_size
-    norms = spec.num_layers * (2 * spec.hidden_size + 2 * spec.head_dim) + spec.hidden_size
+    norms = (
+        spec.num_layers * (2 * spec.hidden_size + 2 * spec.attention.head_dim) + spec.hidden_size
+    )
     assert flops.total == 2 * (spec.active_parameter_count() - embedding - norms)
 
 
 def test_recomputation_costs_what_it_computes_again(tmp_path: Path) -> None:
     spec = read_spec(model_dir(tmp_path, "qwen2.5-7b.derived.json"))
-    forward, layout = forward_flops(spec, "lm", 1000, 1e6, 1000), LayoutConfig()
+    forward = forward_flops(spec, "lm", 1000, 1e6, 1000)
+    layout = LayoutConfig()
 
     def total(**recompute: Any) -> float:
         return training_flops(spec, forward, layout, RecomputeConfig(**recompute)).total
 
-    none, full = total(), total(granularity="full")
+    none = total()
+    full = total(granularity="full")
     assert full - none == pytest.approx(forward.linear + forward.attention)
     assert total(granularity="selective") - none == pytest.approx(forward.attention)
 
@@ -102,7 +114,10 @@ def test_lengths_have_the_mean_and_the_longest_that_they_state(mean: float) -> N
     drawn = lengths.longest * torch.linspace(0, 1, 200_001, dtype=torch.float64) ** lengths.exponent
     assert float(drawn.mean()) == pytest.approx(mean, rel=1e-3)
     assert float((drawn**2).mean()) == pytest.approx(lengths.mean_square, rel=1e-3)
-    # A response is seen at each of its lengths: those that run at one moment have weights drawn, and half of them each.
+    # A response is seen at each of its lengths: those that run at one moment have weights drawn,
+    # and half of them each.
     assert lengths.running == pytest.approx(float((drawn**2).sum() / (2 * drawn.sum())), rel=1e-3)
     for tokens in (10.0, 300.0, 900.0):
-        assert lengths.still_running(tokens) == pytest.approx(float((drawn > tokens).double().mean()), abs=1e-3)
+        assert lengths.still_running(tokens) == pytest.approx(
+            float((drawn > tokens).double().mean()), abs=1e-3
+        )

@@ -1,4 +1,5 @@
-"""What a plan's seconds are made of: grading, drawn prompts, unequal engines, precision, measured efficiencies."""
+"""What a plan's seconds are made of: grading, drawn prompts, unequal engines, precision, measured
+efficiencies."""
 
 import json
 from pathlib import Path
@@ -18,7 +19,9 @@ from vapo_megatron.operations.plan.rollout import drawn_prompts, imbalance
 
 
 def plan(*overrides: str, example: str = "aime_qwen2.5_32b/vapo.yaml", world: int = 128) -> Plan:
-    return make_plan(load_config(PlanConfig, ROOT / "examples" / example, [*overrides], PRESETS), world)
+    return make_plan(
+        load_config(PlanConfig, ROOT / "examples" / example, [*overrides], PRESETS), world
+    )
 
 
 @pytest.mark.parametrize(
@@ -35,18 +38,32 @@ def test_prompts_are_drawn_until_enough_groups_are_informative(
 
 def test_dynamic_sampling_pays_for_what_it_drops() -> None:
     phases = plan(example="aime_qwen2.5_32b/dapo.yaml").time.phases
-    without = plan("algorithm.dynamic_sampling.max_rounds=null", example="aime_qwen2.5_32b/dapo.yaml").time.phases
+    without = plan(
+        "algorithm.dynamic_sampling.max_rounds=null", example="aime_qwen2.5_32b/dapo.yaml"
+    ).time.phases
     assert phases["rollout"] > 2 * without["rollout"]
     assert phases["verify"] == without["verify"], "of the last group"
     assert phases["update_policy"] == without["update_policy"]
     assert phases["rollout"] / sum(phases.values()) > 0.65
 
 
+def test_every_update_of_the_critic_and_every_epoch_is_counted() -> None:
+    once = plan().time.phases
+    thrice = plan("algorithm.update.critic_updates_per_policy_update=3").time.phases
+    twice = plan("algorithm.update.epochs=2").time.phases
+    assert thrice["update_critic"] == pytest.approx(3 * once["update_critic"])
+    assert thrice["update_policy"] == once["update_policy"]
+    for phase in ("update_critic", "update_policy"):
+        assert twice[phase] == pytest.approx(2 * once[phase])
+
+
 def test_grading_costs_what_generation_does_not_hide() -> None:
     free, fast, slow = (plan(f"plan.grade_seconds={seconds}") for seconds in (0, 0.4, 400))
     assert fast.time.step - free.time.step == pytest.approx(16 * 0.4 / 32), "the last group"
     graded = 512 * 16 * 400 / 32
-    assert slow.time.phases["rollout"] + slow.time.phases["verify"] == pytest.approx(graded), "workers cannot keep up"
+    assert slow.time.phases["rollout"] + slow.time.phases["verify"] == pytest.approx(graded), (
+        "workers cannot keep up"
+    )
 
 
 def test_more_engines_differ_more() -> None:
@@ -65,6 +82,14 @@ def test_engines_hold_weights_in_their_own_precision() -> None:
     assert plan(*fp8).time.phases["rollout"] < plan().time.phases["rollout"]
 
 
+def test_log_probs_of_engines_leave_a_sixteenth_of_the_pass() -> None:
+    within = "algorithm.update.rollout_logprobs_within=0.001"
+    scored, spared = plan().time.phases, plan(within).time.phases
+    assert spared["score_policy"] < scored["score_policy"] / 10
+    others = {name: seconds for name, seconds in scored.items() if name != "score_policy"}
+    assert {name: spared[name] for name in others} == others
+
+
 EXTERNAL = tuple(f"http://10.0.0.{number}:30000" for number in range(6))
 
 
@@ -73,17 +98,29 @@ def test_engines_elsewhere_work_ahead_of_the_trainer() -> None:
     apart = plan(urls, world=80)
     corrected = ("rollout.asynchronous.max_staleness=1", "algorithm.importance_sampling.kind=tis")
     ahead = plan(urls, *corrected, world=80)
-    assert apart.engines == 6 and apart.time.phases["update_policy"] == ahead.time.phases["update_policy"]
+    assert (
+        apart.engines == 6
+        and apart.time.phases["update_policy"] == ahead.time.phases["update_policy"]
+    )
     training = sum(seconds for name, seconds in ahead.time.phases.items() if name != "rollout")
     generated = apart.time.phases["rollout"] + apart.time.phases["verify"]
     assert ahead.time.step == pytest.approx(max(training, generated))
-    assert all("KV cache" not in phase.parts and "engine weights" not in phase.parts for phase in apart.memory.phases)
-    assert apart.memory.engine.cache_tokens > plan(world=80).memory.engine.cache_tokens, "all of their own GPUs"
-    assert apart.gpu_hours == pytest.approx((80 + 6 * apart.config.rollout.tp) * apart.seconds / 3600)
+    assert all(
+        "KV cache" not in phase.parts and "engine weights" not in phase.parts
+        for phase in apart.memory.phases
+    )
+    assert apart.memory.engine.cache_tokens > plan(world=80).memory.engine.cache_tokens, (
+        "all of their own GPUs"
+    )
+    assert apart.gpu_hours == pytest.approx(
+        (80 + 6 * apart.config.rollout.tp) * apart.seconds / 3600
+    )
 
 
 def test_buckets_of_weights_cost_their_requests() -> None:
-    few, many = (plan(f"rollout.sync.bucket_mib={size}").time.phases["weight_sync"] for size in (2048, 256))
+    few, many = (
+        plan(f"rollout.sync.bucket_mib={size}").time.phases["weight_sync"] for size in (2048, 256)
+    )
     buckets = 2 * 32.76e9 / 2**20
     assert many - few == pytest.approx(0.02 * (buckets / 256 - buckets / 2048), rel=0.01)
 
@@ -123,23 +160,39 @@ def test_a_reference_that_is_replaced_is_part_of_a_checkpoint() -> None:
     kl = "algorithm.kl={{placement: loss, estimator: k3, coef: 0.001, replace_reference_every: {}}}"
     kept, replaced = (plan(kl.format(every)) for every in ("null", 100))
     weights = 2 * replaced.models["actor"].spec.parameter_count()
-    parts = [made.memory.host.parts["copy of the state that is being saved"] for made in (kept, replaced)]
+    parts = [
+        made.memory.host.parts["copy of the state that is being saved"] for made in (kept, replaced)
+    ]
     assert parts[1] - parts[0] == pytest.approx(weights * 8 / 128, rel=1e-3), (
         "what the eight ranks of a node save of it"
     )
     sizes = {name: replaced.models[name].spec.parameter_count() for name in ("actor", "critic")}
-    assert checkpoint_bytes(replaced.config, sizes) - checkpoint_bytes(kept.config, sizes) == weights
+    assert (
+        checkpoint_bytes(replaced.config, sizes) - checkpoint_bytes(kept.config, sizes) == weights
+    )
 
 
 def test_experts_and_running_responses_have_rates_of_their_own() -> None:
-    mixture = ("model.path=Qwen3-30B-A3B", "actor.layout={tp: 1, ep: 8, sequence_parallel: false}", "rollout.tp=2")
+    mixture = (
+        "model.path=Qwen3-30B-A3B",
+        "actor.layout={tp: 1, ep: 8, sequence_parallel: false}",
+        "rollout.tp=2",
+    )
     fast, slow = (
-        plan(*mixture, f"hardware.efficiency.experts={share}", example="aime_qwen2.5_32b/grpo.yaml").time.phases
+        plan(
+            *mixture, f"hardware.efficiency.experts={share}", example="aime_qwen2.5_32b/grpo.yaml"
+        ).time.phases
         for share in (0.2, 0.1)
     )
-    assert 1.4 < slow["score_policy"] / fast["score_policy"] < 2 and slow["rollout"] == fast["rollout"]
+    assert (
+        1.4 < slow["score_policy"] / fast["score_policy"] < 2 and slow["rollout"] == fast["rollout"]
+    )
     assert plan("hardware.efficiency.experts=0.1").time == plan().time, "a dense model has none"
-    free, slowed = (plan(f"hardware.efficiency.request_overhead={seconds}") for seconds in (0, 1e-4))
+    free, slowed = (
+        plan(f"hardware.efficiency.request_overhead={seconds}") for seconds in (0, 1e-4)
+    )
     uneven = imbalance(free.engines, 512, 512 * 16, free.lengths)
     tokens = 512 * 16 / free.engines * uneven * free.lengths.mean
-    assert slowed.time.phases["rollout"] - free.time.phases["rollout"] == pytest.approx(tokens * 1e-4, rel=0.01)
+    assert slowed.time.phases["rollout"] - free.time.phases["rollout"] == pytest.approx(
+        tokens * 1e-4, rel=0.01
+    )

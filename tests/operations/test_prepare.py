@@ -10,11 +10,13 @@ import pyarrow.parquet
 import pytest
 
 from vapo_megatron.errors import BadInput
-from vapo_megatron.operations.preparation import LAYOUTS, find_layout, prepare, read_row
+from vapo_megatron.operations.preparation import prepare
+from vapo_megatron.operations.problem_rows import LAYOUTS, find_layout, read_row
 from vapo_megatron.rewards.math import grade
 
 INSTRUCTIONS = (
-    "Solve the following math problem step by step. The last line of your response should be of the form Answer: "
+    "Solve the following math problem step by step. The last line of your response should be of "
+    "the form Answer: "
     "$Answer (without quotes) where $Answer is the answer to the problem.\n\n{}\n\n"
     'Remember to put your answer on its own line after "Answer:".'
 )
@@ -38,7 +40,12 @@ def _rows(path: Path) -> list[dict[str, Any]]:
             "extra_info": {"index": "x"},
         },
         {"id": "x", "problem": "What is 3 + 4?", "answer": 7},
-        {"unique_id": "x", "problem": "What is 3 + 4?", "solution": r"It is $\boxed{7}$.", "level": 1},
+        {
+            "unique_id": "x",
+            "problem": "What is 3 + 4?",
+            "solution": r"It is $\boxed{7}$.",
+            "level": 1,
+        },
         {"ID": "x", "Problem": "What is 3 + 4?", "Answer": 7, "Solution": "..."},
         {"id": "x", "question": "What is 3 + 4?", "answer": "3 + 4 = <<3+4=7>>7\n#### 7"},
         {"id": "x", "prompt": "What is 3 + 4?", "solution": "\\[\n\\boxed{7}\n\\]"},
@@ -52,7 +59,9 @@ def test_every_published_form_gives_the_same_problem(row: dict[str, Any]) -> Non
 
 
 def test_each_row_left_out_has_its_reason(tmp_path: Path) -> None:
-    asked = "How many positive integers below one hundred are divisible by both six and eight at once?"
+    asked = (
+        "How many positive integers below one hundred are divisible by both six and eight at once?"
+    )
     source = _write(
         tmp_path / "train.jsonl",
         [
@@ -77,13 +86,16 @@ def test_each_row_left_out_has_its_reason(tmp_path: Path) -> None:
     }
     report = json.loads((tmp_path / "out.jsonl.report.json").read_text())
     assert (report["rows"], report["kept"], report["left_out"]["repeated"]) == (7, 2, 1)
-    assert {one["place"] for one in report["rows_left_out"] if one["id"] == "known"} == {f"{source}:5"}
+    assert {one["place"] for one in report["rows_left_out"] if one["id"] == "known"} == {
+        f"{source}:5"
+    }
     assert outcome.rows == outcome.kept + sum(outcome.counts().values())
     prepare([str(source)], out, [against], integers_only=True)
     assert [row["id"] for row in _rows(out)] == ["kept"]
 
 
 def test_parquet_and_jsonl_of_the_same_rows_give_the_same_file(tmp_path: Path) -> None:
+    # The published file repeats every prompt a hundred times
     rows = [
         {
             "data_source": "math_dapo",
@@ -92,7 +104,7 @@ def test_parquet_and_jsonl_of_the_same_rows_give_the_same_file(tmp_path: Path) -
             "extra_info": {"index": f"row-{n}"},
         }
         for n in range(5)
-    ] * 3  # the published file repeats every prompt a hundred times
+    ] * 3
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
     _write(tmp_path / "a.jsonl", rows)
     for kind in ("parquet", "jsonl"):
@@ -106,7 +118,8 @@ def test_parquet_and_jsonl_of_the_same_rows_give_the_same_file(tmp_path: Path) -
 
 
 def test_a_data_set_of_the_hub_is_read_from_its_cache(tmp_path: Path, hub_cache: Path) -> None:
-    """The hub's own cache layout, made by hand: what `hf download` leaves on a machine without network."""
+    """The hub's own cache layout, made by hand: what `hf download` leaves on a machine without
+    network."""
     repository = hub_cache / "datasets--some--set"
     folder = repository / "snapshots" / "0123" / "data"
     folder.mkdir(parents=True)
@@ -118,22 +131,34 @@ def test_a_data_set_of_the_hub_is_read_from_its_cache(tmp_path: Path, hub_cache:
     for split, answer in (("", "7"), (":test", "8")):
         prepare([f"hub:some/set{split}"], tmp_path / "out.jsonl")
         assert [row["answer"] for row in _rows(tmp_path / "out.jsonl")] == [answer]
-    (folder / "train-00000-of-00001.parquet").rename(folder / "some-name.parquet")  # as DAPO-Math-17k's has it
+    # As DAPO-Math-17k's has it
+    (folder / "train-00000-of-00001.parquet").rename(folder / "some-name.parquet")
     (folder / "test-00000-of-00001.parquet").unlink()
     (folder / "more.json").write_text(json.dumps([{"problem": "Which?", "answer": "9"}]))
     prepare(["hub:some/set"], tmp_path / "out.jsonl")
     assert sorted(row["answer"] for row in _rows(tmp_path / "out.jsonl")) == ["7", "9"]
     with pytest.raises(BadInput, match=r"no file of validation among .*some-name"):
         prepare(["hub:some/set:validation"], tmp_path / "no.jsonl")
-    with pytest.raises(BadInput, match=r"other/set: cannot be downloaded .*hf download --repo-type dataset other/set"):
+    with pytest.raises(
+        BadInput,
+        match=r"other/set: cannot be downloaded .*hf download --repo-type dataset other/set",
+    ):
         prepare(["hub:other/set"], tmp_path / "no.jsonl")
 
 
 @pytest.mark.parametrize(
     ("rows", "options", "message"),
     [
-        ([{"text": "a"}], {}, r"in\.jsonl:1: has the fields text; expected prompt \+ reward_model, or"),
-        ([{"problem": "a", "answer": "1"}, {"text": "b"}], {}, r"in\.jsonl:2: has the fields text; expected problem"),
+        (
+            [{"text": "a"}],
+            {},
+            r"in\.jsonl:1: has the fields text; expected prompt \+ reward_model, or",
+        ),
+        (
+            [{"problem": "a", "answer": "1"}, {"text": "b"}],
+            {},
+            r"in\.jsonl:2: has the fields text; expected problem",
+        ),
         ([{"problem": "a", "answer": ""}], {}, r"no row is left of 1 \(1 empty\)"),
         (
             [{"problem": "a", "answer": "1"}],
@@ -141,9 +166,12 @@ def test_a_data_set_of_the_hub_is_read_from_its_cache(tmp_path: Path, hub_cache:
             r"in\.jsonl:1: no field 'source' among answer, problem",
         ),
         (
-            [{"id": "x", "problem": "a", "answer": "1"}, {"id": "x", "problem": "b", "answer": "1"}],
+            [
+                {"id": "x", "problem": "a", "answer": "1"},
+                {"id": "x", "problem": "b", "answer": "1"},
+            ],
             {},
-            r"in\.jsonl:2: id x is also that of .*in\.jsonl:1",
+            r"in\.jsonl:2: id x is used by .*in\.jsonl:1",
         ),
     ],
 )
@@ -182,5 +210,7 @@ def test_problems_that_differ_by_a_sign_are_two(tmp_path: Path) -> None:
         ("Is $x$ in $(0,1]$?", "1"),
         ("Is $x$ in $[0,1)$?", "2"),
     ]
-    source = _write(tmp_path / "a.jsonl", [{"problem": text, "answer": answer} for text, answer in pairs])
+    source = _write(
+        tmp_path / "a.jsonl", [{"problem": text, "answer": answer} for text, answer in pairs]
+    )
     assert prepare([str(source)], tmp_path / "out.jsonl").kept == 4

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from called import exit_code_of
 
 from vapo_megatron.errors import BadInput
 from vapo_megatron.evaluation.metrics import mean_of_last
@@ -34,9 +35,15 @@ def test_only_panels_with_figures_are_drawn() -> None:
     assert titles([row(1, unknown=0.5)]) == []
 
 
-def test_how_far_a_calibrated_critic_is_trusted_is_drawn_beside_what_it_explains() -> None:
-    metrics = {f"critic/{name}": 0.1 for name in ("explained_calibrated", "trust", "past_slope", "group_weight")}
-    drawn = {panel.title: [c.metric for c in panel.curves] for panel in panels_of([{"step": 1} | metrics])}
+def test_report_draws_trust_beside_explained_variance() -> None:
+    metrics = {
+        f"critic/{name}": 0.1
+        for name in ("explained_calibrated", "trust", "past_slope", "group_weight")
+    }
+    drawn = {
+        panel.title: [c.metric for c in panel.curves]
+        for panel in panels_of([{"step": 1} | metrics])
+    }
     assert drawn == {
         "Explained variance: critic, free baselines": ["critic/explained_calibrated"],
         "Trust in the critic, and its weight in calibrated values": [
@@ -47,14 +54,19 @@ def test_how_far_a_calibrated_critic_is_trusted_is_drawn_beside_what_it_explains
 
 def test_pretraining_is_drawn_against_its_own_counter() -> None:
     metrics = {"value_pretraining/value_loss": 0.3, "value_pretraining/explained_variance": 0.2}
-    rows: list[dict[str, Any]] = [{"step": 0, "value_pretraining/iteration": step} | metrics for step in (1, 2, 3)]
+    rows: list[dict[str, Any]] = [
+        {"step": 0, "value_pretraining/iteration": step} | metrics for step in (1, 2, 3)
+    ]
     (panel,) = panels_of(rows)
     assert panel.counter == "value_pretraining/iteration"
     assert series(rows, panel.curves[0].metric)[0] == [1, 2, 3]
 
 
 def test_phases_that_run_now_and_then_stay_out_of_the_picture() -> None:
-    rows = [row(step, time__step=5.0, time__rollout=3.0, time__critic_update=2.0) for step in range(1, 9)]
+    rows = [
+        row(step, time__step=5.0, time__rollout=3.0, time__critic_update=2.0)
+        for step in range(1, 9)
+    ]
     rows[3]["time/evaluation"] = 100.0
     (panel,) = panels_of(rows)
     assert [curve.label for curve in panel.curves] == ["rollout", "critic update"]
@@ -66,9 +78,13 @@ def test_a_run_of_one_step_and_of_nothing_finite_can_be_reported(tmp_path: Path)
 
 
 @pytest.mark.parametrize("rows", [[], None])
-def test_without_a_step_there_is_no_report(tmp_path: Path, rows: list[dict[str, Any]] | None) -> None:
+def test_without_a_step_there_is_no_report(
+    tmp_path: Path, rows: list[dict[str, Any]] | None
+) -> None:
     folder = tmp_path / "absent" if rows is None else run_dir(tmp_path, rows)
-    with pytest.raises(BadInput, match="no such run directory" if rows is None else "no step in it"):
+    with pytest.raises(
+        BadInput, match="no such run directory" if rows is None else "no step in it"
+    ):
         write_report([folder])
 
 
@@ -77,18 +93,34 @@ def test_without_a_step_there_is_no_report(tmp_path: Path, rows: list[dict[str, 
     [
         ("metrics.jsonl", b"\xff\x00", r"metrics\.jsonl: no step in it"),
         ("metrics.jsonl", b"\xff\x00\n", r"metrics\.jsonl:1: not UTF-8"),
-        ("metrics.jsonl", b'{"step": 1, "reward/mean": "good"}\n', r"metrics\.jsonl:1: reward/mean is good"),
-        ("metrics.jsonl", b'{"step": 1, "reward/mean": NaN}\n', r"metrics\.jsonl:1: reward/mean is nan"),
+        (
+            "metrics.jsonl",
+            b'{"step": 1, "reward/mean": "good"}\n',
+            r"metrics\.jsonl:1: reward/mean is good",
+        ),
+        (
+            "metrics.jsonl",
+            b'{"step": 1, "reward/mean": NaN}\n',
+            r"metrics\.jsonl:1: reward/mean is nan",
+        ),
         ("metrics.jsonl", b'{"reward/mean": 1}\n', r"metrics\.jsonl:1: step is None"),
-        ("evaluation.json", b'{"sets": [{"name": "aime"}]}', r"evaluation\.json: not written by an evaluation"),
-        ("evaluation.json", b'{"sets": {"aime": 1}}', r"evaluation\.json: not written by an evaluation"),
+        (
+            "evaluation.json",
+            b'{"sets": [{"name": "aime"}]}',
+            r"evaluation\.json: not written by an evaluation",
+        ),
+        (
+            "evaluation.json",
+            b'{"sets": {"aime": 1}}',
+            r"evaluation\.json: not written by an evaluation",
+        ),
         ("evaluation.json", b'{"sets": [{"na', r"evaluation\.json: cannot be read as JSON"),
         ("environment.json", b"[1]", r"environment\.json: expected a JSON object"),
         ("config.yaml", b"run: null\npreset: \xff\n", None),
         ("samples/step_of_another_tool.jsonl", b"{}", None),
     ],
 )
-def test_a_directory_with_something_else_in_it_is_told_in_one_line_or_read(
+def test_directory_with_other_contents_named_in_one_line_or_read(
     tmp_path: Path, file: str, content: bytes, message: str | None
 ) -> None:
     folder = run_dir(tmp_path, [row(1, accuracy__mean=0.5)])
@@ -102,7 +134,9 @@ def test_a_directory_with_something_else_in_it_is_told_in_one_line_or_read(
     assert "\n" not in str(told.value) and not (folder / "report.html").exists()
 
 
-def test_runs_of_one_name_are_told_apart_and_left_alone_where_a_page_is_named(tmp_path: Path) -> None:
+def test_runs_of_one_name_are_told_apart_beside_a_named_page(
+    tmp_path: Path,
+) -> None:
     folders = []
     for seed in ("seed1", "seed2"):
         (tmp_path / seed).mkdir()
@@ -116,8 +150,12 @@ def test_samples_of_evaluations_are_those_of_the_last_one(tmp_path: Path) -> Non
     folder = run_dir(tmp_path, [row(1)])
     (folder / "evaluation").mkdir()
     for step in (10, 20):
-        (folder / "evaluation" / f"step_{step:06d}_aime.jsonl").write_text(f'{{"response": "of {step}"}}\n')
-    result = dict.fromkeys(("problems", "samples"), 1) | dict.fromkeys(("avg_at_k", "low", "high", "pass_at_k"), 0.5)
+        (folder / "evaluation" / f"step_{step:06d}_aime.jsonl").write_text(
+            f'{{"response": "of {step}"}}\n'
+        )
+    result = dict.fromkeys(("problems", "samples"), 1) | dict.fromkeys(
+        ("avg_at_k", "low", "high", "pass_at_k"), 0.5
+    )
     result |= {"name": "aime", "maj_at_k": 0.5, "response_length": 3.0, "truncated": 0.0}
     assert read_run(folder).samples() == []
     (folder / "evaluation.json").write_text(json.dumps({"step": 20, "sets": [result]}))
@@ -141,7 +179,8 @@ def test_figures_say_what_was_reached_and_what_the_critic_adds() -> None:
             time__step=60.0,
             time__rollout=45.0,
             time__verify=15.0,
-            critic__explained_variance=0.5 + 0.2 * (step % 2),  # 0.1 beside the mean: t(9) 2.262 * 0.1054 / sqrt(10)
+            critic__explained_variance=0.5
+            + 0.2 * (step % 2),  # 0.1 beside the mean: t(9) 2.262 * 0.1054 / sqrt(10)
             **free,
         )
         for step in range(1, 11)
@@ -160,12 +199,17 @@ def test_figures_say_what_was_reached_and_what_the_critic_adds() -> None:
     assert mean_of_last([-9.0] + [0.5, 0.7] * 5) == "0.60 ± 0.08" and mean_of_last([0.5]) == "0.50"
     run = Run(Path("run"), rows, {"sets": [result]}, config="preset: vapo\nrun: {steps: 20}\n")
     assert headline(run) == [
-        ("unseen, avg@4", "0.750", "95 % interval 0.700 to 0.800, 50 problems, before training 0.250"),
+        (
+            "unseen, avg@4",
+            "0.750",
+            "95 % interval 0.700 to 0.800, 50 problems, before training 0.250",
+        ),
         ("accuracy in training", "1.000", "last tenth of steps; first 0.100"),
         (
             "the critic explains",
             "0.60",
-            "± 0.08 of the variance of returns, last 10 steps; the mean of the other responses 0.40 ± 0.00, "
+            "± 0.08 of the variance of returns, last 10 steps; the mean of the other responses "
+            "0.40 ± 0.00, "
             "position alone 0.10 ± 0.00",
         ),
         ("steps", "10 of 20", "in 10.0 minutes"),
@@ -174,11 +218,17 @@ def test_figures_say_what_was_reached_and_what_the_critic_adds() -> None:
     ]
 
 
-def test_the_first_responses_to_many_problems_come_before_second_ones(tmp_path: Path) -> None:
+def test_first_responses_come_before_second_ones(tmp_path: Path) -> None:
     folder = run_dir(tmp_path, [row(1)])
     (folder / "samples").mkdir()
-    rows = [{"group": group, "index": index, "response": "x" * 1000} for group in range(3) for index in range(2)]
-    (folder / "samples" / "step_000001.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in rows))
+    rows = [
+        {"group": group, "index": index, "response": "x" * 1000}
+        for group in range(3)
+        for index in range(2)
+    ]
+    (folder / "samples" / "step_000001.jsonl").write_text(
+        "".join(json.dumps(entry) + "\n" for entry in rows)
+    )
     order = [(sample["group"], sample["index"]) for sample in read_run(folder).samples()]
     assert order == [(0, 0), (1, 0), (2, 0), (0, 1), (1, 1), (2, 1)]
 
@@ -188,14 +238,16 @@ def test_a_run_says_what_it_was_on_top(tmp_path: Path) -> None:
     (folder / "config.yaml").write_text(
         "preset: vapo\nmodel: {path: m}\ndata: {train: {a.jsonl: 2, b.jsonl: {weight: 1}}}\n"
     )
-    (folder / "environment.json").write_text('{"hostname": "n1", "cpu_cores": 2, "commit": "0123456789abcdef"}')
+    (folder / "environment.json").write_text(
+        '{"hostname": "n1", "cpu_cores": 2, "commit": "0123456789abcdef"}'
+    )
     facts = read_run(folder).facts()
     assert facts.pop("date").startswith("20")
     expected = {"preset": "vapo", "model": "m", "data": "a.jsonl, b.jsonl"}
     assert facts == expected | {"machine": "n1 (2 cores)", "commit": "0123456789"}
 
 
-def test_samples_are_of_steps_from_the_first_to_the_last_and_bounded(tmp_path: Path) -> None:
+def test_samples_are_bounded_and_span_first_to_last_step(tmp_path: Path) -> None:
     folder = run_dir(tmp_path, [row(1)])
     (folder / "samples").mkdir()
     for step in range(1, 101):
@@ -212,3 +264,24 @@ def test_turns_have_a_curve_each_as_far_as_episodes_went() -> None:
     (panel,) = panels_of(rows)
     assert panel.title == "Episodes, by turn: seconds of tools after it"
     assert [curve.label for curve in panel.curves] == ["turn 1", "turn 2", "turn 3"]
+
+
+@pytest.mark.parametrize(
+    ("file", "named"),
+    [
+        ("environment.json", "cannot be read as JSON (it is nested too deeply)"),
+        ("evaluation.json", "cannot be read as JSON (it is nested too deeply)"),
+        ("samples/step_000001.jsonl", ":1: not JSON"),
+    ],
+)
+def test_a_file_nested_too_deeply_is_one_line(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], file: str, named: str
+) -> None:
+    folder = run_dir(tmp_path, [row(1, reward__mean=0.5)])
+    path = folder / file
+    path.parent.mkdir(exist_ok=True)
+    path.write_text('{"a": ' + "[" * 100_000)
+    assert exit_code_of("report", folder) == 2
+    error = capfd.readouterr().err
+    assert error.startswith(f"vapo-megatron: {path}") and error.count("\n") == 1, error
+    assert named in error

@@ -1,4 +1,5 @@
-"""The page of a report, as a browser shows it: curves, samples, several runs, evaluations, a run that goes on."""
+"""The page of a report, as a browser shows it: curves, samples, several runs, evaluations, a run
+that goes on."""
 
 import json
 import re
@@ -13,22 +14,38 @@ from typing import Any
 
 import pytest
 
+from vapo_megatron.errors import BadInput
 from vapo_megatron.operations.report.report import make_server, write_report
 
-HOSTILE = "</script><script>document.title='taken'</script><img src=x onerror=\"document.title='taken'\"> \u2028"
+HOSTILE = (
+    "</script><script>document.title='taken'</script><img src=x "
+    "onerror=\"document.title='taken'\"> \u2028"
+)
 Browse = Callable[[str], str]
 
 
 @pytest.fixture(scope="module")
 def browse(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Browse:
-    """A page after its scripts have run, as HTML. Without a browser it skips, or fails under --require-browser."""
+    """A page after its scripts have run, as HTML. Without a browser it skips, or fails under
+    --require-browser."""
     browser = shutil.which("chromium") or shutil.which("google-chrome")
     if browser is None:
         if request.config.getoption("--require-browser"):
             pytest.fail("no Chromium")
         pytest.skip("no Chromium")
-    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"]
-    flags += ["--disable-background-networking", "--disable-component-update", "--virtual-time-budget=3000"]
+    flags = [
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-quic",
+        "--no-first-run",
+        "--disable-sync",
+    ]
+    flags += [
+        "--disable-background-networking",
+        "--disable-component-update",
+        "--virtual-time-budget=3000",
+    ]
     flags.append(f"--user-data-dir={tmp_path_factory.mktemp('browser')}")
 
     def dump(address: str) -> str:
@@ -68,12 +85,21 @@ def train_run(folder: Path, steps: int = 3, name: str = "my run") -> Path:
     (made / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (made / "config.yaml").write_text(f"preset: vapo # {HOSTILE}\n")
     samples = [
-        {"problem": f"p{n}", "answer": "1", "response": f"{HOSTILE} number {n}", "tokens": 10 * n, "reward": n % 2,
+        {"problem": f"p{n}", "answer": "1", "response": f"{HOSTILE} number {n}", "tokens": 10 * n, (
+            "reward"
+        ): n % 2,
          "correct": bool(n % 2), "prompt_id": n, "finish_reason": "stop", "grade_reason": "equal"}
         for n in (2, 1, 3)
     ]  # fmt: skip
-    samples[0]["estimates"] = {"left_out": 0, "tokens": ["<b>", "end"], "values": [0.1, 0.9], "advantages": [-1, 2]}
-    (made / "samples" / "step_000003.jsonl").write_text("".join(json.dumps(row) + "\n" for row in samples))
+    samples[0]["estimates"] = {
+        "left_out": 0,
+        "tokens": ["<b>", "end"],
+        "values": [0.1, 0.9],
+        "advantages": [-1, 2],
+    }
+    (made / "samples" / "step_000003.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in samples)
+    )
     return made
 
 
@@ -86,10 +112,14 @@ def order_of_samples(page: str) -> list[str]:
     return re.findall(r"class=\"problem\">p(\d)", shown(page))
 
 
-def test_curves_samples_and_alarms_are_drawn_and_nothing_of_a_response_runs(tmp_path: Path, browse: Browse) -> None:
+def test_page_draws_curves_and_runs_nothing_of_a_response(tmp_path: Path, browse: Browse) -> None:
     run_dir = train_run(tmp_path)
     (run_dir / "profile").mkdir()
-    traces = ["step_00002_rank0.json.gz", "step_00002_rank0.memory.pickle", "step_00002_rank1.json.gz"]
+    traces = [
+        "step_00002_rank0.json.gz",
+        "step_00002_rank0.memory.pickle",
+        "step_00002_rank1.json.gz",
+    ]
     for name in traces:
         (run_dir / "profile" / name).touch()
     path = write_report([run_dir])
@@ -101,7 +131,10 @@ def test_curves_samples_and_alarms_are_drawn_and_nothing_of_a_response_runs(tmp_
     assert "&lt;/script&gt;" in shown(page) and "<img" not in shown(page)
     assert "1.25" in shown(page), "the highest memory of a phase"
     tokens = re.findall(r'<span class="token" title="([^"]*)" style="background:rgba\((\d+)', page)
-    assert tokens == [("token 0: value 0.1, advantage -1", "220"), ("token 1: value 0.9, advantage 2", "37")]
+    assert tokens == [
+        ("token 0: value 0.1, advantage -1", "220"),
+        ("token 1: value 0.9, advantage 2", "37"),
+    ]
 
 
 def test_the_page_needs_no_network(tmp_path: Path) -> None:
@@ -109,7 +142,8 @@ def test_the_page_needs_no_network(tmp_path: Path) -> None:
     addresses = set(re.findall(r"https?://[^\s\"'<>]+", text))
     assert addresses == {"http://www.w3.org/2000/svg"}, "a name of SVG's, which nobody loads"
     assert not re.findall(
-        r"<(?:link|img|iframe)\b|<script[^>]*\bsrc=", re.sub(r"<script.*?</script>", "", text, flags=re.S)
+        r"<(?:link|img|iframe)\b|<script[^>]*\bsrc=",
+        re.sub(r"<script.*?</script>", "", text, flags=re.S),
     )
 
 
@@ -120,12 +154,40 @@ def test_the_page_needs_no_network(tmp_path: Path) -> None:
         ("sort=length&order=up", "123"),
         ("sort=reward", "132"),
         ("grade=incorrect", "2"),
+        ("shortest=15&longest=30", "23"),
+        ("lowest=0.4&highest=0.6", "2"),
+        ("sort=value&order=up", "132"),
         ("sort=no", "213"),
     ],
 )
-def test_samples_are_sorted_and_chosen(tmp_path: Path, browse: Browse, chosen: str, order: str) -> None:
+def test_samples_are_sorted_and_chosen(
+    tmp_path: Path, browse: Browse, chosen: str, order: str
+) -> None:
     path = write_report([train_run(tmp_path)])
     assert order_of_samples(browse(f"{path.as_uri()}#{chosen}")) == list(order)
+
+
+def test_colours_bands_and_small_numbers_are_explained(tmp_path: Path, browse: Browse) -> None:
+    run = train_run(tmp_path)
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    lengths = {f"response_length/{name}": n for name, n in (("mean", 9), ("min", 2), ("max", 30))}
+    kl = (3e-15, 2e-14, 4e-4)
+    rows = [json.loads(line) for line in lines]
+    rows = [row | lengths | {"actor/train_infer_kl": at} for row, at in zip(rows, kl, strict=True)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    page = shown(browse(write_report([run]).as_uri()))
+    panel = re.search(r"<h3>Response length.*?</section>", page, re.S)
+    assert panel is not None and "shortest to longest" in panel[0]
+    panel = re.search(r"<h3>KL to the rollout.*?</section>", page, re.S)
+    assert panel is not None and "e-1" not in panel[0]
+    (line,) = re.findall(r'd="([^"]*)" class="curve"', panel[0])
+    heights = [float(point.split()[1]) for point in re.split("[ML]", line) if point]
+    # Rounding lies on the lower edge of the axis
+    assert heights[0] == heights[1] > heights[2] > 0
+    (key,) = re.findall(r'<p class="hint key">(.*?)</p>', page)
+    assert key.startswith("value of a token") and re.findall(r"> (-?[\d.]+) <", key) == [
+        *("0.1", "0.3", "0.5", "0.7", "0.9"),
+    ]
 
 
 def test_several_runs_are_laid_over_each_other(tmp_path: Path, browse: Browse) -> None:
@@ -140,31 +202,61 @@ def test_several_runs_are_laid_over_each_other(tmp_path: Path, browse: Browse) -
 def with_evaluation(run: Path, correct: int) -> Path:
     """The run with a last evaluation of eight problems, `correct` of them right."""
     (run / "evaluation").mkdir()
-    rows = [{"id": n, "problem": f"p{n}", "answer": "1", "response": "1", "correct": n < correct} for n in range(8)]
-    (run / "evaluation" / "step_000003_sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    rows = [
+        {"id": n, "problem": f"p{n}", "answer": "1", "response": "1", "correct": n < correct}
+        for n in range(8)
+    ]
+    (run / "evaluation" / "step_000003_sums.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in rows)
+    )
     (run / "evaluation.json").write_text(json.dumps({"step": 3, "sets": []}))
     return run
 
 
-def test_runs_that_answered_the_same_problems_are_compared_in_pairs(tmp_path: Path, browse: Browse) -> None:
-    runs = [with_evaluation(train_run(tmp_path, name=name), correct) for name, correct in (("a", 2), ("b", 7))]
+def test_runs_that_answered_same_problems_are_compared_in_pairs(
+    tmp_path: Path, browse: Browse
+) -> None:
+    runs = [
+        with_evaluation(train_run(tmp_path, name=name), correct)
+        for name, correct in (("a", 2), ("b", 7))
+    ]
     page = shown(browse(write_report(runs, tmp_path / "both.html").as_uri()))
     (table,) = re.findall(r'<section id="comparison">.*?</table>', page, re.S)
-    assert re.search(r"<td>a</td><td>b</td><td>sums</td>.*?\+0\.625 \[", table) and ">5 / 0<" in table
+    assert (
+        re.search(r"<td>a</td><td>b</td><td>sums</td>.*?\+0\.625 \[", table) and ">5 / 0<" in table
+    )
+    drawn = re.findall(r"<title>([^<]*): (\d)</title>", page.partition('id="comparison"')[2])[:9]
+    assert [count for _, count in drawn] == list("000030005") and drawn[8][0] == "0.78 to 1.00"
     colours = re.findall(r'<p class="where"><svg class="swatch".*?stroke="(#\w+)"', page, re.S)
     assert len(set(colours)) == 2
     legends = re.findall(r'<div class="legend">.*?</div>', page, re.S)
-    assert any('stroke-dasharray="6 3"' in legend for legend in legends), "swatches are drawn as their lines"
-    assert "sums" not in shown(browse(write_report([runs[0]]).as_uri())), "one run is compared with nothing"
+    assert any('stroke-dasharray="6 3"' in legend for legend in legends), (
+        "swatches are drawn as their lines"
+    )
+    assert "sums" not in shown(browse(write_report([runs[0]]).as_uri())), (
+        "one run is compared with nothing"
+    )
 
 
-def test_an_episode_is_shown_by_turns_with_the_value_at_the_start_of_each(tmp_path: Path, browse: Browse) -> None:
+def test_episode_is_shown_by_turns_with_their_first_values(tmp_path: Path, browse: Browse) -> None:
     run = train_run(tmp_path)
-    turns = [{"observed": False, "text": "<tool_call>add</tool_call>"}, {"observed": True, "text": "42"}]
-    sample = {"problem": "p1", "answer": "42", "response": "42", "tokens": 2, "correct": True, "prompt_id": 1}
+    turns = [
+        {"observed": False, "text": "<tool_call>add</tool_call>"},
+        {"observed": True, "text": "42"},
+    ]
+    sample = {
+        "problem": "p1",
+        "answer": "42",
+        "response": "42",
+        "tokens": 2,
+        "correct": True,
+        "prompt_id": 1,
+    }
     estimates = {"left_out": 0, "tokens": ["call", "42", "so"], "values": [0.25, None, 0.75]}
     rows = [{**sample, "turns": turns, "estimates": estimates}, {**sample, "turns": turns}]
-    (run / "samples" / "step_000003.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (run / "samples" / "step_000003.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in rows)
+    )
     page = shown(browse(write_report([run]).as_uri()))
     markers = re.findall(r'<span class="turn">([^<]*)</span>', page)
     assert markers == ["turn 1, value 0.25", "observed", "turn 2, value 0.75", "turn 1", "observed"]
@@ -196,7 +288,14 @@ def test_an_evaluation_is_tables_and_responses(tmp_path: Path, browse: Browse) -
         "truncated": 1,
     }
     (folder / "aime_problems.jsonl").write_text(json.dumps(problem) + "\n")
-    response = {"id": "p7", "problem": "p1", "answer": "33", "response": "so 33", "correct": True, "tokens": 3}
+    response = {
+        "id": "p7",
+        "problem": "p1",
+        "answer": "33",
+        "response": "so 33",
+        "correct": True,
+        "tokens": 3,
+    }
     (folder / "aime.jsonl").write_text(json.dumps(response) + "\n")
     page = shown(browse(write_report([folder.parent]).as_uri()))
     assert (
@@ -205,6 +304,30 @@ def test_an_evaluation_is_tables_and_responses(tmp_path: Path, browse: Browse) -
         and "2 / 4" in page
         and order_of_samples(page) == ["1"]
     )
+
+
+def test_pictures_of_critic_and_plan_are_drawn(tmp_path: Path, browse: Browse) -> None:
+    run = train_run(tmp_path)
+    (run / "critic_probes").mkdir()
+    points = [[0.1, 0.2], [0.5, 0.4], [0.9, 0.8]]
+    (run / "critic_probes" / "probes.json").write_text(json.dumps({"points": points}))
+    held = {"phase": "rollout", "parts": {"<b>kv": 2 << 30, "weights": 1 << 30}, "total": 3 << 30}
+    plan = {
+        "memory": {"usable_bytes_per_gpu": 4 << 30, "phases": [held]},
+        "seconds": {"phases": {"rollout": 12.5, "offload": 0.0}},
+    }
+    (run / "plan.json").write_text(json.dumps(plan))
+    page = shown(browse(write_report([run]).as_uri()))
+    (section,) = re.findall(r'<section id="pictures">.*?(?=<section id="curves">)', page, re.S)
+    assert section.count('class="chart picture') == 3 and "<b>kv" not in section
+    scatter = section.partition("Values and what follows")[2].partition("</svg>")[0]
+    assert scatter.count('opacity="0.35"') == 3
+    widths = [float(w) for w in re.findall(r"<path d=\"M[\d. ]+h([\d.]+)v", section)]
+    assert widths[0] == pytest.approx(2 * widths[1], rel=0.01)
+    assert "dashed: 4 GiB usable" in section and "12.5" in section and "offload" not in section
+    (run / "plan.json").write_text('{"memory": []}')
+    with pytest.raises(BadInput, match=r"plan.json or critic_probes/probes.json is not of this"):
+        write_report([run])
 
 
 @pytest.fixture
@@ -230,7 +353,9 @@ def test_a_run_that_goes_on_is_followed(served: tuple[Path, str], browse: Browse
 
 
 def test_only_names_of_this_machine_are_answered(served: tuple[Path, str]) -> None:
-    request = urllib.request.Request(f"{served[1]}/data.json", headers={"Host": "elsewhere.example:80"})
+    request = urllib.request.Request(
+        f"{served[1]}/data.json", headers={"Host": "elsewhere.example:80"}
+    )
     with pytest.raises(urllib.error.HTTPError, match="403"):
         urllib.request.urlopen(request)
     request.add_header("Host", "localhost")  # as browsers name port 80

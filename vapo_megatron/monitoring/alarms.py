@@ -2,6 +2,7 @@
 
 import math
 from array import array
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist, fmean, median
@@ -14,12 +15,15 @@ from vapo_megatron.monitoring import names
 _RECENT = 3  # newest steps, whose median is compared
 _REFERENCE = 8  # the fewest steps before them that they are compared with
 _WINDOW = 50  # and the most
-_BROKEN, _FEWER_TURNS = 0.05, 0.3
+_BROKEN = 0.05
+_FEWER_TURNS = 0.3
 _ENTROPY_TIMES = 3.5  # times the usual entropy
 _ENTROPY = 4.0  # nats per token
 _ACCURACY = 0.4  # of its best
 _GAIN = -0.05  # critic/gain, share of the returns' variance
-_TRUST, _SOLVED = 0.05, 0.95  # critic/trust: noise reaches 0.04; accuracy above which there is little to explain
+# Critic/trust: noise reaches 0.04; accuracy above which there is little to explain
+_TRUST = 0.05
+_SOLVED = 0.95
 _BIAS = 0.5  # difference of the values' bias along the response
 _FALL = 0.05  # of an evaluation below the best one
 _GAP = 0.05  # mean KL of the trainer's policy to the rollout policy, nats per token
@@ -27,6 +31,13 @@ _GAP_TIMES = 10.0  # times the usual KL
 _GRADIENT_TIMES = 8.0  # times the usual gradient norm
 _TRUNCATED = 0.5  # share of responses
 _FAILED = 0.05  # share of responses
+_COPIED = 0.1  # share of correct responses
+_FIRST = 8  # steps, of a window, that the newest are compared with where a change may be slow
+_HALF = 0.5
+_DOUBLE = 2.0  # of the length and of the accuracy
+_GAINED = 0.1  # accuracy: below it, doubling is chance
+_STUCK = 10  # steps without anything to learn from
+_NO_GRADIENT = 1e-12
 _EVALUATIONS = 2  # in a row that have to be below the best one
 _CURVE = 20  # steps whose mean accuracy or reward is compared: single steps say little
 _QUARTILE = NormalDist().inv_cdf(0.75)
@@ -38,7 +49,7 @@ class History:
     """The finite values of every metric in the order of steps."""
 
     def __init__(self, rows: Iterable[Metrics] = ()) -> None:
-        """rows: those of earlier steps (read_metrics)."""
+        """rows: of earlier steps (read_metrics)."""
         self._values: dict[str, array[float]] = {}
         self._rows: dict[str, array[int]] = {}
         self._count = 0
@@ -61,31 +72,44 @@ class History:
 
     def values(self, name: str) -> list[float]:
         """All values of a metric; empty if the newest row has no finite one."""
-        value = self.newest.get(name)
-        return list(self._values[name]) if value is not None and math.isfinite(value) else []
+        return list(self._series(name))
 
     def recent(self, name: str, count: int) -> float | None:
-        """Median of the last `count` values; None if there are fewer, or if the newest row has none."""
-        values = self.values(name)
+        """Median of the last `count` values; None if there are fewer, or if the newest row has
+        none."""
+        values = self._series(name)
         return median(values[-count:]) if len(values) >= count else None
 
     def before(self, name: str, recent: int, fewest: int, window: int = 0) -> list[float]:
-        """The last `window` values (0: all) before the `recent` newest; empty where they are fewer than `fewest`."""
-        values = self.values(name)[: -recent or None][-window:]
-        return values if len(values) >= fewest else []
+        """The last `window` values (0: all) before the `recent` newest; empty where they are fewer
+        than `fewest`."""
+        values = self._series(name)
+        end = len(values) - recent
+        if end < fewest:
+            return []
+        start = max(0, end - window) if window else 0
+        return list(values[start : max(0, end)])
 
     def highest(self, name: str, count: int) -> float | None:
         """The largest mean of `count` consecutive values; None if there are fewer."""
-        sums = np.cumsum([0.0, *self.values(name)])
-        return float((sums[count:] - sums[:-count]).max() / count) if len(sums) > count else None
+        values = self._series(name)
+        if len(values) < count:
+            return None
+        sums = np.concatenate(([0.0], np.cumsum(values)))
+        return float((sums[count:] - sums[:-count]).max() / count)
 
     def around(self, name: str, other: str, index: int, width: int) -> float | None:
-        """Mean of the last `width` values of `name` up to the row of the index-th value of `other`."""
-        end = self._rows[other][index]
-        values = [
-            value for value, row in zip(self._values.get(name, ()), self._rows.get(name, ()), strict=True) if row <= end
-        ][-width:]
+        """Mean of the last `width` values of `name` up to the row of the index-th value of
+        `other`."""
+        end = bisect_right(self._rows.get(name, ()), self._rows[other][index])
+        values = self._values[name][max(0, end - width) : end] if end else ()
         return fmean(values) if values else None
+
+    def _series(self, name: str) -> "array[float]":
+        """Without a copy, which a long run would pay for at each step and rule."""
+        value = self.newest.get(name)
+        known = value is not None and math.isfinite(value)
+        return self._values[name] if known else array("d")
 
 
 Rule = Callable[[History], str | None]
@@ -93,8 +117,9 @@ Rule = Callable[[History], str | None]
 
 @dataclass(frozen=True)
 class Alarm:
-    """A fault that shows in the metrics. The rule says what is wrong after a history's newest row; None: nothing. The
-    texts are those of docs/alarms.md; remedy is what to look at or change first."""
+    """A fault that shows in the metrics. The rule describes the fault at a history's newest row, or
+    returns None. docs/alarms.md prints the texts; remedy says where to look or what to change
+    first."""
 
     name: str
     rule: Rule
@@ -110,7 +135,15 @@ def _alarm(threshold: str, remedy: str) -> Callable[[Rule], Rule]:
     """Adds a rule to ALARMS; its docstring is the alarm's meaning."""
 
     def add(rule: Rule) -> Rule:
-        ALARMS.append(Alarm(rule.__name__, rule, threshold, " ".join((rule.__doc__ or "").split()).rstrip("."), remedy))
+        ALARMS.append(
+            Alarm(
+                rule.__name__,
+                rule,
+                threshold,
+                " ".join((rule.__doc__ or "").split()).rstrip("."),
+                remedy,
+            )
+        )
         return rule
 
     return add
@@ -143,7 +176,8 @@ def entropy_explosion(history: History) -> str | None:
 )
 def accuracy_collapse(history: History) -> str | None:
     """The policy has lost a skill that it had."""
-    best, values = history.highest(names.ACCURACY, _CURVE), history.values(names.ACCURACY)
+    best = history.highest(names.ACCURACY, _CURVE)
+    values = history.values(names.ACCURACY)
     if best is None or len(values) < 2 * _CURVE:
         return None
     recent = fmean(values[-_CURVE:])
@@ -161,19 +195,27 @@ def value_below_baseline(history: History) -> str | None:
     gain = history.recent(names.CRITIC_GAIN, _REFERENCE)
     if gain is None or gain >= _GAIN:
         return None
-    return f"the critic explains {-gain:.3f} less of the returns' variance than the best free baseline"
+    return (
+        f"the critic explains {-gain:.3f} less of the returns' variance than the best free baseline"
+    )
 
 
 @_alarm(
     f"`critic/trust` below {_TRUST} (median of {_CURVE} steps) with an accuracy below {_SOLVED}",
-    "a higher `critic.optimizer.lr`; a `critic.kind` that can learn more; or `reinforce_direct`, which has no critic",
+    "a higher `critic.optimizer.lr`; a `critic.kind` that can learn more; or `reinforce_direct`, "
+    "which has no critic",
 )
 def critic_untrusted(history: History) -> str | None:
-    """Past returns do not follow the critic's values, so that it costs time and improves no advantage."""
-    trust, accuracy = history.recent(names.TRUST, _CURVE), history.recent(names.ACCURACY, _CURVE)
+    """Past returns do not follow the critic's values, so that it costs time and improves no
+    advantage."""
+    trust = history.recent(names.TRUST, _CURVE)
+    accuracy = history.recent(names.ACCURACY, _CURVE)
     if trust is None or trust >= _TRUST or (accuracy is not None and accuracy >= _SOLVED):
         return None
-    return f"trust in the critic is {trust:.3f}: over {_CURVE} steps it has earned no place in the advantages"
+    return (
+        f"trust in the critic is {trust:.3f}: over {_CURVE} steps it has earned no place in the "
+        f"advantages"
+    )
 
 
 @_alarm(
@@ -181,32 +223,42 @@ def critic_untrusted(history: History) -> str | None:
     "`algorithm.advantage.lambda_critic` 1; value pretraining until `stop_bias`",
 )
 def value_bias(history: History) -> str | None:
-    """The values' bias changes along the response, so the critic's error alone pushes one end of it."""
+    """The values' bias changes along the response, so the critic's error alone pushes one end of
+    it."""
     biases = {p: history.recent(f"{names.VALUE_BIAS}{p}", _RECENT) for p in names.BIAS_POSITIONS}
     measured = {p: bias for p, bias in biases.items() if bias is not None}
     if len(measured) < 2:
         return None
-    low, high = min(measured, key=measured.__getitem__), max(measured, key=measured.__getitem__)
+    low = min(measured, key=measured.__getitem__)
+    high = max(measured, key=measured.__getitem__)
     if measured[high] - measured[low] <= _BIAS:
         return None
-    return f"values are off by {measured[low]:+.3f} at {low} % of the response and by {measured[high]:+.3f} at {high} %"
+    return (
+        f"values are off by {measured[low]:+.3f} at {low} % of the response and by "
+        f"{measured[high]:+.3f} at {high} %"
+    )
 
 
 @_alarm("a `critic/fault_<name>` in the step", "critic.md says what each is")
 def critic_fault(history: History) -> str | None:
     """The critic's values have the signature of a fault."""
-    shown = (name for name, value in history.newest.items() if name.startswith(names.CRITIC_FAULT) and value)
+    shown = (
+        name
+        for name, value in history.newest.items()
+        if name.startswith(names.CRITIC_FAULT) and value
+    )
     faults = sorted(name.removeprefix(names.CRITIC_FAULT) for name in shown)
     return f"the critic's values show: {', '.join(faults)}" if faults else None
 
 
 @_alarm(
     "two evaluations in a row 0.05 below the best, with a higher reward than then",
-    "read `samples/` of the last steps and the verifier's reasons; take the best checkpoint; more data",
+    "read `samples/` of the last steps and the verifier's reasons; take the best checkpoint; more "
+    "data",
 )
 def evaluation_falls(history: History) -> str | None:
-    """The reward rises without better answers to new problems: training problems are memorised, the verifier is
-    deceived, or the gain is in probability that evaluation.top_p cuts off."""
+    """The reward rises without better answers to new problems: training problems are memorised, the
+    verifier is deceived, or the gain is in probability that evaluation.top_p cuts off."""
     for name in history.named(names.EVALUATION):
         values = history.values(name)
         if len(values) <= _EVALUATIONS:
@@ -217,7 +269,10 @@ def evaluation_falls(history: History) -> str | None:
         now = history.around(names.REWARD, name, len(values) - 1, _CURVE)
         if then is None or now is None or now <= then or max(last) >= values[best] - _FALL:
             continue
-        return f"{name} fell to {last[-1]:.3f} from {values[best]:.3f} while reward rose to {now:.3f} from {then:.3f}"
+        return (
+            f"{name} fell to {last[-1]:.3f} from {values[best]:.3f} while reward rose to {now:.3f} "
+            f"from {then:.3f}"
+        )
     return None
 
 
@@ -263,30 +318,36 @@ def gradient_spike(history: History) -> str | None:
 
 @_alarm(
     "`skipped_updates/total` above `skipped_updates/unfinished`",
-    "`skipped_updates/<cause>` in the row says why; robustness.md says what to look at",
+    "`skipped_updates/<cause>` in the row says why; operations.md says what to look at",
 )
 def skipped_updates(history: History) -> str | None:
-    """Updates that would have harmed a model were skipped (robustness.md)."""
+    """Updates that would have harmed a model were skipped (operations.md)."""
     expected = names.SKIPPED_UPDATES, names.UNFINISHED
     total, unfinished = (history.newest.get(name) or 0.0 for name in expected)
     skipped = total - unfinished
     if not skipped:
         return None
-    named = (name for name, value in history.newest.items() if name.startswith(names.SKIPPED) and value)
+    named = (
+        name for name, value in history.newest.items() if name.startswith(names.SKIPPED) and value
+    )
     causes = (name.removeprefix(names.SKIPPED) for name in named if name not in expected)
     return f"{skipped:.0f} skipped: {', '.join(sorted(causes))}"
 
 
 @_alarm(
     "`response_length/truncated` above 0.5 (median of 3 steps)",
-    "a larger `sampling.max_new_tokens`; where `response_length/repeated` is high, a lower `actor.optimizer.lr`",
+    "a larger `sampling.max_new_tokens`; where `response_length/repeated` is high, a lower "
+    "`actor.optimizer.lr`",
 )
 def truncated_text(history: History) -> str | None:
     """Responses hit the token limit and count as wrong."""
     return _above(history, names.TRUNCATED, _TRUNCATED, _RECENT, "of responses are truncated")
 
 
-@_alarm("`reward/failed` above 0.05", "the verifier's reasons in `samples/`; `reward.response_timeout_s`")
+@_alarm(
+    "`reward/failed` above 0.05",
+    "the verifier's reasons in `samples/`; `reward.response_timeout_s`",
+)
 def failed_grades(history: History) -> str | None:
     """Verifications fail, so their rewards say nothing about the responses."""
     return _above(history, names.FAILED_GRADES, _FAILED, 1, "of verifications failed")
@@ -294,7 +355,8 @@ def failed_grades(history: History) -> str | None:
 
 @_alarm(
     "`agent/broken` above 0.05 (median of 3 steps)",
-    "`agent/broken_<cause>` says why, the warnings name rows; `rollout.episode`, the agent and what it calls",
+    "`agent/broken_<cause>` says why, the warnings name rows; `rollout.episode`, the agent and "
+    "its tools",
 )
 def broken_episodes(history: History) -> str | None:
     """Episodes break, and their groups are replaced."""
@@ -302,8 +364,10 @@ def broken_episodes(history: History) -> str | None:
 
 
 @_alarm(
-    f"`agent/turns` beyond the first (median of 3 steps) below {_FEWER_TURNS:g} x the median of up to 50 before",
-    "`samples/`: does the agent answer without its tools; `agent/tool_errors`, the reward of such answers",
+    f"`agent/turns` beyond the first (median of 3 steps) below {_FEWER_TURNS:g} x the median of up "
+    "to 50 before",
+    "`samples/`: does the agent answer without its tools; `agent/tool_errors`, the reward of such "
+    "answers",
 )
 def tools_unused(history: History) -> str | None:
     """Agents answer at once and no longer use their tools."""
@@ -314,6 +378,69 @@ def tools_unused(history: History) -> str | None:
     return f"{recent:.1f} turns an episode, {median(before):.1f} before"
 
 
+@_alarm(
+    f"`accuracy/copied` above {_COPIED} (median of {_RECENT} steps)",
+    "`report` shows such responses first; check the verifier: it accepts the question as its "
+    "answer",
+)
+def copied_answers(history: History) -> str | None:
+    """Correct responses restate the problem: the policy is rewarded for copying."""
+    return _above(
+        history, names.COPIED, _COPIED, _RECENT, "of correct responses restate the problem"
+    )
+
+
+@_alarm(
+    f"over {_RECENT} steps `response_length/mean` at most half, and `accuracy/mean` at least "
+    f"twice, what both were in the first {_FIRST} of the {_WINDOW} steps before",
+    "read `samples/`: a shortcut, such as restating the problem, looks like this; so does a policy "
+    "that learns to stop",
+)
+def length_collapse(history: History) -> str | None:
+    """Accuracy doubles while responses halve: the policy may have found a shortcut past the
+    verifier."""
+    length = history.recent(names.LENGTH, _RECENT)
+    accuracy = history.recent(names.ACCURACY, _RECENT)
+    lengths = history.before(names.LENGTH, _RECENT, _RECENT, _WINDOW)[:_FIRST]
+    accuracies = history.before(names.ACCURACY, _RECENT, _RECENT, _WINDOW)
+    if length is None or accuracy is None or not lengths or not accuracies:
+        return None
+    longer = median(lengths)
+    lower = median(accuracies[:_FIRST])
+    if length > _HALF * longer:
+        return None
+    # Accuracies of few responses jump: it has to be higher than in any of the steps before.
+    if accuracy < max(_DOUBLE * lower, lower + _GAINED) or accuracy <= max(accuracies):
+        return None
+    return (
+        f"responses went from {longer:.0f} to {length:.0f} tokens while accuracy went from "
+        f"{lower:.3f} to {accuracy:.3f}"
+    )
+
+
+@_alarm(
+    f"over {_STUCK} steps: no gradient (`actor/grad_norm` 0), or the same reward for all responses "
+    "with `accuracy/mean` 0 or 1",
+    "accuracy 0: read `samples/`, check `reward.answer_format` and the ground truths, try easier "
+    "problems; accuracy 1: harder problems",
+)
+def nothing_learnt(history: History) -> str | None:
+    """The reward does not vary, so that no update teaches the policy anything."""
+    norms = history.values(names.ACTOR_GRAD_NORM)[-_STUCK:]
+    if len(norms) == _STUCK and max(norms) <= _NO_GRADIENT:
+        return f"the policy's gradient was 0 for {_STUCK} steps"
+    accuracies = history.values(names.ACCURACY)[-_STUCK:]
+    lowest = history.values(names.REWARD_MIN)[-_STUCK:]
+    highest = history.values(names.REWARD_MAX)[-_STUCK:]
+    if len(accuracies) < _STUCK or len(set(accuracies)) > 1 or accuracies[0] not in (0.0, 1.0):
+        return None
+    same = history.values(names.FRAC_ZERO_STD_GROUPS)[-_STUCK:]
+    alike = lowest == highest if lowest else len(same) == _STUCK and min(same) == 1
+    if not alike:
+        return None  # such as scores that no response is correct by
+    return f"accuracy was {accuracies[0]:.0f} for {_STUCK} steps and all rewards were alike"
+
+
 def _deviation(values: Sequence[float]) -> float:
     """Median absolute deviation, scaled to the standard deviation of normal values."""
     middle = median(values)
@@ -322,30 +449,41 @@ def _deviation(values: Sequence[float]) -> float:
 
 def _above(history: History, name: str, limit: float, steps: int, what: str) -> str | None:
     recent = history.recent(name, steps)
-    return f"{recent:.0%} {what} (limit {limit:.0%})" if recent is not None and recent > limit else None
+    return (
+        f"{recent:.0%} {what} (limit {limit:.0%})"
+        if recent is not None and recent > limit
+        else None
+    )
 
 
 class Alarms:
     """Checks the metrics of each step.
 
-    history: the rows before this attempt of the run (read_metrics), so that a resumed run compares with the same steps
+    history: the rows before this attempt of the run (read_metrics), so that a resumed run compares
+        with the same steps
     and reports nothing twice.
     """
 
     def __init__(self, config: AlarmsConfig, history: Iterable[Metrics] = ()) -> None:
-        self._stop, self._history = config.stop, History(history)
+        self._stop = config.stop
+        self._history = History(history)
         self._watched = [alarm for alarm in ALARMS if alarm.name not in config.off]
-        self.active = {alarm.name for alarm in ALARMS if self._history.newest.get(names.ALARM + alarm.name)}
+        self.active = {
+            alarm.name for alarm in ALARMS if self._history.newest.get(names.ALARM + alarm.name)
+        }
         self.stopping: str | None = None
 
     def check(self, row: Metrics) -> dict[str, str]:
-        """New alarms after the row of a step: texts by alarm, only for alarms that did not hold one step earlier.
+        """New alarms after the row of a step: texts by alarm, only for alarms that did not hold one
+        step earlier.
 
-        `active` are all that hold now; `stopping` is the first of them that ends the run, with its text. Absent metrics
-        raise no alarm.
+        `active` are all that hold now; `stopping` is the first of them that ends the run, with its
+        text. Absent metrics raise no alarm.
         """
         self._history.add(row)
-        holding = {alarm.name: text for alarm in self._watched if (text := alarm.rule(self._history))}
+        holding = {
+            alarm.name: text for alarm in self._watched if (text := alarm.rule(self._history))
+        }
         stops = [f"{name}: {text}" for name, text in holding.items() if name in self._stop]
         self.stopping = stops[0] if stops else None
         fresh = {name: text for name, text in holding.items() if name not in self.active}

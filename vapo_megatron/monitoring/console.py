@@ -1,7 +1,7 @@
 """The console of a run: a table that grows by one line per step, and the progress of long phases.
 
-On a terminal rich draws it. A log file gets the same lines without colours or cursor movements, and an occasional line
-of progress.
+On a terminal rich draws it. A log file gets the same lines without colours or cursor movements, and
+an occasional line of progress.
 """
 
 import sys
@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from vapo_megatron.monitoring import names
+from vapo_megatron.monitoring.pictures import Picture, show_picture
 
 Advance = Callable[[int], None]
 Metrics = Mapping[str, float | None]
@@ -43,8 +44,11 @@ COLUMNS: tuple[tuple[str, int, str, str], ...] = (
 class RunConsole:
     """The console of rank 0; on other ranks, with enabled=False, it prints nothing."""
 
-    def __init__(self, file: IO[str] | None = None, enabled: bool = True, log_seconds: float = LOG_SECONDS) -> None:
-        """file: default standard output. log_seconds: the time between two lines of progress in a log."""
+    def __init__(
+        self, file: IO[str] | None = None, enabled: bool = True, log_seconds: float = LOG_SECONDS
+    ) -> None:
+        """file: default standard output. log_seconds: the time between two lines of progress in a
+        log."""
         output = file if file is not None else sys.stdout
         is_terminal = output.isatty()
         self._console = Console(
@@ -77,12 +81,19 @@ class RunConsole:
             table.add_column(title, justify="right" if column else "left", no_wrap=True)
         for row in rows:
             table.add_row(*map(Text, row))
-        # As wide as its content: a log has no width, and a narrow terminal should wrap cells rather than cut them.
-        width, self._console.width = self._console.width, _WIDEST_TABLE
+        # As wide as its content: a log has no width, and a narrow terminal should wrap cells rather
+        # than cut them.
+        width = self._console.width
+        self._console.width = _WIDEST_TABLE
         try:
             self._console.print(table)
         finally:
             self._console.width = width
+        self._console.file.flush()
+
+    def picture(self, picture: Picture) -> None:
+        """A picture, as wide as the terminal."""
+        show_picture(picture, self._console)
         self._console.file.flush()
 
     def alarm(self, text: str) -> None:
@@ -90,23 +101,30 @@ class RunConsole:
         self._print(f"ALARM  {text}", "bold red")
 
     def step(self, step: int, steps: int, metrics: Metrics) -> None:
-        """The line of a step, `step` of `steps`; metrics that are absent or not finite show as '-'."""
+        """The line of a step, `step` of `steps`; metrics that are absent or not finite show as
+        '-'."""
         counter = len(str(steps)) * 2 + 1
         if self._lines % HEAD_EVERY == 0:
-            head = "step".rjust(max(counter, 4)) + "".join(f"  {title:>{width}}" for title, width, _, _ in COLUMNS)
+            head = "step".rjust(max(counter, 4)) + "".join(
+                f"  {title:>{width}}" for title, width, _, _ in COLUMNS
+            )
             self._print(head, "bold")
         self._lines += 1
         figures = [(metrics.get(name), form, width) for _, width, name, form in COLUMNS]
         # NaN and infinities do not fit a column of figures; alarms report them.
         shown = ["-" if x is None or x - x != 0 else format(x, form) for x, form, _ in figures]
-        cells = "".join(f"  {cell:>{width}}" for cell, (_, _, width) in zip(shown, figures, strict=True))
+        cells = "".join(
+            f"  {cell:>{width}}" for cell, (_, _, width) in zip(shown, figures, strict=True)
+        )
         self._print(f"{step}/{steps}".rjust(max(counter, 4)) + cells, "")
 
     @contextmanager
     def phase(self, name: str, total: int | None = None) -> Iterator[Advance]:
-        """Shows progress while the body runs, which calls the yielded function with the amount it has just done.
+        """Shows progress while the body runs, which calls the yielded function with the amount it
+        has just done.
 
-        total is None where the amount is not known beforehand. A phase within a phase gets a bar below the outer one.
+        total is None where the amount is not known beforehand. A phase within a phase gets a bar
+        below the outer one.
         """
         if self._console.is_terminal and not self._console.quiet:
             with self._bar(name, total) as advance:
@@ -116,7 +134,13 @@ class RunConsole:
 
     @contextmanager
     def _bar(self, name: str, total: int | None) -> Iterator[Advance]:
-        columns = (SpinnerColumn(), "{task.description}", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        columns = (
+            SpinnerColumn(),
+            "{task.description}",
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+        )
         with Progress(*columns, console=self._console, transient=True) as progress:
             task = progress.add_task(name, total=total)
             yield lambda amount: progress.advance(task, amount)
@@ -131,7 +155,10 @@ class RunConsole:
             now = time.monotonic()
             if now - last >= self._log_seconds:
                 last = now
-                of_total = f"/{total} ({done / total:.0%})" if total else ""
+                if total:
+                    of_total = f"/{total} ({done / total:.0%})"
+                else:
+                    of_total = ""
                 self._print(f"  {name}: {done}{of_total} after {now - start:.0f} s", "dim")
 
         return advance
@@ -142,7 +169,9 @@ class RunConsole:
         self._print(f"== {title} ".ljust(min(self._console.width, LOG_WIDTH), "="), style)
         for name, fact in facts.items():
             self._console.print(
-                Text.assemble((f"   {name:<{width}}  ", "dim"), str(fact)), soft_wrap=True, highlight=False
+                Text.assemble((f"   {name:<{width}}  ", "dim"), str(fact)),
+                soft_wrap=True,
+                highlight=False,
             )
         self._print("", "")
 
@@ -154,7 +183,8 @@ class RunConsole:
 
 @contextmanager
 def stage_bars() -> Iterator[Callable[[str, int], Callable[[int], None]]]:
-    """Bars on standard error: the yielded function begins a stage of a name and size, and returns what advances it."""
+    """Bars on standard error: the yielded function begins a stage of a name and size, and returns
+    what advances it."""
     with Progress(console=Console(stderr=True)) as bars:
 
         def begin(name: str, total: int) -> Callable[[int], None]:

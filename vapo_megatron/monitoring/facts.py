@@ -9,14 +9,24 @@ from typing import Any
 
 import psutil
 
-PACKAGES = ("torch", "megatron-core", "sglang", "transformers", "transformer-engine", "apex", "flash-attn", "triton")
+PACKAGES = (
+    "torch",
+    "megatron-core",
+    "sglang",
+    "transformers",
+    "transformer-engine",
+    "apex",
+    "flash-attn",
+    "triton",
+)
 
 
 def environment_facts() -> dict[str, Any]:
-    """Versions of the packages that decide what a run computes (None: absent), the commit, the machine.
+    """Versions of the packages that decide what a run computes (None: absent), the commit, the
+    machine.
 
-    The packages are not imported. `commit` ends in "+" where tracked files differ from it, and is None outside a
-    checkout.
+    The packages are not imported. `commit` ends in "+" where tracked files differ from it, and is
+    None outside a checkout.
     """
     return {
         "vapo-megatron": installed_version("vapo-megatron"),
@@ -41,11 +51,22 @@ def installed_version(package: str) -> str | None:
 def _commit(folder: Path) -> str | None:
     try:
         described = subprocess.run(
-            ["git", "-C", str(folder), "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+"],
+            [
+                "git",
+                "-C",
+                str(folder),
+                "describe",
+                "--always",
+                "--abbrev=40",
+                "--exclude=*",
+                "--dirty=+",
+            ],
             capture_output=True,
             text=True,
             timeout=10,
         )
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return described.stdout.strip() if described.returncode == 0 else None
+    if described.returncode == 0:
+        return described.stdout.strip()
+    return None

@@ -1,14 +1,20 @@
 """The names of the metrics that console, alarms and report look for in a step's metrics.
 
-Other packages may write any name; these have a meaning here. Lengths are in response tokens, entropies and divergences
-in nats per token, times in seconds, memory in GiB.
+Other packages may write any name; these have a meaning here. Lengths are in response tokens,
+entropies and divergences in nats per token, times in seconds, memory in GiB.
 """
 
 ACCURACY = "accuracy/mean"
+COPIED = "accuracy/copied"  # share of correct responses whose answer restates the problem
 REWARD = "reward/mean"
-FRAC_ZERO_STD_GROUPS = "reward/frac_zero_std_groups"  # share of groups with one reward; not where groups are of one
+REWARD_MIN = "reward/min"
+REWARD_MAX = "reward/max"
+FRAC_ZERO_STD_GROUPS = (
+    "reward/frac_zero_std_groups"  # share of groups with one reward; not where groups are of one
+)
 
-FAILED_GRADES = "reward/failed"  # share of responses whose verification failed: an error, a timeout, a dead worker
+# Share of responses whose verification failed: an error, a timeout, a dead worker.
+FAILED_GRADES = "reward/failed"
 
 LENGTH = "response_length/mean"
 LENGTH_MIN = "response_length/min"
@@ -20,7 +26,8 @@ ENTROPY = "actor/entropy"
 CLIP_LOW = "actor/clip_fraction_low"
 CLIP_HIGH = "actor/clip_fraction_high"
 ACTOR_GRAD_NORM = "actor/grad_norm"
-TRAIN_INFER_KL = "actor/train_infer_kl"  # k3 estimate of KL(rollout policy || trainer's policy), mean over tokens
+# k3 estimate of KL(rollout policy || trainer's policy), mean over tokens.
+TRAIN_INFER_KL = "actor/train_infer_kl"
 TRAIN_INFER_KL_MAX = "actor/train_infer_kl_max"
 ROLLOUT_LOGPROBS = "actor/rollout_logprobs_used"
 REFERENCE_KL = "actor/ref_kl"  # k3 estimate of KL(policy || reference policy), mean over tokens
@@ -28,34 +35,56 @@ REFERENCE_KL_MAX = "actor/ref_kl_max"
 
 VALUE_LOSS = "critic/value_loss"
 EXPLAINED_VARIANCE = "critic/explained_variance"
-# The same for the mean of the group's other responses and a table by position, and the critic's gain over both.
+# The same for the mean of the group's other responses and a table by position, and the critic's
+# gain over both.
 BASELINE_LOO = "critic/baseline_loo_ev"
 BASELINE_POSITION = "critic/baseline_position_ev"
 CRITIC_GAIN = "critic/gain"
 CALIBRATION_SLOPE = "critic/calibration_slope"
-# Values calibrated by past steps (algorithms/calibration.py): how much of the returns they explain, how far their
-# differences are trusted, and the weights of the critic's value and of the group's mean in them.
+# Values calibrated by past steps (algorithms/calibration.py): how much of the returns they explain,
+# how far their differences are trusted, and the weights of the critic's value and of the group's
+# mean in them.
 EXPLAINED_CALIBRATED = "critic/explained_calibrated"
 TRUST = "critic/trust"
 CRITIC_SLOPE = "critic/past_slope"
 GROUP_WEIGHT = "critic/group_weight"
 TRACKED = "advantage/tracked"
-CRITIC_FAULT = "critic/fault_"  # and the fault's name (algorithms/critic_faults.py): 1 in the steps that show it
+# Values by regression (algorithms/regression.py): the share of the variance of returns that each
+# feature explains, and the share of states behind the first one that a sibling passed as well.
+REGRESSION_SHARE = "critic/share_"  # and the feature's name
+REGRESSION_FEATURES = (
+    "position",
+    "siblings",
+    "prefix",
+    "surprise",
+    "entropy",
+    "history",
+    "value",
+)
+SHARED_PREFIX = "critic/shared_prefix"
+# And the fault's name (algorithms/critic_faults.py): 1 in the steps that show it.
+CRITIC_FAULT = "critic/fault_"
 SIGN_AGREEMENT = "advantage/sign_agreement"
 CRITIC_GRAD_NORM = "critic/grad_norm"
 # Mean of value minus return at these percentages of the response: critic/value_bias_25.
 BIAS_POSITIONS = (0, 25, 50, 75, 95)
 VALUE_BIAS = "critic/value_bias_"
 
-# Writes that were refused by samples, metrics.jsonl, TensorBoard, Weights & Biases in this attempt; absent while 0.
+# Writes that were refused by samples, metrics.jsonl, TensorBoard, Weights & Biases in this attempt;
+# absent while 0.
 TRACKER_FAILURES = "tracking/failures"
 
 AGENT_BROKEN = "agent/broken"  # share of episodes that broke, of whatever cause
 AGENT_TURNS = "agent/turns"  # responses of the policy in an episode
-ENGINE_FAILURES = "rollout/engine_failures"  # engines that were ended and started again since the last weight sync
+# Engines that were ended and started again since the last weight sync.
+ENGINE_FAILURES = "rollout/engine_failures"
 
 TOKENS_PER_SECOND = "throughput/tokens_per_second"
 ROLLOUT_SPEED = "throughput/rollout"  # response tokens per second of the rollout phase
+RESPONSE_TOKENS = "rollout/tokens"  # of a step
+# From the step before to this one, evaluations, exports and checkpoints included; and times GPUs.
+HOURS = "throughput/hours"
+GPU_HOURS = "throughput/gpu_hours"
 TIME = "time/"
 STEP_TIME = "time/step"
 
@@ -68,7 +97,9 @@ SKIPPED_UPDATES = "skipped_updates/total"
 # Skipped updates of the critic without finished responses (windows), which are harmless.
 UNFINISHED = "skipped_updates/unfinished"
 EVALUATION = "evaluation/"  # evaluation/accuracy, evaluation/aime24_avg@32, ...
-PRETRAINING = "value_pretraining/"  # value_pretraining/value_loss, .../explained_variance, .../value_bias_25
+PRETRAINING = (
+    "value_pretraining/"  # value_pretraining/value_loss, .../explained_variance, .../value_bias_25
+)
 
 
 def interval_of(name: str) -> tuple[str, str]:

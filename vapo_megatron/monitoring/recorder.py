@@ -1,6 +1,8 @@
-"""One object for everything that a run prints and records: console, metrics, samples, alarms, trackers."""
+"""One object for everything that a run prints and records: console, metrics, samples, alarms,
+trackers."""
 
 import json
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,9 +11,9 @@ from typing import Self
 from torch import Tensor
 
 from vapo_megatron import logs
-from vapo_megatron.config.atomic import CannotWrite, atomic_write
 from vapo_megatron.config.run import MonitoringConfig
 from vapo_megatron.data.sample import Sample
+from vapo_megatron.files import CannotWrite, atomic_write
 from vapo_megatron.monitoring import names
 from vapo_megatron.monitoring.alarms import Alarms
 from vapo_megatron.monitoring.console import Advance, RunConsole
@@ -21,13 +23,16 @@ from vapo_megatron.monitoring.samples import Decode, SampleWriter
 from vapo_megatron.monitoring.timers import PhaseTimer
 from vapo_megatron.monitoring.trackers import Record, Row, Trackers, start_trackers
 
-TOKEN_ESTIMATES = 4  # of a step's kept responses, whose values and advantages are kept token by token
+TOKEN_ESTIMATES = (
+    4  # of a step's kept responses, whose values and advantages are kept token by token
+)
 
 _SAMPLE_GROUPS = 8  # of a step, whose responses are kept under samples/
 
 
 class Recorder:
-    """Prints and records on rank 0. On other ranks it only keeps time, so that the loop need not ask for the rank."""
+    """Prints and records on rank 0. On other ranks it only keeps time, so that the loop need not
+    ask for the rank."""
 
     def __init__(
         self,
@@ -37,18 +42,26 @@ class Recorder:
         start_step: int = 0,
         timer: PhaseTimer | None = None,
         decode: Decode | None = None,
+        gpus: int = 0,
     ) -> None:
         """start_step: metrics from this step on are removed first (a resumed run); 0 starts afresh.
         timer: one that is already running; None for a new one.
         decode: token ids to text, for estimates; None: no estimates are kept.
+        gpus: that the run holds.
         """
-        self.run_dir, self.is_main_rank = run_dir, is_main_rank
+        self._gpus = gpus
+        self._counted = time.monotonic()
+        self.run_dir = run_dir
+        self.is_main_rank = is_main_rank
         self.console = RunConsole(enabled=is_main_rank)
         self.timer = timer or PhaseTimer()
         self._row: dict[str, float] = {}
         self._left_out = 0
         self._metrics = MetricsWriter(run_dir, start_step) if is_main_rank else None
-        kept = self._metrics.kept if self._metrics is not None else []
+        if self._metrics is not None:
+            kept = self._metrics.kept
+        else:
+            kept = []
         self._samples = SampleWriter(run_dir, _SAMPLE_GROUPS, TOKEN_ESTIMATES, decode)
         self._alarms = Alarms(config.alarms, kept)
         self._trackers = Trackers(self.console.note)
@@ -74,7 +87,8 @@ class Recorder:
 
     @contextmanager
     def optional(self, output: str) -> Iterator[None]:
-        """What the disk refuses in here the run goes on without: one line names it, tracking/failures counts it."""
+        """The run continues without what the disk refuses in here: one line names it,
+        tracking/failures counts it."""
         try:
             yield
         except CannotWrite as error:
@@ -87,24 +101,40 @@ class Recorder:
         self.timer.take()
 
     def samples(self, step: int, samples: Sequence[Sample], dropped: Sequence[Sample] = ()) -> None:
-        """Keep some of a step's responses for people to read. dropped: as for SampleWriter.write."""
+        """Keep some of a step's responses for people to read. dropped: as for
+        SampleWriter.write."""
         if self.is_main_rank:
             self._samples.write(step, samples, dropped)
 
     def estimated(self, group_ids: Tensor) -> int:
-        """The number of a step's first samples that estimates() needs. group_ids: int64 [S], in order."""
+        """The number of a step's first samples that estimates() needs. group_ids: int64 [S], in
+        order."""
         return self._samples.with_tokens_among(group_ids)
 
-    def estimates(self, step: int, values: Tensor | None, advantages: Tensor | None, cu_seqlens: Tensor) -> None:
-        """Keep values and advantages [T] of the tokens of some of the step's samples (SampleWriter)."""
+    def estimates(
+        self, step: int, values: Tensor | None, advantages: Tensor | None, cu_seqlens: Tensor
+    ) -> None:
+        """Keep values and advantages [T] of the tokens of some of the step's samples
+        (SampleWriter)."""
         if self.is_main_rank:
             self._samples.add_estimates(step, values, advantages, cu_seqlens)
 
     def write(self, step: int) -> dict[str, float]:
         """End the row of a step: write it, and print the alarms that it raises."""
-        row, self._row = self._row | self.timer.take(), {}
+        row = self._row | self.timer.take()
+        self._row = {}
         self._keep(step, row, self._samples.take())
         return row
+
+    def add_cost(self) -> None:
+        """Add the hours since the last call, or since the start, and GPU-hours where there are
+        GPUs."""
+        now = time.monotonic()
+        hours = (now - self._counted) / 3600
+        self._counted = now
+        self.add({names.HOURS: hours})
+        if self._gpus:
+            self.add({names.GPU_HOURS: hours * self._gpus})
 
     @property
     def stopping(self) -> str | None:
@@ -112,17 +142,22 @@ class Recorder:
         return self._alarms.stopping
 
     def write_pretraining(self, updates: int, samples: int) -> None:
-        """End a row of value pretraining: the critic's metrics under separate names, by updates. Skipped updates
-        and failed grades keep their names, for the alarms."""
+        """End a row of value pretraining: the critic's metrics under separate names, by updates.
+        Skipped updates and failed grades keep their names, for the alarms."""
         row = {
             f"{names.PRETRAINING}{name.partition('/')[2]}": value
             for name, value in self._row.items()
             if name.startswith("critic/")
         }
         trouble = (names.SKIPPED, names.FAILED_GRADES)
-        row |= {name: value for name, value in self._row.items() if name.startswith(trouble) and value}
+        row |= {
+            name: value for name, value in self._row.items() if name.startswith(trouble) and value
+        }
         self._row = {}
-        row |= {names.own_counter(names.PRETRAINING): float(updates), f"{names.PRETRAINING}samples": float(samples)}
+        row |= {
+            names.own_counter(names.PRETRAINING): float(updates),
+            f"{names.PRETRAINING}samples": float(samples),
+        }
         row |= {f"{names.PRETRAINING}{name}": value for name, value in self.timer.take().items()}
         self._keep(0, row, ())
 
@@ -130,7 +165,12 @@ class Recorder:
         """Write a row to the files and trackers, and print the alarms that it raises."""
         if self._metrics is None:
             return
-        if failures := self._trackers.failures + self._samples.failures + self._metrics.refused + self._left_out:
+        if (
+            failures := self._trackers.failures
+            + self._samples.failures
+            + self._metrics.refused
+            + self._left_out
+        ):
             row[names.TRACKER_FAILURES] = float(failures)
         lines = [f"{name}: {text}" for name, text in self._alarms.check(row).items()]
         row |= self._alarms.metrics()

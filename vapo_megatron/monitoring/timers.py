@@ -22,7 +22,8 @@ _NOTE = "in the phase "
 class MemoryGauge:
     """Measures a high-water mark: `reset` starts over, `peak` returns the bytes reached since.
 
-    For a CUDA device: MemoryGauge(torch.cuda.reset_peak_memory_stats, torch.cuda.max_memory_allocated).
+    For a CUDA device: MemoryGauge(torch.cuda.reset_peak_memory_stats,
+    torch.cuda.max_memory_allocated).
     """
 
     reset: Callable[[], object]
@@ -32,11 +33,12 @@ class MemoryGauge:
 def host_gauge() -> MemoryGauge:
     """The resident memory of this process.
 
-    Linux keeps the mark (VmHWM), which a process may reset. Where it may not (a sealed /proc), the resident memory at
-    the end of a phase stands for its peak.
+    Linux keeps the mark (VmHWM), which a process may reset. Where it may not (a sealed /proc), the
+    resident memory at the end of a phase stands for its peak.
     """
     process = psutil.Process()
-    clear, status = Path("/proc/self/clear_refs"), Path("/proc/self/status")
+    clear = Path("/proc/self/clear_refs")
+    status = Path("/proc/self/status")
 
     def reset() -> None:
         clear.write_text("5")
@@ -58,14 +60,17 @@ class PhaseTimer:
 
     with timer("rollout"): ...
     timer.take()  ->  {"time/rollout": 12.3, "memory/rollout_gib": 1.2, ...}
-    A phase within a phase counts for both. An error raised in a phase carries its name; see phase_of.
+    A phase within a phase counts for both. An error raised in a phase carries its name; see
+    phase_of.
     """
 
     def __init__(
-        self, gauges: Mapping[str, MemoryGauge] | None = None, synchronize: Callable[[], object] = lambda: None
+        self,
+        gauges: Mapping[str, MemoryGauge] | None = None,
+        synchronize: Callable[[], object] = lambda: None,
     ) -> None:
-        """gauges by the name their metrics get (default: {"memory": host_gauge()}); synchronize waits for the device,
-        so that a phase is charged for the work that it launched."""
+        """gauges by the name their metrics get (default: {"memory": host_gauge()}); synchronize
+        waits for the device, so that a phase is charged for the work that it launched."""
         self._gauges = {"memory": host_gauge()} if gauges is None else gauges
         self._synchronize = synchronize
         self._open: list[str] = []
@@ -102,8 +107,11 @@ class PhaseTimer:
     def take(self) -> dict[str, float]:
         """The metrics since the last take, which are then reset."""
         metrics = {f"time/{phase}": seconds for phase, seconds in self._seconds.items()}
-        metrics |= {f"{gauge}/{phase}_gib": peak / GIB for (gauge, phase), peak in self._peaks.items()}
-        self._seconds, self._peaks = {}, {}
+        metrics |= {
+            f"{gauge}/{phase}_gib": peak / GIB for (gauge, phase), peak in self._peaks.items()
+        }
+        self._seconds = {}
+        self._peaks = {}
         return metrics
 
     def _charge_peaks(self) -> None:
@@ -117,4 +125,6 @@ class PhaseTimer:
 
 def phase_of(error: BaseException) -> str:
     """The innermost phase in which an error was raised, as words to append; empty without one."""
-    return next((f" {note}" for note in getattr(error, "__notes__", ()) if note.startswith(_NOTE)), "")
+    return next(
+        (f" {note}" for note in getattr(error, "__notes__", ()) if note.startswith(_NOTE)), ""
+    )

@@ -1,4 +1,5 @@
-"""Measures the bandwidth of an all-reduce in processes that can be killed, and reads which network NCCL chose.
+"""Measures the bandwidth of an all-reduce in processes that can be killed, and reads which network
+NCCL chose.
 
 Entry: python -m vapo_megatron.operations.doctor.allreduce DEVICE RANK WORLD HOST PORT
 The last line it prints is bytes per second.
@@ -22,11 +23,13 @@ _ROUNDS = 10
 _SECONDS = 180.0
 _REDUCED = {"cuda": 1 << 28, "cpu": 1 << 22}
 # Below these shares of the expected bandwidth a line is a warning, or a fault.
-_WARNING, _FAULT = 0.8, 0.5
+_WARNING = 0.8
+_FAULT = 0.5
 
 
 class Reduced(NamedTuple):
-    """Result of one process: bytes per second, or an error; network: as NCCL names it, "IB" or "Socket"."""
+    """Result of one process: bytes per second, or an error; network: as NCCL names it, "IB" or
+    "Socket"."""
 
     rate: float
     error: str = ""
@@ -34,25 +37,48 @@ class Reduced(NamedTuple):
 
 
 def measure(
-    count: int, on_gpus: bool, first: int, world: int, host: str, port: int, deadline: float = _SECONDS
+    count: int,
+    on_gpus: bool,
+    first: int,
+    world: int,
+    host: str,
+    port: int,
+    deadline: float = _SECONDS,
 ) -> list[Reduced]:
-    """Measure with `count` processes, ranks `first` and up of `world`; those that take too long are killed."""
-    # The store that torchrun serves is for its ranks: with this variable nobody would serve one here.
-    environment = {name: value for name, value in os.environ.items() if name != "TORCHELASTIC_USE_AGENT_STORE"}
-    environment |= {"PYTHONPATH": os.pathsep.join(sys.path), "NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET"}
+    """Measure with `count` processes, ranks `first` and up of `world`; those that take too long are
+    killed."""
+    # The store that torchrun serves is for its ranks: with this variable nobody would serve one
+    # here.
+    environment = {
+        name: value for name, value in os.environ.items() if name != "TORCHELASTIC_USE_AGENT_STORE"
+    }
+    environment |= {
+        "PYTHONPATH": os.pathsep.join(sys.path),
+        "NCCL_DEBUG": "INFO",
+        "NCCL_DEBUG_SUBSYS": "INIT,NET",
+    }
     processes = []
     for index in range(count):
-        command = [sys.executable, "-m", __name__, f"cuda:{index}" if on_gpus else "cpu", str(first + index)]
+        command = [
+            sys.executable,
+            "-m",
+            __name__,
+            f"cuda:{index}" if on_gpus else "cpu",
+            str(first + index),
+        ]
         command += [str(world), host, str(port)]
         processes.append(
-            subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+            subprocess.Popen(
+                command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+            )
         )
     return results(processes, deadline)
 
 
 def results(processes: Sequence["subprocess.Popen[str]"], deadline: float) -> list[Reduced]:
     """The result of each process; all have ended when this returns."""
-    end, measured = time.monotonic() + deadline, list[Reduced]()
+    end = time.monotonic() + deadline
+    measured = list[Reduced]()
     try:
         for process in processes:
             try:
@@ -65,7 +91,9 @@ def results(processes: Sequence["subprocess.Popen[str]"], deadline: float) -> li
             if process.returncode:
                 measured.append(Reduced(0.0, f"exit code {process.returncode}: {last[:200]}"))
             else:
-                measured.append(Reduced(float(output.split()[-1]), network=network[1] if network else ""))
+                measured.append(
+                    Reduced(float(output.split()[-1]), network=network[1] if network else "")
+                )
     finally:
         for process in processes:
             process.kill()
@@ -78,13 +106,17 @@ def judge(
 ) -> list[Line]:
     """The line of an all-reduce; expected: bytes per second, None if unknown.
 
-    beside_adapters: whether this node has active adapters of InfiniBand or RoCE, which NCCL should take.
+    beside_adapters: whether this node has active adapters of InfiniBand or RoCE, which NCCL should
+        take.
     """
     failed = [index for index, result in enumerate(measured) if result.error]
     if failed:
-        finding = f"device {failed[0]} ({len(failed)} of {len(measured)}): {measured[failed[0]].error}"
+        finding = (
+            f"device {failed[0]} ({len(failed)} of {len(measured)}): {measured[failed[0]].error}"
+        )
         return [Line("fault", finding, remedy)]
-    slowest, network = min(result.rate for result in measured), measured[0].network
+    slowest = min(result.rate for result in measured)
+    network = measured[0].network
     finding = f"{slowest / 1e9:.1f} GB/s{network and f' over {network}'}"
     if beside_adapters and network == "Socket":
         return [Line("fault", f"{finding}: NCCL uses TCP despite active adapters", remedy)]
@@ -96,7 +128,8 @@ def judge(
 
 
 def allreduce_rate(device: str, rank: int, world: int, host: str, port: int) -> float:
-    """Bus bandwidth in bytes per second: what each link has to carry, 2 (n - 1) / n of the bytes that are summed.
+    """Bus bandwidth in bytes per second: what each link has to carry, 2 (n - 1) / n of the bytes
+    that are summed.
 
     Raises:
         RuntimeError: the sum is wrong.

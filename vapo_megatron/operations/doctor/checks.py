@@ -16,6 +16,7 @@ from xml.etree.ElementTree import Element
 import psutil
 import torch
 
+from vapo_megatron.checks.preflight import check_train
 from vapo_megatron.config.plan import PlanConfig
 from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.engines.engine_limits import engine_fp8
@@ -24,12 +25,11 @@ from vapo_megatron.engines.server.environment import free_port
 from vapo_megatron.engines.server.process import EngineAddress, EngineServer
 from vapo_megatron.errors import VapoError
 from vapo_megatron.megatron.platform import current_platform
+from vapo_megatron.models.registry import read_spec
 from vapo_megatron.monitoring.facts import installed_version
 from vapo_megatron.operations.doctor import allreduce, node
 from vapo_megatron.operations.doctor.nodes import Line, Meeting, check_alike, check_shared_files
 from vapo_megatron.operations.plan.inputs import GIB, Hardware
-from vapo_megatron.run.preflight import check_train
-from vapo_megatron.weights.spec import read_spec
 
 _PROMPT = [1, 2, 3, 4]
 _NEW_TOKENS = 8
@@ -37,7 +37,8 @@ _NEW_TOKENS = 8
 
 @dataclass(frozen=True)
 class Examination:
-    """The input of every check. quick: slow checks are left out; wait: seconds to wait for other nodes."""
+    """The input of every check. quick: slow checks are left out; wait: seconds to wait for other
+    nodes."""
 
     config: PlanConfig
     meeting: Meeting
@@ -52,7 +53,9 @@ class Examination:
     @property
     def has_gpus(self) -> bool:
         """Whether this machine has GPUs, whether or not PyTorch can use them."""
-        return bool(self.gpus) or any(map(os.path.exists, ("/proc/driver/nvidia/version", "/dev/nvidia0")))
+        return bool(self.gpus) or any(
+            map(os.path.exists, ("/proc/driver/nvidia/version", "/dev/nvidia0"))
+        )
 
     @cached_property
     def gpu_log(self) -> Element:
@@ -62,8 +65,9 @@ class Examination:
 
 @dataclass(frozen=True)
 class Check:
-    """One check. `run` may raise VapoError (a fault with its message) or Unreadable (a warning); beyond `deadline`
-    seconds it hangs, a fault. gpu, between, slow: for GPUs only, for several nodes only, left out by --quick."""
+    """One check. `run` may raise VapoError (a fault with its message) or Unreadable (a warning);
+    beyond `deadline` seconds it hangs, a fault. gpu, between, slow: for GPUs only, for several
+    nodes only, left out by --quick."""
 
     name: str
     run: Callable[[Examination], list[Line]]
@@ -78,21 +82,43 @@ def checks(config: PlanConfig, wait: float) -> tuple[Check, ...]:
 
     Checks between nodes come late, so that a node that hangs earlier is named by its own check.
     """
-    root, starting = Path(config.run.directory), config.rollout.start_timeout_s
+    root = Path(config.run.directory)
+    starting = config.rollout.start_timeout_s
     return (
         Check("versions", lambda here: node.check_versions(here.has_gpus), 60),
-        Check("gpus", lambda here: node.judge_gpus(here.gpu_log, config.hardware, here.gpus), 120, gpu=True),
-        Check("network", lambda _: node.judge_network(node.read_ports(), node.usable_adapters()), 90, between=True),
+        Check(
+            "gpus",
+            lambda here: node.judge_gpus(here.gpu_log, config.hardware, here.gpus),
+            120,
+            gpu=True,
+        ),
+        Check(
+            "network",
+            lambda _: node.judge_network(node.read_ports(), node.usable_adapters()),
+            90,
+            between=True,
+        ),
         Check("config", _config, 300),
         Check("all-reduce", allreduce_in_node, 200, slow=True),
-        Check("shared files", lambda here: check_shared_files(here.meeting, root, wait), 4 * wait + 60, between=True),
+        Check(
+            "shared files",
+            lambda here: check_shared_files(here.meeting, root, wait),
+            4 * wait + 60,
+            between=True,
+        ),
         Check("alike", _alike, 2 * wait + 60, between=True),
-        Check("engine", lambda here: check_engine(config, here.gpus), starting + REQUEST_SECONDS + 60, slow=True),
+        Check(
+            "engine",
+            lambda here: check_engine(config, here.gpus),
+            starting + REQUEST_SECONDS + 60,
+            slow=True,
+        ),
     )
 
 
 def perform(check: Check, examination: Examination) -> list[Line]:
-    """Run a check; whatever happens in it becomes its lines. A check that hangs is left behind in its thread."""
+    """Run a check; whatever happens in it becomes its lines. A check that hangs is left behind in
+    its thread."""
     lines: queue.SimpleQueue[list[Line]] = queue.SimpleQueue()
     if check.gpu and not examination.has_gpus:
         lines.put([Line("not applicable", "no GPU here")])
@@ -101,11 +127,16 @@ def perform(check: Check, examination: Examination) -> list[Line]:
     elif check.slow and examination.quick:
         lines.put([Line("skipped", "--quick")])
     else:
-        threading.Thread(target=lambda: lines.put(_guarded(check, examination)), daemon=True, name=check.name).start()
+        threading.Thread(
+            target=lambda: lines.put(_guarded(check, examination)), daemon=True, name=check.name
+        ).start()
     try:
         return [replace(line, check=check.name) for line in lines.get(timeout=check.deadline)]
     except queue.Empty:
-        remedy = "leave the node out, and see what it waits for (dmesg, a file system that does not answer)"
+        remedy = (
+            "leave the node out, and find out why it blocks (dmesg, a file system that does not "
+            "answer)"
+        )
         return [Line("fault", f"hangs: nothing after {check.deadline:g} s", remedy, check.name)]
 
 
@@ -121,7 +152,8 @@ def _guarded(check: Check, examination: Examination) -> list[Line]:
 
 
 def _config(examination: Examination) -> list[Line]:
-    """Checks that `train` makes on this node: model, tokenizer, weights, data, functions, engine arguments, disk."""
+    """Checks that `train` makes on this node: model, tokenizer, weights, data, functions, engine
+    arguments, disk."""
     facts: list[str] = []
     check_train(examination.config, None, facts)
     return [Line("ok", "; ".join(facts))]
@@ -137,43 +169,79 @@ def _alike(examination: Examination) -> list[Line]:
 
 
 def fingerprint(config: TrainConfig) -> str:
-    """A digest of the files of model and data on this node: names, sizes, and the content of config.json."""
+    """A digest of the files of model and data on this node: names, sizes, and the content of
+    config.json."""
     digest = hashlib.sha256()
     directory = Path(config.model.path)
-    files = [*sorted(path for path in directory.glob("*") if path.is_file()), *config.data.train_files]
+    files = [
+        *sorted(path for path in directory.glob("*") if path.is_file()),
+        *config.data.train_files,
+    ]
     for path in (*files, *(entry.path for entry in config.data.eval)):
-        digest.update(f"{path.name} {path.stat().st_size if path.exists() else 'absent'}\n".encode())
+        digest.update(
+            f"{path.name} {path.stat().st_size if path.exists() else 'absent'}\n".encode()
+        )
     if (directory / "config.json").is_file():
         digest.update((directory / "config.json").read_bytes())
     return digest.hexdigest()[:16]
 
 
 def check_engine(config: TrainConfig, gpus: int) -> list[Line]:
-    """Start a server as the run would, have it write a few tokens, end it. gpus: of this node, 0 on the CPU.
+    """Start a server as the run would, have it write a few tokens, end it. gpus: of this node, 0 on
+    the CPU.
 
     Raises:
-        BadInput: the model's sizes do not suit rollout.quantization, or SGLang refuses rollout.server_args.
-        RunFailed, TryAgain: it does not start or does not answer; the message has the cause from its log.
+        BadInput: the model's sizes do not suit rollout.quantization, or SGLang refuses
+            rollout.server_args.
+        RunFailed, TryAgain: it does not start or does not answer; the message has the cause from
+            its log.
     """
     if config.rollout.external_urls:
         return [Line("not applicable", "the run's engines are elsewhere (rollout.external_urls)")]
+    if config.rollout.nodes > 1:
+        result = f"an engine is on {config.rollout.nodes} nodes, doctor starts one on a single node"
+        return [Line("skipped", result, "start `vapo-megatron engine` on as many nodes")]
     spec = read_spec(Path(config.model.path))
-    needed, free = 2 * spec.parameter_count() / GIB, psutil.virtual_memory().available / GIB
+    needed = 2 * spec.parameter_count() / GIB
+    free = psutil.virtual_memory().available / GIB
     if not gpus and needed > free / 2:
-        result = f"no GPU here, where an engine takes more than {needed:.0f} of {free:.0f} GiB of free memory"
+        result = (
+            f"no GPU here, where an engine takes more than {needed:.0f} of {free:.0f} GiB of free "
+            f"memory"
+        )
         return [Line("skipped", result, "run doctor on a node of the job")]
-    devices = range(config.rollout.tp) if gpus else None
+    if gpus:
+        devices = range(config.rollout.tp)
+    else:
+        devices = None
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="vapo-doctor-") as folder:
         log = Path(folder) / "engine.log"
         fp8 = engine_fp8(config.rollout, config.actor.precision, spec)
         with EngineServer(
-            config.model.path, config.rollout, config.model.dtype, log, devices, fp8=fp8, offloads=gpus > 0
+            config.model.path,
+            config.rollout,
+            config.model.dtype,
+            log,
+            devices,
+            fp8=fp8,
+            offloads=gpus > 0,
         ) as server:
             asyncio.run(_ask(server.address))
-    seconds, cache = time.monotonic() - started, os.environ.get("TRITON_CACHE_DIR")
-    kernels = f"; kernels are cached in {Path(cache).parent}" if cache else ""  # slurm/task.sh keeps all caches there
-    return [Line("ok", f"TP{config.rollout.tp} started and wrote {_NEW_TOKENS} tokens in {seconds:.0f} s{kernels}")]
+    seconds = time.monotonic() - started
+    cache = os.environ.get("TRITON_CACHE_DIR")
+    # Slurm/task.sh keeps all caches there
+    if cache:
+        kernels = f"; kernels are cached in {Path(cache).parent}"
+    else:
+        kernels = ""
+    return [
+        Line(
+            "ok",
+            f"TP{config.rollout.tp} started and wrote {_NEW_TOKENS} tokens in {seconds:.0f} "
+            f"s{kernels}",
+        )
+    ]
 
 
 async def _ask(address: EngineAddress) -> None:
@@ -192,28 +260,47 @@ def allreduce_in_node(examination: Examination) -> list[Line]:
         return [Line("not applicable", "one GPU")]
     measured = allreduce.measure(gpus or 2, bool(gpus), 0, gpus or 2, "127.0.0.1", free_port())
     hardware = Hardware(examination.config.hardware)
-    expected = hardware.nvlink * hardware.efficiency.nvlink if gpus else None
-    remedy = "see `nvidia-smi nvlink --status`, that nvidia-fabricmanager runs, that /dev/shm has 1 GiB (--shm-size)"
+    if gpus:
+        expected = hardware.nvlink * hardware.efficiency.nvlink
+    else:
+        expected = None
+    remedy = (
+        "see `nvidia-smi nvlink --status`, that nvidia-fabricmanager runs, that /dev/shm has 1 GiB "
+        "(--shm-size)"
+    )
     return allreduce.judge(measured, expected, remedy)
 
 
 def allreduce_over_nodes(examination: Examination) -> list[Line]:
     """All-reduce over the devices of all nodes, reported on node 0 alone."""
-    meeting, gpus = examination.meeting, examination.gpus
+    meeting = examination.meeting
+    gpus = examination.gpus
     meeting.put(f"allreduce/devices/{meeting.index}", gpus or 1)
     counts = meeting.get_all("allreduce/devices", examination.wait + 600)
     if None in counts:
-        silent = ", ".join(name for name, count in zip(meeting.nodes, counts, strict=True) if count is None)
+        silent = ", ".join(
+            name for name, count in zip(meeting.nodes, counts, strict=True) if count is None
+        )
         return [Line("fault", f"not tried: {silent} did not arrive", "see their lines")]
     if meeting.index == 0:
         meeting.put("allreduce/port", free_port())
     port = meeting.get("allreduce/port", examination.wait)
     if port is None:
         return [Line("fault", "node 0 named no port", "see its lines")]
-    first, world = sum(counts[: meeting.index]), sum(counts)
+    first = sum(counts[: meeting.index])
+    world = sum(counts)
     # MASTER_ADDR may be an address that leads to node 0, and that nothing there can be bound to.
-    measured = allreduce.measure(gpus or 1, bool(gpus), first, world, os.environ["MASTER_ADDR"], port)
+    measured = allreduce.measure(
+        gpus or 1, bool(gpus), first, world, os.environ["MASTER_ADDR"], port
+    )
     hardware = Hardware(examination.config.hardware)
-    expected = hardware.network * hardware.efficiency.network if gpus else None
-    remedy = "see the lines on the network, `ulimit -l` (RDMA needs unlimited), NCCL_IB_HCA and NCCL_NET"
-    return allreduce.judge(measured, expected, remedy, beside_adapters=bool(gpus) and any(node.read_ports().values()))
+    if gpus:
+        expected = hardware.network * hardware.efficiency.network
+    else:
+        expected = None
+    remedy = (
+        "see the lines on the network, `ulimit -l` (RDMA needs unlimited), NCCL_IB_HCA and NCCL_NET"
+    )
+    return allreduce.judge(
+        measured, expected, remedy, beside_adapters=bool(gpus) and any(node.read_ports().values())
+    )

@@ -22,14 +22,62 @@ _SYSFS = Path("/sys/class/infiniband")
 _REPLACE = "leave the node out and reset the GPU; if it comes back, have the GPU replaced"
 # Signs of an unfit GPU in `nvidia-smi -q -x`: path, pattern, severity, meaning, remedy.
 _SYMPTOMS: tuple[tuple[str, str, Status, str, str], ...] = (
-    ("fb_memory_usage/used", r"([2-9]\d{3}|\d{5,}) MiB", "fault", "in use", "end what `nvidia-smi` lists"),
-    ("mig_mode/current_mig", "Enabled", "fault", "in MIG mode", "have an administrator switch it off"),
-    ("compute_mode", "Exclusive_Process|Prohibited", "fault", "in an exclusive compute mode", "nvidia-smi -c 0"),
-    ("ecc_errors/volatile/dram_uncorrectable", r"[1-9]\d*", "fault", "uncorrected memory errors", _REPLACE),
-    ("ecc_errors/volatile/sram_uncorrectable", r"[1-9]\d*", "fault", "uncorrected errors of caches", _REPLACE),
-    ("remapped_rows/remapped_row_pending", "Yes", "fault", "a row of memory waiting to be remapped", _REPLACE),
-    ("remapped_rows/remapped_row_failure", "Yes", "fault", "a row of memory that could not be remapped", _REPLACE),
-    ("ecc_mode/current_ecc", "Disabled", "warning", "ECC is off", "switch it on: nvidia-smi -e 1, reboot"),
+    (
+        "fb_memory_usage/used",
+        r"([2-9]\d{3}|\d{5,}) MiB",
+        "fault",
+        "in use",
+        "end what `nvidia-smi` lists",
+    ),
+    (
+        "mig_mode/current_mig",
+        "Enabled",
+        "fault",
+        "in MIG mode",
+        "have an administrator switch it off",
+    ),
+    (
+        "compute_mode",
+        "Exclusive_Process|Prohibited",
+        "fault",
+        "in an exclusive compute mode",
+        "nvidia-smi -c 0",
+    ),
+    (
+        "ecc_errors/volatile/dram_uncorrectable",
+        r"[1-9]\d*",
+        "fault",
+        "uncorrected memory errors",
+        _REPLACE,
+    ),
+    (
+        "ecc_errors/volatile/sram_uncorrectable",
+        r"[1-9]\d*",
+        "fault",
+        "uncorrected errors of caches",
+        _REPLACE,
+    ),
+    (
+        "remapped_rows/remapped_row_pending",
+        "Yes",
+        "fault",
+        "a row of memory waiting to be remapped",
+        _REPLACE,
+    ),
+    (
+        "remapped_rows/remapped_row_failure",
+        "Yes",
+        "fault",
+        "a row of memory that could not be remapped",
+        _REPLACE,
+    ),
+    (
+        "ecc_mode/current_ecc",
+        "Disabled",
+        "warning",
+        "ECC is off",
+        "switch it on: nvidia-smi -e 1, reboot",
+    ),
 )
 
 
@@ -38,10 +86,13 @@ class Unreadable(Exception):
 
 
 def read_gpus() -> ElementTree.Element:
-    """The log of `nvidia-smi -q -x`: its driver_version, and a `gpu` for each. Raises Unreadable where that fails."""
+    """The log of `nvidia-smi -q -x`: its driver_version, and a `gpu` for each. Raises Unreadable
+    where that fails."""
     command = ["nvidia-smi", "-q", "-x"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_SECONDS, check=True)
+        done = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", timeout=_SECONDS, check=True
+        )
         return ElementTree.fromstring(done.stdout)
     except (OSError, subprocess.SubprocessError, ElementTree.ParseError) as error:
         words = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
@@ -49,22 +100,42 @@ def read_gpus() -> ElementTree.Element:
 
 
 def judge_gpus(log: ElementTree.Element, hardware: HardwareConfig, usable: int) -> list[Line]:
-    """Whether the node has as many GPUs as configured, all alike, free and sound. usable: those that PyTorch sees."""
-    gpus = [gpu for gpu in log.findall("gpu") if gpu.findtext("product_name") not in (None, "GPU is lost")]
+    """Whether the node has as many GPUs as configured, all alike, free and sound. usable: those
+    that PyTorch sees."""
+    gpus = [
+        gpu
+        for gpu in log.findall("gpu")
+        if gpu.findtext("product_name") not in (None, "GPU is lost")
+    ]
     kinds = Counter(gpu.findtext("product_name", "") for gpu in gpus)
     named = ", ".join(f"{count} x {name}" for name, count in kinds.items())
     sick = [
-        [str(number) for number, gpu in enumerate(gpus) if re.fullmatch(words, gpu.findtext(path, ""))]
+        [
+            str(number)
+            for number, gpu in enumerate(gpus)
+            if re.fullmatch(words, gpu.findtext(path, ""))
+        ]
         for path, words, *_ in _SYMPTOMS
     ]
     few = f"{len(gpus)} GPUs answer, hardware.gpus_per_node={hardware.gpus_per_node}"
     unseen = f"PyTorch can use {usable} of {len(gpus)} GPUs"
-    drain = "drain the node: a GPU has fallen off the bus (dmesg, Xid 79), or set hardware.gpus_per_node"
-    see = "see CUDA_VISIBLE_DEVICES, --gpus-per-task, and that PyTorch is a CUDA build the driver can serve"
+    drain = (
+        "drain the node: a GPU has fallen off the bus (dmesg, Xid 79), or set "
+        "hardware.gpus_per_node"
+    )
+    see = (
+        "see CUDA_VISIBLE_DEVICES, --gpus-per-task, and that PyTorch is a CUDA build the driver "
+        "can serve"
+    )
     return lines_of(
         f"{named}, driver {log.findtext('driver_version')}, free and without errors",
         (len(gpus) != hardware.gpus_per_node, "fault", few, drain),
-        (len(kinds) > 1, "fault", f"GPUs differ: {named}", "take nodes of one kind: the slowest sets the pace"),
+        (
+            len(kinds) > 1,
+            "fault",
+            f"GPUs differ: {named}",
+            "take nodes of one kind: the slowest sets the pace",
+        ),
         (usable < len(gpus), "fault", unseen, see),
         *(
             (numbers, status, f"GPUs {', '.join(numbers)}: {finding}", remedy)
@@ -73,7 +144,7 @@ def judge_gpus(log: ElementTree.Element, hardware: HardwareConfig, usable: int) 
     )
 
 
-PYTHON = ">=3.11,<3.13"
+PYTHON = ">=3.11,<3.14"
 # Package: the versions that were tried, or that packages beside it ask for.
 VERSIONS = {
     "torch": ">=2.11,<2.15",
@@ -95,10 +166,19 @@ _LOST = {
 def check_versions(gpus: bool) -> list[Line]:
     """A line for each problem, or one if there is none. gpus: whether this machine has GPUs."""
     python = python_platform.python_version()
-    good, troubles = [f"Python {python}"], list[tuple[object, Status, str, str]]()
-    troubles.append((not SpecifierSet(PYTHON).contains(python), "fault", f"Python {python}", f"use Python {PYTHON}"))
+    good = [f"Python {python}"]
+    troubles = list[tuple[object, Status, str, str]]()
+    troubles.append(
+        (
+            not SpecifierSet(PYTHON).contains(python),
+            "fault",
+            f"Python {python}",
+            f"use Python {PYTHON}",
+        )
+    )
     for package, versions in VERSIONS.items():
-        version, remedy = installed_version(package), f"pip install '{package}{versions}'"
+        version = installed_version(package)
+        remedy = f"pip install '{package}{versions}'"
         if not gpus and package in (*_LOST, "torch_memory_saver"):
             continue
         if version is None:
@@ -108,7 +188,9 @@ def check_versions(gpus: bool) -> list[Line]:
             continue
         is_tried = SpecifierSet(versions).contains(version, prereleases=True)
         # Other versions may work: one that was never tried is no fault.
-        troubles.append((not is_tried, "warning", f"{package} {version}, tried were {versions}", remedy))
+        troubles.append(
+            (not is_tried, "warning", f"{package} {version}, tried were {versions}", remedy)
+        )
         good.append(f"{package} {version}")
     return lines_of(", ".join(good), *troubles)
 
@@ -126,7 +208,8 @@ def read_ports(root: Path = _SYSFS) -> dict[str, bool]:
 
 
 def usable_adapters() -> list[str] | None:
-    """Adapters that `ibv_devices`, like NCCL, can open: those with an installed provider; None without the tool."""
+    """Adapters that `ibv_devices`, like NCCL, can open: those with an installed provider; None
+    without the tool."""
     try:
         done = subprocess.run(["ibv_devices"], capture_output=True, text=True, timeout=_SECONDS)
     except (OSError, subprocess.TimeoutExpired):
@@ -135,17 +218,29 @@ def usable_adapters() -> list[str] | None:
 
 
 def judge_network(ports: Mapping[str, bool], adapters: Sequence[str] | None) -> list[Line]:
-    """Whether the adapters of InfiniBand or RoCE that the kernel shows are up, and open to this process."""
+    """Whether the adapters of InfiniBand or RoCE that the kernel shows are up, and open to this
+    process."""
     if not ports:
         remedy = "load its driver; NCCL otherwise goes over TCP, which is many times slower"
         return [Line("warning", "the kernel shows no InfiniBand or RoCE adapter", remedy)]
     active = [name for name, is_active in ports.items() if is_active]
-    closed = f"the kernel shows {len(active)} active ports, libibverbs opens none: NCCL would go over TCP"
-    provide = "apt-get install ibverbs-providers; in a container /dev/infiniband too (MELLANOX_VISIBLE_DEVICES=all)"
+    closed = (
+        f"the kernel shows {len(active)} active ports, libibverbs opens none: NCCL would go over "
+        f"TCP"
+    )
+    provide = (
+        "apt-get install ibverbs-providers; in a container /dev/infiniband too "
+        "(MELLANOX_VISIBLE_DEVICES=all)"
+    )
     unknown = "no ibv_devices: whether NCCL can open the adapters is not known"
     return lines_of(
         f"{len(active)} of {len(ports)} ports are active, {len(adapters or ())} adapters open",
-        (not active, "fault", f"none of {len(ports)} ports is active", "leave the node out; see ibstat"),
+        (
+            not active,
+            "fault",
+            f"none of {len(ports)} ports is active",
+            "leave the node out; see ibstat",
+        ),
         (active and adapters == [], "fault", closed, provide),
         (active and adapters is None, "warning", unknown, "apt-get install ibverbs-utils"),
     )

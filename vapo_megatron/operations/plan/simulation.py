@@ -1,7 +1,8 @@
-"""`plan --simulate`: the steps of a run in small ticks of time, to see which way of collecting would suit a cluster.
+"""`plan --simulate`: the steps of a run in small ticks of time, to see which way of collecting
+would suit a cluster.
 
-What is drawn, kept and dropped is decided by the run's own ledger (engines/ledger.py). Engines, tools, graders and the
-trainer only take time; nothing is written.
+What is drawn, kept and dropped is decided by the run's own ledger (rollout/ledger.py). Engines,
+tools, graders and the trainer only take time; nothing is written.
 """
 
 import math
@@ -17,16 +18,23 @@ from typing import Any, Literal
 import numpy as np
 
 from vapo_megatron.config.rollout import AsynchronousConfig, PartialResponsesConfig
-from vapo_megatron.engines.ledger import Ledger, StepRule, step_rule
 from vapo_megatron.errors import BadInput
 from vapo_megatron.operations.plan.inputs import Lengths
 from vapo_megatron.operations.plan.plan import Plan, make_plan
-from vapo_megatron.operations.plan.rollout import BETWEEN_PROMPTS, decode_seconds, drawn_prompts, prefill_seconds
+from vapo_megatron.operations.plan.rollout import (
+    BETWEEN_PROMPTS,
+    decode_seconds,
+    drawn_prompts,
+    prefill_seconds,
+)
+from vapo_megatron.rollout.ledger import Ledger, StepRule, step_rule
 
 _WAITING, _RUNNING, _AT_TOOL, _DONE = range(4)
 _NUMBERS = ("number", "draw", "engine", "state", "turns")
 _AMOUNTS = ("left", "turn_tokens", "written", "unread", "ready_at", "versions")
-_RESPONSE = np.dtype([(name, np.int64) for name in _NUMBERS] + [(name, np.float64) for name in _AMOUNTS])
+_RESPONSE = np.dtype(
+    [(name, np.int64) for name in _NUMBERS] + [(name, np.float64) for name in _AMOUNTS]
+)
 _NORMAL = NormalDist()
 
 
@@ -38,13 +46,15 @@ class Scenario:
         rule: what makes a step. Windows are not simulated.
         sync_mode: what becomes of responses under way at a weight sync.
         engines, at_once: how many, and the responses that each generates together; others wait.
-        decode_seconds: of a decoding step, by running responses and the mean tokens of their sequences.
+        decode_seconds: of a decoding step, by running responses and the mean tokens of their
+            sequences.
         prefill_seconds: of reading so many tokens; nothing else is generated meanwhile.
         lengths_of: tokens of the responses of a group, by its number, float64 [responses].
         is_informative: whether a group has both correct and incorrect responses, by its number.
         trainer_seconds: of everything that the trainer does with samples of so many tokens.
         grade_seconds, grade_workers: of a response; how many share the grading.
-        turns, tool_seconds: responses of an episode, and its wait for a tool between two, outside the batch.
+        turns, tool_seconds: responses of an episode, and its wait for a tool between two, outside
+            the batch.
         tick: time moves by at most so much.
         steps: that are counted, after those in which the run settles.
     """
@@ -74,7 +84,8 @@ class Outcome:
 
     Attributes:
         seconds, tokens: from one step's groups to the next one's; of its responses.
-        waited: seconds in which the trainer waits, for groups or for engines that are to get its weights.
+        waited: seconds in which the trainer waits, for groups or for engines that are to get its
+            weights.
         ages: mean weight syncs between drawing and training a token.
         counts: of the ledger.
     """
@@ -92,12 +103,16 @@ class Outcome:
 
 
 class _Rollouts:
-    """Groups on their way through engines and graders. `responses` has a row for each, oldest first."""
+    """Groups on their way through engines and graders. `responses` has a row for each, oldest
+    first."""
 
     def __init__(self, scenario: Scenario, steps: int) -> None:
-        self.scenario, self.ledger = scenario, Ledger(replace(scenario.rule, steps=steps, windows=1))
-        self.now, self.version = 0.0, 0
-        self.responses = self._rows = np.zeros(0, _RESPONSE)  # the first rows of those that have room
+        self.scenario = scenario
+        self.ledger = Ledger(replace(scenario.rule, steps=steps, windows=1))
+        self.now = 0.0
+        self.version = 0
+        # The first rows of those that have room
+        self.responses = self._rows = np.zeros(0, _RESPONSE)
         self._draws = 0
         self._missing: dict[int, int] = {}  # responses of a draw that are not done; 0: it is graded
         self._graded_at: deque[tuple[float, int, int]] = deque()  # when, draw, number
@@ -114,7 +129,7 @@ class _Rollouts:
         self.run(self.ledger.is_ready)
         taken = self._remove(self.ledger.take())
         self._remove(self.ledger.surplus())
-        if not self.ledger.rule.staleness:  # engines wait; what they have begun is read anew
+        if not self.ledger.rule.staleness:  # engines wait; unfinished responses are prefilled again
             self._stop()
             self._is_paused = True
         return taken
@@ -146,15 +161,21 @@ class _Rollouts:
             else:
                 self._decode(running, min(self.scenario.tick, max(0.0, event - self.now)))
             if self.scenario.turns > 1:
-                answered = (self.responses["state"] == _AT_TOOL) & (self.responses["ready_at"] <= self.now)
+                answered = (self.responses["state"] == _AT_TOOL) & (
+                    self.responses["ready_at"] <= self.now
+                )
                 self.responses["state"][answered], self._may_begin = _WAITING, True
             self._grade()
 
     def _fill(self) -> None:
-        scenario, drawn, room = self.scenario, [], self.ledger.room()
+        scenario = self.scenario
+        drawn = []
+        room = self.ledger.room()
         if not room:
             return
-        load = np.bincount(self.responses["engine"], self.responses["state"] != _DONE, scenario.engines)
+        load = np.bincount(
+            self.responses["engine"], self.responses["state"] != _DONE, scenario.engines
+        )
         for _ in range(room):
             number = self.ledger.draw()
             lengths = scenario.lengths_of(number)
@@ -167,7 +188,8 @@ class _Rollouts:
             load[load.argmin()] += len(rows)
             self._missing[self._draws] = len(rows)
             drawn.append(rows)
-        self._may_begin, count = True, len(self.responses)
+        self._may_begin = True
+        count = len(self.responses)
         new = np.concatenate(drawn)
         if count + len(new) > len(self._rows):
             self._rows = np.concatenate((self.responses, np.zeros(count + 2 * len(new), _RESPONSE)))
@@ -183,21 +205,31 @@ class _Rollouts:
         self._may_begin = False
         waiting = waiting[np.argsort(rows["engine"][waiting].astype(np.int16), kind="stable")]
         engine = rows["engine"][waiting]
-        place = np.arange(len(waiting)) - np.searchsorted(engine, np.arange(self.scenario.engines))[engine]
+        place = (
+            np.arange(len(waiting))
+            - np.searchsorted(engine, np.arange(self.scenario.engines))[engine]
+        )
         begun = waiting[place < free[engine]]
         for row in begun[rows["unread"][begun] > 0]:
-            self._unread_seconds[rows["engine"][row]] += self.scenario.prefill_seconds(rows["unread"][row])
+            self._unread_seconds[rows["engine"][row]] += self.scenario.prefill_seconds(
+                rows["unread"][row]
+            )
         rows["unread"][begun], rows["state"][begun] = 0, _RUNNING
 
     def _decode(self, running: np.ndarray, seconds: float) -> None:
-        rows, engines = self.responses, self.scenario.engines
+        rows = self.responses
+        engines = self.scenario.engines
         engine = rows["engine"][running]
         count = np.bincount(engine, minlength=engines)
-        tokens = np.bincount(engine, self.scenario.prompt_tokens + rows["written"][running], engines)
+        tokens = np.bincount(
+            engine, self.scenario.prompt_tokens + rows["written"][running], engines
+        )
         free = np.where(count, np.maximum(0.0, seconds - self._unread_seconds), 0.0)
         self._unread_seconds = np.maximum(0.0, self._unread_seconds - seconds)
         pairs = zip(count.tolist(), tokens.tolist(), strict=True)
-        steps = free / [self.scenario.decode_seconds(n, total / n) if n else 1.0 for n, total in pairs]
+        steps = free / [
+            self.scenario.decode_seconds(n, total / n) if n else 1.0 for n, total in pairs
+        ]
         gained = np.minimum(steps[engine], rows["left"][running])
         rows["written"][running] += gained
         rows["left"][running] -= gained
@@ -208,12 +240,20 @@ class _Rollouts:
         goes_on = ended[rows["turns"][ended] > 0]
         rows["state"][ended], rows["state"][goes_on] = _DONE, _AT_TOOL
         rows["ready_at"][goes_on] = self.now + self.scenario.tool_seconds
-        rows["left"][goes_on], rows["turns"][goes_on] = rows["turn_tokens"][goes_on], rows["turns"][goes_on] - 1
+        rows["left"][goes_on], rows["turns"][goes_on] = (
+            rows["turn_tokens"][goes_on],
+            rows["turns"][goes_on] - 1,
+        )
         for row in ended[rows["state"][ended] == _DONE]:
-            draw, number = int(rows["draw"][row]), int(rows["number"][row])
+            draw = int(rows["draw"][row])
+            number = int(rows["number"][row])
             self._missing[draw] -= 1
             if not self._missing[draw]:
-                seconds = (rows["draw"] == draw).sum() * self.scenario.grade_seconds / self.scenario.grade_workers
+                seconds = (
+                    (rows["draw"] == draw).sum()
+                    * self.scenario.grade_seconds
+                    / self.scenario.grade_workers
+                )
                 self._graders_free = max(self.now, self._graders_free) + seconds
                 self._graded_at.append((self._graders_free, draw, number))
 
@@ -221,7 +261,10 @@ class _Rollouts:
         while self._graded_at and self._graded_at[0][0] <= self.now:
             _, draw, number = self._graded_at.popleft()
             if draw in self._missing:  # it was not dropped meanwhile
-                self.ledger.grade(number, self.ledger.rule.most_draws is None or self.scenario.is_informative(number))
+                self.ledger.grade(
+                    number,
+                    self.ledger.rule.most_draws is None or self.scenario.is_informative(number),
+                )
                 self._remove(self.ledger.surplus())
                 self._fill()
 
@@ -248,21 +291,28 @@ class _Rollouts:
 
 def simulate(scenario: Scenario) -> Outcome:
     """Run its steps, as training/loop.py goes through them."""
-    rule, settled = scenario.rule, 2 + scenario.rule.oldest
+    rule = scenario.rule
+    settled = 2 + scenario.rule.oldest
     last = settled + scenario.steps
     # Engines work ahead of the last step that counts as they do of any other.
-    rollouts, outcome = _Rollouts(scenario, 2 * last), Outcome()
-    taken, waited = 0.0, 0.0
+    rollouts = _Rollouts(scenario, 2 * last)
+    outcome = Outcome()
+    taken = 0.0
+    waited = 0.0
     for step in range(last):
         asked = rollouts.now
         samples = rollouts.take()
         written = float(samples["written"].sum())
-        seconds, waited, taken = rollouts.now - taken, waited + rollouts.now - asked, rollouts.now
+        seconds = rollouts.now - taken
+        waited = waited + rollouts.now - asked
+        taken = rollouts.now
         if step >= settled:
             outcome.seconds.append(seconds)
             outcome.tokens.append(written)
             outcome.waited.append(waited)
-            outcome.ages.append(max(0.0, rollouts.version - float(samples["versions"].sum()) / written))
+            outcome.ages.append(
+                max(0.0, rollouts.version - float(samples["versions"].sum()) / written)
+            )
         trainer_seconds = scenario.trainer_seconds(written + len(samples) * scenario.prompt_tokens)
         rollouts.run(lambda: False, rollouts.now + trainer_seconds)
         trained = rollouts.now
@@ -274,7 +324,8 @@ def simulate(scenario: Scenario) -> Outcome:
     return outcome
 
 
-# Phases of a plan in which engines work, or that are no part of a step of a trainer which shares its GPUs with none.
+# Phases of a plan in which engines work, or that are no part of a step of a trainer which shares
+# its GPUs with none.
 _OF_ENGINES = ("rollout", "verify", "weight_sync")
 _RESPONSES_A_MINUTE = 1_200_000  # simulated on one core
 _TICKS = 60  # in the time of a mean response
@@ -284,41 +335,67 @@ _TICKS = 60  # in the time of a mean response
 def drawn_lengths(lengths: Lengths, responses: int, seed: int, number: int) -> np.ndarray:
     """Tokens of the responses of a group; those to one prompt are long together."""
     random = np.random.default_rng((seed, number))
-    shared, apart = random.standard_normal(), random.standard_normal(responses)
+    shared = random.standard_normal()
+    apart = random.standard_normal(responses)
     places = math.sqrt(BETWEEN_PROMPTS) * shared + math.sqrt(1 - BETWEEN_PROMPTS) * apart
     places = np.array([_NORMAL.cdf(place) for place in places.tolist()])
     return np.maximum(1.0, np.round(lengths.longest * places**lengths.exponent))
 
 
-def scenario_of(plan: Plan, partial: bool = False, staleness: int = 0, engine_gpus: int | None = None) -> Scenario:
+def scenario_of(
+    plan: Plan, partial: bool = False, staleness: int = 0, engine_gpus: int | None = None
+) -> Scenario:
     """A plan's run in some mode.
 
     Args:
-        partial: what is not finished goes on in the next step.
+        partial: unfinished responses continue in the next step.
         staleness: steps that engines work ahead.
-        engine_gpus: GPUs of engines of their own, which get weights over the network once; None: as the plan says.
+        engine_gpus: GPUs of separate engines, which get weights over the network once; None: as
+            the plan says.
 
     Raises:
-        BadInput: the trainer cannot be laid out over the other GPUs or does not fit them, or no response fits a cache.
+        BadInput: the trainer cannot be laid out over the other GPUs or does not fit them, or no
+            response fits a cache.
     """
-    config, lengths, engine, trainer = plan.config, plan.lengths, plan.memory.engine, plan
-    count, sync = plan.engines, plan.time.phases["weight_sync"]
+    config = plan.config
+    lengths = plan.lengths
+    engine = plan.memory.engine
+    trainer = plan
+    count = plan.engines
+    sync = plan.time.phases["weight_sync"]
     if engine_gpus is not None:
-        trainer, actor = make_plan(config, plan.world - engine_gpus), plan.models["actor"]
+        trainer = make_plan(config, plan.world - engine_gpus)
+        actor = plan.models["actor"]
         engine = replace(engine, taken=0.0)
         count = engine_gpus // config.rollout.tp
-        sync = trainer.time.phases["weight_sync"] + actor.spec.parameter_count() * actor.width / plan.hardware.network
+        sync = (
+            trainer.time.phases["weight_sync"]
+            + actor.spec.parameter_count() * actor.width / plan.hardware.network
+        )
     at_once = int(engine.at_once(lengths.running))
     if not trainer.fits or not at_once:
-        raise BadInput(f"{trainer.world} GPUs are too few for the trainer, or an engine's cache is for a response")
-    ahead = config.rollout.asynchronous.weight_sync if staleness else "auto"
-    oversampling = (config.rollout.partial_responses.oversampling or 1.5) if partial else None
+        raise BadInput(
+            f"{trainer.world} GPUs are too few for the trainer, or an engine's cache is for a "
+            f"response"
+        )
+    if staleness:
+        ahead = config.rollout.asynchronous.weight_sync
+    else:
+        ahead = "auto"
+    if partial:
+        oversampling = config.rollout.partial_responses.oversampling or 1.5
+    else:
+        oversampling = None
     changes = {
         "asynchronous": AsynchronousConfig(max_staleness=staleness, weight_sync=ahead),
         "partial_responses": PartialResponsesConfig(oversampling=oversampling),
     }
-    rollout, sampling = config.rollout.model_copy(update=changes), config.algorithm.dynamic_sampling
-    share = config.plan.informative_share if sampling.enabled else 1.0
+    rollout = config.rollout.model_copy(update=changes)
+    sampling = config.algorithm.dynamic_sampling
+    if sampling.enabled:
+        share = config.plan.informative_share
+    else:
+        share = 1.0
     seconds = sum(value for phase, value in trainer.time.phases.items() if phase not in _OF_ENGINES)
     tokens = config.samples * lengths.sample
 
@@ -334,7 +411,9 @@ def scenario_of(plan: Plan, partial: bool = False, staleness: int = 0, engine_gp
         decode_seconds=lambda running, context: decode(running, round(context / 64) * 64),
         prefill_seconds=lambda unread: prefill_seconds(engine, unread),
         prompt_tokens=max(1, round(lengths.prompt)),
-        lengths_of=lambda number: drawn_lengths(lengths, config.batch.samples_per_prompt, config.run.seed, number),
+        lengths_of=lambda number: drawn_lengths(
+            lengths, config.batch.samples_per_prompt, config.run.seed, number
+        ),
         trainer_seconds=lambda trained: seconds * trained / tokens,
         sync_seconds=sync,
         grade_seconds=config.plan.grade_seconds,
@@ -347,10 +426,12 @@ def scenario_of(plan: Plan, partial: bool = False, staleness: int = 0, engine_gp
 
 
 def modes(plan: Plan) -> list[dict[str, Any]]:
-    """Synchronous and with partial responses on the GPUs as planned, asynchronous with the best-looking split of GPUs.
+    """Synchronous and with partial responses on the GPUs as planned, asynchronous with the
+    best-looking split of GPUs.
 
-    An asynchronous run is simulated as it is configured, and with a staleness of one and two. engines_unused: tokens a
-    second, less than those of engines that are full all the time; age: mean weight syncs between drawing and training.
+    An asynchronous run is simulated as it is configured, and with a staleness of one and two.
+    engines_unused: tokens a second that engines fall short of their full rate; age: mean weight
+        syncs between drawing and training.
     """
     rollout = plan.config.rollout
     own_gpus = len(rollout.external_urls) * rollout.tp or None
@@ -359,28 +440,50 @@ def modes(plan: Plan) -> list[dict[str, Any]]:
         runs["synchronous"] = None, scenario_of(plan)
         runs["partial responses"] = None, scenario_of(plan, partial=True)
     for staleness in sorted({1, 2, rollout.asynchronous.max_staleness} - {0}):
-        splits = [(own_gpus, scenario_of(plan, staleness=staleness))] if own_gpus else list(_splits(plan, staleness))
+        if own_gpus:
+            splits = [(own_gpus, scenario_of(plan, staleness=staleness))]
+        else:
+            splits = list(_splits(plan, staleness))
         if splits:
-            runs[f"asynchronous, max_staleness {staleness}"] = min(splits, key=lambda split: _bound(split[1], plan))
-    size, sampling = plan.config.batch, plan.config.algorithm.dynamic_sampling
+            runs[f"asynchronous, max_staleness {staleness}"] = min(
+                splits, key=lambda split: _bound(split[1], plan)
+            )
+    size = plan.config.batch
+    sampling = plan.config.algorithm.dynamic_sampling
     responses = drawn_prompts(size.prompts_per_step, sampling, plan.config.plan.informative_share)
-    responses *= size.samples_per_prompt * sum(2 + s.rule.oldest + s.steps for _, s in runs.values())
+    responses *= size.samples_per_prompt * sum(
+        2 + s.rule.oldest + s.steps for _, s in runs.values()
+    )
     time = f"about {responses / _RESPONSES_A_MINUTE:.1f} minutes"
-    print(f"simulating {responses:,.0f} responses in {len(runs)} modes: {time}", file=sys.stderr, flush=True)
+    print(
+        f"simulating {responses:,.0f} responses in {len(runs)} modes: {time}",
+        file=sys.stderr,
+        flush=True,
+    )
     rows = []
     for name, (gpus, scenario) in runs.items():
         outcome = simulate(scenario)
-        seconds, tokens = sum(outcome.seconds), sum(outcome.tokens)
+        seconds = sum(outcome.seconds)
+        tokens = sum(outcome.tokens)
         shares = {
             "engines_unused": max(0.0, 1 - tokens / seconds / full_rate(scenario, plan.lengths)),
             "trainer_idle": sum(outcome.waited) / seconds,
         }
-        rows.append({"mode": name, "engine_gpus": gpus, "step": outcome.step, **shares, "age": mean(outcome.ages)})
+        rows.append(
+            {
+                "mode": name,
+                "engine_gpus": gpus,
+                "step": outcome.step,
+                **shares,
+                "age": mean(outcome.ages),
+            }
+        )
     return rows
 
 
 def _splits(plan: Plan, staleness: int) -> Iterator[tuple[int, Scenario]]:
-    """Each number of GPUs that engines can have for themselves, whole nodes remaining for the trainer."""
+    """Each number of GPUs that engines can have for themselves, whole nodes remaining for the
+    trainer."""
     node = plan.hardware.gpus_per_node
     for gpus in range(plan.config.rollout.tp, plan.world, plan.config.rollout.tp):
         if plan.world <= node or (plan.world - gpus) % node == 0:
@@ -390,11 +493,17 @@ def _splits(plan: Plan, staleness: int) -> Iterator[tuple[int, Scenario]]:
 
 def full_rate(scenario: Scenario, lengths: Lengths) -> float:
     """Tokens a second of engines that are always full."""
-    return scenario.engines * scenario.at_once / scenario.decode_seconds(scenario.at_once, lengths.running)
+    return (
+        scenario.engines
+        * scenario.at_once
+        / scenario.decode_seconds(scenario.at_once, lengths.running)
+    )
 
 
 def _bound(scenario: Scenario, plan: Plan) -> float:
-    """Seconds of a step at least: the longer of training, and of decoding with engines that are always full."""
-    samples, lengths = plan.config.samples, plan.lengths
+    """Seconds of a step at least: the longer of training, and of decoding with engines that are
+    always full."""
+    samples = plan.config.samples
+    lengths = plan.lengths
     decoding = samples * lengths.mean / full_rate(scenario, lengths)
     return max(decoding, scenario.trainer_seconds(samples * lengths.sample)) + scenario.sync_seconds

@@ -17,7 +17,12 @@ import yaml
 from vapo_megatron.data.jsonl import read_rows
 from vapo_megatron.errors import BadInput
 from vapo_megatron.evaluation.metrics import PROBLEMS
+from vapo_megatron.evaluation.sets import intervals_of
+from vapo_megatron.files import parse_json
 from vapo_megatron.monitoring.metrics import METRICS_FILE, read_metrics
+from vapo_megatron.monitoring.pictures import Picture, histogram
+from vapo_megatron.operations.critic_lab.points import POINTS, picture_of_values
+from vapo_megatron.operations.plan.pictures import pictures_of
 from vapo_megatron.operations.report.panels import Rows
 
 # How many responses of a run a page shows.
@@ -25,14 +30,25 @@ STEPS_OF_SAMPLES = 12
 BYTES_OF_SAMPLES = 3 << 20
 _SAMPLES_OF_STEP = re.compile(r"step_(\d+)\.jsonl")
 # Fields of the result of a set.
-_FIGURES = ("problems", "samples", "avg_at_k", "low", "high", "pass_at_k", "maj_at_k", "response_length", "truncated")
+_FIGURES = (
+    "problems",
+    "samples",
+    "avg_at_k",
+    "low",
+    "high",
+    "pass_at_k",
+    "maj_at_k",
+    "response_length",
+    "truncated",
+)
 
 
 @dataclass(frozen=True)
 class Run:
     """One run directory, of a training, a fine-tuning or an evaluation.
 
-    evaluation is the content of evaluation.json, environment that of environment.json; empty where there is none.
+    evaluation, environment, plan and probes hold evaluation.json, environment.json, plan.json
+    (`vapo-megatron plan --json`) and critic_probes/probes.json; empty if missing.
     """
 
     directory: Path
@@ -40,6 +56,8 @@ class Run:
     evaluation: Mapping[str, Any] = field(default_factory=dict)
     environment: Mapping[str, Any] = field(default_factory=dict)
     config: str = ""
+    plan: Mapping[str, Any] = field(default_factory=dict)
+    probes: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -53,39 +71,62 @@ class Run:
             settings = yaml.safe_load(self.config)
         except yaml.YAMLError:
             return {}
-        return settings if isinstance(settings, dict) else {}
+        if isinstance(settings, dict):
+            return settings
+        return {}
 
     def facts(self) -> dict[str, str]:
         """Date, preset, model, data, machine and commit, those that its files have."""
-        settings, machine = self.settings, self.environment
-        sections = {name: section for name, section in settings.items() if isinstance(section, Mapping)}
+        settings = self.settings
+        machine = self.environment
+        sections = {
+            name: section for name, section in settings.items() if isinstance(section, Mapping)
+        }
         data = sections.get("data", {}).get("train")
         written = [self.directory / METRICS_FILE, self.directory / "evaluation.json"]
         newest = max((path.stat().st_mtime for path in written if path.is_file()), default=None)
+        date = ""
+        if newest is not None:
+            date = time.strftime("%Y-%m-%d %H:%M", time.localtime(newest))
         facts = {
-            "date": "" if newest is None else time.strftime("%Y-%m-%d %H:%M", time.localtime(newest)),
+            "date": date,
             "preset": settings.get("preset"),
             "model": sections.get("model", {}).get("path"),
             "data": ", ".join(map(str, data)) if isinstance(data, list | dict) else data,
-            "machine": machine.get("hostname") and f"{machine['hostname']} ({machine.get('cpu_cores')} cores)",
+            "machine": machine.get("hostname")
+            and f"{machine['hostname']} ({machine.get('cpu_cores')} cores)",
             "commit": str(machine.get("commit") or "")[:10],
         }
         return {name: str(fact) for name, fact in facts.items() if fact}
 
     def samples(self) -> list[dict[str, Any]]:
-        """Responses to browse, each with its `step` or `set`: those of some steps, the first and the last among them.
+        """Responses to browse, each with its `step` or `set`: of some steps, always including the
+        first and the last.
 
         No more than STEPS_OF_SAMPLES steps and BYTES_OF_SAMPLES in all.
         """
         paths = (self.directory / "samples").glob("step_*.jsonl")
-        files = {int(match[1]): path for path in paths if (match := _SAMPLES_OF_STEP.fullmatch(path.name))}
-        steps, most = sorted(files), STEPS_OF_SAMPLES - 1
+        files = {
+            int(match[1]): path
+            for path in paths
+            if (match := _SAMPLES_OF_STEP.fullmatch(path.name))
+        }
+        steps = sorted(files)
+        most = STEPS_OF_SAMPLES - 1
         if len(steps) > STEPS_OF_SAMPLES:
             steps = [steps[round(i * (len(steps) - 1) / most)] for i in range(STEPS_OF_SAMPLES)]
-        origins: list[tuple[dict[str, Any], Path]] = [({"step": step}, files[step]) for step in steps]
+        origins: list[tuple[dict[str, Any], Path]] = [
+            ({"step": step}, files[step]) for step in steps
+        ]
         # An evaluation within a training names its responses by the step.
-        prefix = "" if (step := self.evaluation.get("step")) is None else f"step_{step:06d}_"
-        origins += [({"set": name}, self.directory / "evaluation" / f"{prefix}{name}.jsonl") for name in self.sets]
+        if (step := self.evaluation.get("step")) is None:
+            prefix = ""
+        else:
+            prefix = f"step_{step:06d}_"
+        origins += [
+            ({"set": name}, self.directory / "evaluation" / f"{prefix}{name}.jsonl")
+            for name in self.sets
+        ]
         origins = [(origin, path) for origin, path in origins if path.is_file()]
         share = BYTES_OF_SAMPLES // max(1, len(origins))
         return [origin | row for origin, path in origins for row in _within(path, share)]
@@ -93,7 +134,42 @@ class Run:
     def problems(self) -> list[dict[str, Any]]:
         """The problems of an evaluation, each with its `set`; none if there is no such file."""
         files = {name: self.directory / "evaluation" / f"{name}{PROBLEMS}" for name in self.sets}
-        return [{"set": name} | row for name, path in files.items() if path.is_file() for _, row in read_rows(path)]
+        return [
+            {"set": name} | row
+            for name, path in files.items()
+            if path.is_file()
+            for _, row in read_rows(path)
+        ]
+
+    def pictures(self) -> list[Picture]:
+        """Of its evaluation, of its critic's probes, and of its plan.
+
+        Raises:
+            BadInput: a file was not written by these commands.
+        """
+        found: list[Picture] = []
+        if self.sets:
+            found.append(intervals_of(list(self.sets.values())))
+        for name in self.sets:
+            problems = [row for row in self.problems() if row["set"] == name]
+            shares = [row["correct"] / row["samples"] for row in problems]
+            if shares:
+                title = f"{name}: problems by the share of correct responses"
+                # A bin around each share that there can be, or around every tenth
+                half = 0.5 / min(10, max(row["samples"] for row in problems))
+                bins = round(0.5 / half) + 1
+                found.append(histogram(title, "problems", shares, -half, 1 + half, bins, -1.0))
+        try:
+            if self.probes:
+                found.append(picture_of_values([(x, y) for x, y in self.probes["points"]]))
+            if self.plan:
+                found += pictures_of(self.plan)
+        except (LookupError, TypeError, ValueError, AttributeError):
+            raise BadInput(
+                f"{self.directory}: plan.json or critic_probes/{POINTS} is not of this version: "
+                "write it again, or remove it"
+            ) from None
+        return found
 
     @property
     def sets(self) -> dict[str, Mapping[str, Any]]:
@@ -102,8 +178,11 @@ class Run:
 
 
 def _within(path: Path, size: int) -> Iterator[dict[str, Any]]:
-    """Rows of a file that take `size` bytes together: the first response to each problem, then the second, and on."""
-    seen, rows, taken = Counter[str](), [], 0
+    """Rows of a file that take `size` bytes together: the first response to each problem, then the
+    second, and on."""
+    seen = Counter[str]()
+    rows = []
+    taken = 0
     for _, row in islice(read_rows(path), 4096):
         problem = str(row.get("group", row.get("id")))
         rows.append((seen[problem], row))
@@ -116,27 +195,42 @@ def _within(path: Path, size: int) -> Iterator[dict[str, Any]]:
 
 
 def read_run(directory: Path) -> Run:
-    """Raises BadInput if it is no run directory, has nothing to report on, or holds a file that cannot be read."""
+    """Raises BadInput if it is no run directory, has nothing to report on, or holds a file that
+    cannot be read."""
     if not directory.is_dir():
         raise BadInput(f"{directory}: no such run directory; give one, such as runs/vapo")
-    rows, evaluation = read_metrics(directory), read_evaluation(directory)
+    rows = read_metrics(directory)
+    evaluation = read_evaluation(directory)
     if not rows and not evaluation:
         raise BadInput(
-            f"{directory / METRICS_FILE}: no step in it, and no evaluation.json next to it; report on a run that has "
+            f"{directory / METRICS_FILE}: no step in it, and no evaluation.json next to it; report "
+            f"on a run that has "
             "finished a step"
         )
-    config, environment = directory / "config.yaml", _read_json(directory / "environment.json")
-    text = config.read_text(encoding="utf-8", errors="replace") if config.is_file() else ""
-    return Run(directory, rows, evaluation, environment, text)
+    config = directory / "config.yaml"
+    environment = _read_json(directory / "environment.json")
+    if config.is_file():
+        text = config.read_text(encoding="utf-8", errors="replace")
+    else:
+        text = ""
+    plan = _read_json(directory / "plan.json")
+    probes = _read_json(directory / "critic_probes" / POINTS)
+    return Run(directory, rows, evaluation, environment, text, plan, probes)
 
 
 def read_evaluation(directory: Path) -> dict[str, Any]:
-    """evaluation.json of a run; empty if there is none. Raises BadInput if it holds something else."""
+    """evaluation.json of a run; empty if there is none. Raises BadInput if it holds something
+    else."""
     path = directory / "evaluation.json"
     evaluation = _read_json(path)
-    sets, step = evaluation.get("sets", []), evaluation.get("step", 0)
-    if evaluation and not (isinstance(sets, list) and all(map(_is_result, sets)) and isinstance(step, int)):
-        raise BadInput(f"{path}: not written by an evaluation of this version; evaluate again, or remove it")
+    sets = evaluation.get("sets", [])
+    step = evaluation.get("step", 0)
+    if evaluation and not (
+        isinstance(sets, list) and all(map(_is_result, sets)) and isinstance(step, int)
+    ):
+        raise BadInput(
+            f"{path}: not written by an evaluation of this version; evaluate again, or remove it"
+        )
     return evaluation
 
 
@@ -151,7 +245,7 @@ def _is_result(one: Any) -> bool:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = parse_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:

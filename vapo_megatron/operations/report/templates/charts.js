@@ -10,6 +10,7 @@ const colorOf = (run) => COLORS[run % COLORS.length];
 // A piece of a line as it is drawn in the charts.
 function swatch(color, dash = "", kind = "line") {
   const mark = kind === "area" ? element("path", { d: "M0 1H22V9H0Z", fill: color, opacity: 0.8 })
+    : kind === "band" ? element("path", { d: "M0 0H22V10H0Z", fill: color, opacity: 0.25 })
     : kind === "points" ? element("circle", { cx: 11, cy: 5, r: 3.4, fill: color })
     : element("path", { d: "M0 5H22", stroke: color, "stroke-width": 1.8, "stroke-dasharray": dash });
   return element("svg", { class: "swatch", viewBox: "0 0 22 10", width: 22, height: 10 }, mark);
@@ -17,7 +18,7 @@ function swatch(color, dash = "", kind = "line") {
 
 // The only way to make an element: text is text, whatever is in it.
 function element(name, attributes = {}, ...children) {
-  const svg = ["svg", "g", "path", "line", "text", "circle"].includes(name);
+  const svg = ["svg", "g", "path", "line", "text", "circle", "title"].includes(name);
   const made = svg ? document.createElementNS("http://www.w3.org/2000/svg", name) : document.createElement(name);
   for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
   made.append(...children.flat().filter((child) => child !== null && child !== undefined));
@@ -95,14 +96,15 @@ function rangeOf(panel, lines) {
   // An interval is drawn in full, the spread behind a mean as far as it fits: it must not flatten the mean.
   const all = lines.flatMap((l) => l.tops || (l.curve.smooth ? smooth(l.values).concat(l.values) : l.values))
     .concat(lines.flatMap((l) => (l.curve.points && l.low ? l.low.concat(l.high) : [])));
-  const usable = all.filter((v) => isFinite(v) && (!panel.log || v > 0));
-  if (!usable.length) return [panel.log ? 0.1 : 0, 1];
+  const least = panel.log ? panel.bottom || Number.MIN_VALUE : -Infinity;
+  const usable = all.filter((v) => isFinite(v) && v >= least);
+  if (!usable.length) return panel.log ? [panel.bottom || 0.1, 10 * (panel.bottom || 0.1)] : [0, 1];
   let low = Math.min(...usable), high = Math.max(...usable);
   if (panel.stacked) {
     const sorted = [...lines[lines.length - 1].tops].sort((a, b) => a - b);
     high = Math.max(1e-3, 1.15 * sorted[Math.floor(0.95 * (sorted.length - 1))]);
   }
-  if (panel.log) return [low / 1.3, high * 1.3];
+  if (panel.log) return [all.some((v) => v > 0 && v < least) ? least / 1.3 : low / 1.3, high * 1.3];
   if (panel.line !== null) { low = Math.min(low, panel.line); high = Math.max(high, panel.line); }
   const room = (high - low) * 0.06 || Math.abs(high) * 0.1 || 0.5;
   low -= room; high += room;
@@ -150,11 +152,13 @@ function legendOf(panel, lines, step) {
   return lines.map((line) => {
     let text = line.label;
     const mark = swatch(line.color, line.dash, line.tops ? "area" : line.curve.points ? "points" : "line");
-    if (step === null) return element("span", {}, mark, text);
+    const hasBand = line.low && !line.curve.points;
+    const band = hasBand ? [" ", swatch(line.color, "", "band"), line.curve.band] : [];
+    if (step === null) return element("span", {}, mark, text, band);
     let near = 0;
     line.steps.forEach((at, i) => { if (Math.abs(at - step) < Math.abs(line.steps[near] - step)) near = i; });
-    const bounds = line.low && line.curve.points ? ` [${short(line.low[near])}, ${short(line.high[near])}]` : "";
-    return element("span", {}, mark, text + " ", element("b", {}, short(line.values[near]) + bounds));
+    const bounds = line.low ? ` [${short(line.low[near])}, ${short(line.high[near])}]` : "";
+    return element("span", {}, mark, text + " ", element("b", {}, short(line.values[near]) + bounds), band);
   });
 }
 
@@ -164,7 +168,7 @@ function chart(panel, runs) {
   if (panel.stacked) lines = stack(lines);
   if (!lines.length) return null;
   const all = lines.flatMap((line) => line.steps), first = Math.min(...all), last = Math.max(...all);
-  const [low, high] = rangeOf(panel, lines), scale = panel.log ? Math.log10 : (v) => v;
+  const [low, high] = rangeOf(panel, lines), scale = panel.log ? (v) => Math.log10(v > 0 ? Math.max(v, low) : v) : (v) => v;
   const { width, height, left, right, top, bottom } = SIZE;
   const x = (step) => left + ((step - first) / (last - first || 1)) * (width - left - right);
   const y = (value) => height - bottom - ((scale(value) - scale(low)) / (scale(high) - scale(low))) * (height - top - bottom);

@@ -20,6 +20,7 @@ function comparisonSection(rows) {
     ["first", "second", "set", "problems", "first avg@k", "second avg@k", "difference [95 %]", "better / worse", "p"],
     rows.map((row) => [row.first, row.second, row.name, row.problems, row.a.toFixed(3), row.b.toFixed(3),
       `${signed(row.difference)} [${signed(row.low)}, ${signed(row.high)}]`, `${row.better} / ${row.worse}`, row.p]), [3, 4, 5, 6, 7, 8]),
+    element("div", { class: "charts" }, rows.map((row) => pictureOf({ ...row.picture, title: rows.length > 1 ? `${row.second} less ${row.first}, ${row.picture.title}` : row.picture.title }))),
     element("p", { class: "hint" }, "Problem by problem, of the last evaluation of each; p: sign-flip permutation test. vapo-megatron compare says whether sampling was alike.")) : null;
 }
 
@@ -65,6 +66,7 @@ function draw(data, live) {
       alarms.map(([run, row]) => [...(several ? [run.name] : []), element("b", { class: "wrong" }, row.name), row.steps, row.meaning, row.remedy.replaceAll("`", "")]))) : null,
     comparisonSection(data.comparisons),
     evaluationSection(runs),
+    picturesSection(runs),
     drawn.length ? titled("curves", "Curves", element("div", { class: "charts" }, drawn)) : null,
     timeSection(runs, live),
     samplesSection(runs),
