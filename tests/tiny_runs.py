@@ -1,4 +1,5 @@
-"""A tiny model of whole words, problems for it, and configs of all three commands, for tests of the command line."""
+"""A tiny model of whole words, problems for it, and configs of all three commands, for tests of the
+command line."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -10,7 +11,13 @@ import yaml
 from vapo_megatron.config.tiny_model import TinyModel
 from vapo_megatron.weights.tiny import CHATML_TEMPLATE, save_tiny_model, word_tokenizer
 
-WORDS = ["####", *(str(digit) for digit in range(10)), "<|im_start|>user", "<|im_start|>assistant", "plus"]
+WORDS = [
+    "####",
+    *(str(digit) for digit in range(10)),
+    "<|im_start|>user",
+    "<|im_start|>assistant",
+    "plus",
+]
 CONTEXT = 128
 
 Row = Mapping[str, Any]
@@ -33,12 +40,17 @@ def make_model(directory: Path, seed: int = 0) -> Path:
 
 def problems(count: int) -> list[dict[str, Any]]:
     """Sums of digits; an answer is a digit."""
-    return [{"id": f"p{n}", "problem": f"{n % 5} plus {n % 4}", "answer": n % 5 + n % 4} for n in range(count)]
+    return [
+        {"id": f"p{n}", "problem": f"{n % 5} plus {n % 4}", "answer": n % 5 + n % 4}
+        for n in range(count)
+    ]
 
 
 def write_rows(path: Path, rows: Sequence[Row | str]) -> Path:
     """Rows as jsonl; a text is a line as it is."""
-    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    path.write_text(
+        "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows)
+    )
     return path
 
 
@@ -58,7 +70,13 @@ def train_config(folder: Path, model: Path) -> dict[str, Any]:
         "critic": {"layout": {"tp": 2}},
         "data": {
             "train": str(write_rows(folder / "train.jsonl", problems(8))),
-            "eval": [{"name": "sums", "path": str(write_rows(folder / "eval.jsonl", problems(12)[8:])), "samples": 2}],
+            "eval": [
+                {
+                    "name": "sums",
+                    "path": str(write_rows(folder / "eval.jsonl", problems(12)[8:])),
+                    "samples": 2,
+                }
+            ],
             "max_prompt_tokens": 16,
         },
         "batch": {"prompts_per_step": 2, "samples_per_prompt": 2},
@@ -84,7 +102,13 @@ def evaluate_config(folder: Path, model: Path) -> dict[str, Any]:
         "run": {"name": "tiny", "root": str(folder / "runs")},
         "model": {"path": str(model), "dtype": "float32"},
         "data": {
-            "eval": [{"name": "sums", "path": str(write_rows(folder / "eval.jsonl", problems(4))), "samples": 2}],
+            "eval": [
+                {
+                    "name": "sums",
+                    "path": str(write_rows(folder / "eval.jsonl", problems(4))),
+                    "samples": 2,
+                }
+            ],
             "max_prompt_tokens": 16,
         },
         "sampling": {"max_new_tokens": 8},

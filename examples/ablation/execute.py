@@ -1,7 +1,9 @@
-"""Running jobs: a few at once, each after those that it needs; finished ones are skipped, failed ones remembered.
+"""Running jobs: a few at once, each after those that it needs; finished ones are skipped, failed
+ones remembered.
 
-A job is a command, run in a fork of this process, which has imported the program once for all of them. Jobs that draw
-responses share an engine, started by `vapo-megatron engine` for as long as jobs want one of its kind.
+A job is a command, run in a fork of this process, which has imported the program once for all of
+them. Jobs that draw responses share an engine, started by `vapo-megatron engine` for as long as
+jobs want one of its kind.
 """
 
 import json
@@ -10,9 +12,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from examples.ablation.forked import Forked, SharedEngine
+from examples.ablation.forked import Forked, SharedEngine, engine_key
 from examples.ablation.plan import Job
-from vapo_megatron.config.atomic import atomic_write
+from vapo_megatron.files import atomic_write
 
 POLL_SECONDS = 0.2
 COSTS_FILE = "costs.json"
@@ -20,7 +22,8 @@ COSTS_FILE = "costs.json"
 
 @dataclass
 class Outcome:
-    """What became of the jobs: names of those that ran well, were there already, were refused, or failed."""
+    """What became of the jobs: names of those that ran well, were there already, were refused, or
+    failed."""
 
     done: list[str] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
@@ -57,8 +60,9 @@ def as_it_stands(jobs: Sequence[Job]) -> Outcome:
 def execute(jobs: Sequence[Job], workers: int, out: Path, say: Callable[[str], None]) -> Outcome:
     """Run what is unfinished; a failed job does not stop the others, save those that need it.
 
-    What each job cost goes into out/costs.json, its output into out/logs/. Interrupted (KeyboardInterrupt),
-    the running jobs are told to end and waited for; the next call goes on from there.
+    What each job cost goes into out/costs.json, its output into out/logs/. Interrupted
+    (KeyboardInterrupt), the running jobs are told to end and waited for; the next call goes on from
+    there.
     """
     waiting, running = unfinished(jobs), list[_Running]()
     open_names = {job.name for job in waiting}
@@ -71,9 +75,13 @@ def execute(jobs: Sequence[Job], workers: int, out: Path, say: Callable[[str], N
                 running.remove(entry)
                 _settle(entry, out, outcome)
                 _report(entry, outcome, total, waiting, running, workers, out, say)
-            for job in [job for job in waiting if any(name in outcome.failed for name in job.needs)]:
+            for job in [
+                job for job in waiting if any(name in outcome.failed for name in job.needs)
+            ]:
                 waiting.remove(job)
-                outcome.failed[job.name] = f"needs {', '.join(n for n in job.needs if n in outcome.failed)}"
+                outcome.failed[job.name] = (
+                    f"needs {', '.join(n for n in job.needs if n in outcome.failed)}"
+                )
             unsettled = {job.name for job in waiting} | {entry.job.name for entry in running}
             ready = [job for job in waiting if not unsettled & set(job.needs)]
             for job in ready[: workers - len(running)]:
@@ -93,17 +101,24 @@ def execute(jobs: Sequence[Job], workers: int, out: Path, say: Callable[[str], N
 
 
 def costs(out: Path) -> dict[str, dict[str, float]]:
-    """Of each job that has run, by name: `seconds` by the clock, and `cpu_seconds`, the engine's included."""
+    """Of each job that has run, by name: `seconds` by the clock, and `cpu_seconds`, the engine's
+    included."""
     path = out / COSTS_FILE
     return json.loads(path.read_text()) if path.is_file() else {}
 
 
-def _start(job: Job, out: Path, engines: list[SharedEngine], taken: list[SharedEngine | None]) -> _Running:
+def _start(
+    job: Job, out: Path, engines: list[SharedEngine], taken: list[SharedEngine | None]
+) -> _Running:
     arguments = ("run.overwrite=true",) if (job.directory / "config.yaml").is_file() else ()
     engine = None
     if job.engine:
         engine = next(each for each in engines if each not in taken)
-        arguments = (*arguments, f"rollout.external_urls=[{engine.serving(job.engine)}]")
+        arguments = (
+            *arguments,
+            f"rollout.external_urls=[{engine.serving(job.engine)}]",
+            engine_key(),
+        )
     process = Forked((*job.argv, *arguments), out / "logs" / f"{job.name.replace('/', '-')}.log")
     return _Running(job, process, time.monotonic(), engine, engine.cpu_seconds() if engine else 0.0)
 
@@ -114,12 +129,19 @@ def _settle(entry: _Running, out: Path, outcome: Outcome) -> None:
         outcome.done.append(job.name)
         engine = entry.engine.cpu_seconds() - entry.engine_cpu if entry.engine else 0.0
         seconds = time.monotonic() - entry.started
-        cost = {"seconds": round(seconds, 1), "cpu_seconds": round(process.cpu_seconds() + engine, 1)}
+        cost = {
+            "seconds": round(seconds, 1),
+            "cpu_seconds": round(process.cpu_seconds() + engine, 1),
+        }
         with atomic_write(out / COSTS_FILE) as file:
             json.dump(costs(out) | {job.name: cost}, file, indent=1)
         return
     lines = process.log.read_text(errors="replace").strip().splitlines() or ["it said nothing"]
-    reason = lines[-1] if process.exitcode else "it ended well, but its results are not those that were asked for"
+    reason = (
+        lines[-1]
+        if process.exitcode
+        else "it ended well, but its results are not those that were asked for"
+    )
     outcome.failed[job.name] = f"exit code {process.exitcode}: {reason} (all of it: {process.log})"
 
 
@@ -136,13 +158,19 @@ def _report(
     job, now = entry.job, time.monotonic()
     settled = len(outcome.done) + len(outcome.failed) + len(outcome.refused)
     taken = {name: cost["seconds"] for name, cost in costs(out).items()}
-    left = time_left(waiting, [(e.job, now - e.started) for e in running], workers, pace(taken, waiting))
+    left = time_left(
+        waiting, [(e.job, now - e.started) for e in running], workers, pace(taken, waiting)
+    )
     word = "done" if job.name in outcome.done else "FAILED"
-    say(f"[{settled:>3}/{total}] {word} {job.name:<36} {now - entry.started:5.0f} s   about {left / 60:.0f} min left")
+    say(
+        f"[{settled:>3}/{total}] {word} {job.name:<36} {now - entry.started:5.0f} s   about "
+        f"{left / 60:.0f} min left"
+    )
 
 
 def pace(taken: dict[str, float], waiting: Sequence[Job]) -> Callable[[Job], float]:
-    """Seconds to expect of a job: what its like took at other seeds, or runs on average, or the plan's guess."""
+    """Seconds to expect of a job: what its like took at other seeds, or runs on average, or the
+    plan's guess."""
     alike: dict[str, list[float]] = {}
     for name, seconds in taken.items():
         alike.setdefault(_kind(name), []).append(seconds)
@@ -164,8 +192,13 @@ def _kind(name: str) -> str:
 
 
 def time_left(
-    waiting: Sequence[Job], running: Sequence[tuple[Job, float]], workers: int, expected: Callable[[Job], float]
+    waiting: Sequence[Job],
+    running: Sequence[tuple[Job, float]],
+    workers: int,
+    expected: Callable[[Job], float],
 ) -> float:
     """Seconds until the last job ends. running: jobs and the seconds that they have run."""
-    work = sum(expected(job) for job in waiting) + sum(max(0.0, expected(job) - gone) for job, gone in running)
+    work = sum(expected(job) for job in waiting) + sum(
+        max(0.0, expected(job) - gone) for job, gone in running
+    )
     return work / workers

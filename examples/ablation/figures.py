@@ -9,12 +9,17 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from examples.ablation.results import Figures
-from vapo_megatron.config.atomic import atomic_write
+from vapo_megatron.files import atomic_write
 
 DPI = 130
 INK, GREY, PAPER = "#1e293b", "#64748b", "#ffffff"
 BLUE, ORANGE, GREEN, PURPLE, RED = "#2563eb", "#ea7317", "#16a34a", "#7c3aed", "#dc2626"
-STYLE = {"font.size": 9.5, "axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False}
+STYLE = {
+    "font.size": 9.5,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "legend.frameon": False,
+}
 # Of both stages: what removes a part of VAPO is thin, what is another algorithm is dashed.
 COLORS = {
     "vapo": INK,
@@ -49,22 +54,34 @@ def save_tabular_figure(figures: Figures, path: Path) -> None:
         for axes, (name, setting) in zip(panels, figures["settings"].items(), strict=True):
             axes.set_title(name)
             for row, curve in setting["curves"].items():
-                _line(axes, row, setting["rows"][row]["title"], curve["responses"], curve["accuracy"])
+                _line(
+                    axes, row, setting["rows"][row]["title"], curve["responses"], curve["accuracy"]
+                )
         _finish(figure, panels, path)
 
 
 def save_transformer_figure(figures: Figures, path: Path) -> None:
     """A panel for each setting: mean accuracy over finished seeds by responses drawn."""
     with matplotlib.rc_context(STYLE):
-        settings = {name: s for name, s in figures["settings"].items() if any(r["seeds"] for r in s["rows"].values())}
+        settings = {
+            name: s
+            for name, s in figures["settings"].items()
+            if any(r["seeds"] for r in s["rows"].values())
+        }
         figure, panels = _figure(len(settings))
         for axes, (name, setting) in zip(panels, settings.items(), strict=True):
             axes.set_title(name)
             for row in (name for name, row in setting["rows"].items() if row["seeds"]):
                 seeds = setting["rows"][row]["seeds"]
                 steps = sorted(map(int, next(iter(seeds.values()))["accuracy"]))
-                responses = [_mean([found["responses"][step - 1] for found in seeds.values()]) for step in steps]
-                accuracy = [_mean([found["accuracy"][str(step)] for found in seeds.values()]) for step in steps]
+                responses = [
+                    _mean([found["responses"][step - 1] for found in seeds.values()])
+                    for step in steps
+                ]
+                accuracy = [
+                    _mean([found["accuracy"][str(step)] for found in seeds.values()])
+                    for step in steps
+                ]
                 title, whole = setting["rows"][row]["title"], len(setting["rows"]["vapo"]["seeds"])
                 label = title if len(seeds) == whole else f"{title} ({len(seeds)} of {whole} seeds)"
                 _line(axes, SHORT.get(row, row), label, responses, accuracy)

@@ -23,7 +23,9 @@ class Interval(NamedTuple):
 def interval(values: Sequence[float]) -> Interval:
     """Mean of values, one a seed, with its 95 % interval by Student's t."""
     n = len(values)
-    half = stdev(values) / math.sqrt(n) * float(scipy.stats.t.ppf(0.975, n - 1)) if n > 1 else math.nan
+    half = (
+        stdev(values) / math.sqrt(n) * float(scipy.stats.t.ppf(0.975, n - 1)) if n > 1 else math.nan
+    )
     return Interval(mean(values), half)
 
 
@@ -34,7 +36,8 @@ def paired(first: dict[int, float], second: dict[int, float]) -> Interval | None
 
 
 def shown(found: Interval | None, mark: bool = True) -> str:
-    """+0.012 ± 0.004; bold where the interval is above zero, italic where it is below; a single seed without ±."""
+    """+0.012 ± 0.004; bold where the interval is above zero, italic where it is below; a single
+    seed without ±."""
     if found is None:
         return "–"
     if math.isnan(found.half):

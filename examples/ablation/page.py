@@ -1,8 +1,8 @@
-"""docs/ablation.md and its images, from the figures of measured/ alone.
+"""results/ablation.md with all tables, docs/ablation.md with the conclusions, and their images.
 
     python -m examples.ablation.page
-
-Text that depends on what was measured is in the template behind a condition on the figures; nothing is written by hand.
+ Both pages are rendered from the figures in measured/. Text that depends on a result stands in the
+templates behind a condition on the figures.
 """
 
 from pathlib import Path
@@ -26,8 +26,8 @@ from examples.ablation.tabular.tables import (
     price_table,
     tabular_table,
 )
-from vapo_megatron.config.atomic import atomic_write
 from vapo_megatron.errors import told_in_one_line
+from vapo_megatron.files import atomic_write
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
@@ -44,13 +44,15 @@ TECHNIQUES = {
 
 QUESTIONS = {
     "lengths": "Length-adaptive GAE: lengths of responses, and fixed lambdas",
-    "critic": "Decoupled GAE and value pretraining: how far and how fast the policy moves, and the critic",
+    "critic": "Decoupled GAE and value pretraining: how far and how fast the policy moves, and the "
+    "critic",
     "clip": "Clip-higher: how much is clipped, and what else may raise a rare decision",
     "groups": "Group sampling: prompts and samples of 128 responses",
 }
 
 
 def render(
+    template: str,
     tabular: Figures,
     sweep: Figures,
     price: Figures,
@@ -58,7 +60,11 @@ def render(
     measured: Figures | None,
     tuned: Figures | None,
 ) -> str:
-    """The page as Markdown; without figures of the transformer it says that there are none."""
+    """Render a template, results.md.j2 or summary.md.j2, to Markdown.
+
+    measured, tuned: figures of the transformer stage; None where it was not run, which the page
+        then says.
+    """
     environment = Environment(
         loader=FileSystemLoader(HERE),
         undefined=StrictUndefined,
@@ -76,28 +82,47 @@ def render(
         "tuned": tuned,
         **tuned_tables.for_page(tuned),
     }
-    facts |= {"techniques": _techniques(tabular), "table": tabular_table, "budgets": budget_table, "behind": _behind}
+    facts |= {
+        "techniques": _techniques(tabular),
+        "table": tabular_table,
+        "budgets": budget_table,
+        "behind": _behind,
+    }
     facts |= {"price": price, "price_table": price_table, "price_findings": price_findings}
-    facts |= {"forks": forks, "forks_about": FORKS_ABOUT, "forks_table": forks_table, "forks_finding": forks_finding}
+    facts |= {
+        "forks": forks,
+        "forks_about": FORKS_ABOUT,
+        "forks_table": forks_table,
+        "forks_finding": forks_finding,
+    }
     facts |= {"sweep": sweep, "sweep_table": sweep_table, "questions": QUESTIONS}
-    return environment.get_template("ablation.md.j2").render(facts)
+    return environment.get_template(template).render(facts)
 
 
 def _techniques(tabular: Figures) -> list[dict[str, str]]:
-    """Of each technique VAPO's lead over the row without it in each setting, and in how many it is shown."""
+    """Of each technique VAPO's lead over the row without it in each setting, and in how many it is
+    shown."""
     lines = []
     for name, title in TECHNIQUES.items():
         cells: dict[str, str] = {}
         better, worse = [], []
         for setting, figures in tabular["settings"].items():
             row = figures["rows"].get(name)
-            found = [as_interval(row[key]) for key in ("final_less", "area_less")] if row else [None, None]
+            found = (
+                [as_interval(row[key]) for key in ("final_less", "area_less")]
+                if row
+                else [None, None]
+            )
             cells[setting] = "; ".join(shown(each) for each in found)
             if any(each and each.excludes_zero and each.mean > 0 for each in found):
                 better.append(setting)
             if any(each and each.excludes_zero and each.mean < 0 for each in found):
                 worse.append(setting)
-        behind = [setting for setting, figures in tabular["settings"].items() if _behind_at_equal(figures, name)]
+        behind = [
+            setting
+            for setting, figures in tabular["settings"].items()
+            if _behind_at_equal(figures, name)
+        ]
         finding = f"shown in {', '.join(better)}" if better else "not shown"
         finding += f"; reversed in {', '.join(worse)}" if worse else ""
         finding += f"; VAPO behind at equal responses in {', '.join(behind)}" if behind else ""
@@ -106,10 +131,18 @@ def _techniques(tabular: Figures) -> list[dict[str, str]]:
 
 
 def _behind_at_equal(figures: Figures, name: str) -> bool:
-    """Whether a row that draws fewer responses than VAPO is ahead of it at the most responses that both have drawn."""
-    if name not in figures["rows"] or figures["rows"][name]["responses"] == figures["rows"]["vapo"]["responses"]:
+    """Whether a row that draws fewer responses than VAPO is ahead of it at the most responses that
+    both have drawn."""
+    if (
+        name not in figures["rows"]
+        or figures["rows"][name]["responses"] == figures["rows"]["vapo"]["responses"]
+    ):
         return False
-    found = [as_interval(at["rows"][name]["less"]) for at in figures["equal_responses"] if name in at["rows"]]
+    found = [
+        as_interval(at["rows"][name]["less"])
+        for at in figures["equal_responses"]
+        if name in at["rows"]
+    ]
     return bool(found) and found[-1] is not None and found[-1].excludes_zero and found[-1].mean < 0
 
 
@@ -120,42 +153,74 @@ def _behind(figures: Figures) -> list[str]:
 
 
 def sweep_table(figures: Figures, question: str) -> str:
-    """The probes of one question: what was changed, and by how much the first row is ahead of each other."""
-    lines = ["| changed | first row | compared with | first less this, final | mean | clipped high, first row |"]
+    """The probes of one question: what was changed, and by how much the first row is ahead of each
+    other."""
+    lines = [
+        "| changed | first row | compared with | first less this, final | mean | clipped high, "
+        "first row |"
+    ]
     lines.append("|---|---|---|---:|---:|---:|")
     for probe in (found for found in figures["probes"].values() if found["question"] == question):
         first, *others = probe["rows"].values()
         changed = ", ".join(f"`{change}`" for change in probe["changes"]) or "nothing"
         cells = [changed, f"{first['title']} {first['final'][0]:.3f}"]
         for other in others or [None]:
-            less = [shown(as_interval(other[key])) for key in ("less", "less_area")] if other else ["", ""]
-            ends = ["" if other is None else other["title"], *less, f"{100 * first['clip_high']:.2f} %"]
+            less = (
+                [shown(as_interval(other[key])) for key in ("less", "less_area")]
+                if other
+                else ["", ""]
+            )
+            ends = [
+                "" if other is None else other["title"],
+                *less,
+                f"{100 * first['clip_high']:.2f} %",
+            ]
             lines.append(f"| {' | '.join([*cells, *ends])} |")
             cells = ["", ""]
     return "\n".join(lines)
 
 
-def write_page(docs: Path, measured: Path = MEASURED) -> Path:
-    """Write ablation.md and its images into docs; return the page's path.
+def render_pages(measured: Path = MEASURED) -> dict[str, str]:
+    """Both pages as Markdown, by their path in the repository.
 
     Raises:
         BadInput: measured/tabular.json, sweep.json, price.json or forks.json is missing.
     """
-    tables = [read_figures(measured / f"{name}.json") for name in ("tabular", "sweep", "price", "forks")]
-    paths = (measured / f"{name}.json" for name in ("transformer", "tuned"))
-    found, tuned = (read_figures(path) if path.is_file() else None for path in paths)
-    save_tabular_figure(tables[0], docs / "images" / "ablation_tabular.png")
-    if found is not None and transformer.finished(found):
-        save_transformer_figure(found, docs / "images" / "ablation.png")
-    with atomic_write(docs / "ablation.md") as file:
-        file.write(render(*tables, found, tuned))
-    return docs / "ablation.md"
+    tables = [
+        read_figures(measured / f"{name}.json") for name in ("tabular", "sweep", "price", "forks")
+    ]
+    paths = [measured / f"{name}.json" for name in ("transformer", "tuned")]
+    optional = [read_figures(path) if path.is_file() else None for path in paths]
+    templates = {"results/ablation.md": "results.md.j2", "docs/ablation.md": "summary.md.j2"}
+    return {page: render(template, *tables, *optional) for page, template in templates.items()}
 
 
-def main(docs: Annotated[Path, typer.Option(help="folder of the page")] = ROOT / "docs") -> None:
-    """Write docs/ablation.md from examples/ablation/measured."""
+def write_pages(root: Path, measured: Path = MEASURED) -> list[Path]:
+    """Write both pages and their images under root; return the pages' paths.
+
+    Raises:
+        BadInput: measured/tabular.json, sweep.json, price.json or forks.json is missing.
+    """
+    pages = render_pages(measured)
+    images = root / "docs" / "images"
+    save_tabular_figure(read_figures(measured / "tabular.json"), images / "ablation_tabular.png")
+    if (measured / "transformer.json").is_file():
+        figures = read_figures(measured / "transformer.json")
+        if transformer.finished(figures):
+            save_transformer_figure(figures, images / "ablation.png")
+    for page, text in pages.items():
+        path = root / page
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_write(path) as file:
+            file.write(text)
+    return [root / page for page in pages]
+
+
+def main(root: Annotated[Path, typer.Option(help="folder of results/ and docs/")] = ROOT) -> None:
+    """Write results/ablation.md and docs/ablation.md from examples/ablation/measured."""
     with told_in_one_line("ablation"):
-        typer.echo(write_page(docs))
+        for path in write_pages(root):
+            typer.echo(path)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""What the ablation runs: for each seed a task, a cold start, two critics to start from, and a run for each row."""
+"""What the ablation runs: for each seed a task, a cold start, two critics to start from, and a run
+for each row."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -7,7 +8,13 @@ from pathlib import Path
 
 import yaml
 
-from examples.ablation.ablation_config import SETTINGS_FILE, AblationConfig, RewardModelConfig, Setting, task_settings
+from examples.ablation.ablation_config import (
+    SETTINGS_FILE,
+    AblationConfig,
+    RewardModelConfig,
+    Setting,
+    task_settings,
+)
 from examples.ablation.task import PROMPT_TOKENS, SPARE_TOKENS, longest_sequence
 from vapo_megatron.cli import PRESETS
 from vapo_megatron.config.base import Section
@@ -24,12 +31,16 @@ EVALUATION = f"evaluation/unseen_avg@{EVALUATION_SAMPLES}"
 POLICY = Path("cold_start", "hf", "final", "actor")
 # Of each start of a critic: the job that makes it, critic.init, and where it lies.
 CRITICS = {
-    "pretrained": ("value_critic", "value_checkpoint", Path("value_critic", "hf", "value_pretrained", "critic")),
+    "pretrained": (
+        "value_critic",
+        "value_checkpoint",
+        Path("value_critic", "hf", "value_pretrained", "critic"),
+    ),
     "reward_model": ("reward_model", "reward_model", Path("reward_model", "hf", "final", "critic")),
 }
 
-# Seconds of a job where nobody else uses the machine and two jobs share its two cores: a first guess for the time
-# left, which what the first jobs really take then corrects.
+# Seconds of a job where nobody else uses the machine and two jobs share its two cores: a first
+# guess for the time left, which what the first jobs really take then corrects.
 START, STEP, COLD_START_STEP = 15.0, 2.5, 0.2
 SECONDS = {"task": 5.0, "value_critic": 60.0, "reward_model": 20.0}
 
@@ -38,7 +49,8 @@ SECONDS = {"task": 5.0, "value_critic": 60.0, "reward_model": 20.0}
 class Job:
     """A command, where its results lie, and how to know that they are there.
 
-    argv: module and arguments of `python -m`. engine: likewise, of the engine that its responses come from, if any.
+    argv: module and arguments of `python -m`. engine: likewise, of the engine that its responses
+        come from, if any.
     """
 
     name: str
@@ -48,7 +60,9 @@ class Job:
     seconds: float
     finished: Callable[[], bool]
     engine: tuple[str, ...] = ()
-    refusal: Callable[[], str] = lambda: ""  # asked when all that it needs is there: why it is not to run, or nothing
+    refusal: Callable[[], str] = lambda: (
+        ""
+    )  # asked when all that it needs is there: why it is not to run, or nothing
 
 
 def plan_jobs(config: AblationConfig, out: Path) -> list[Job]:
@@ -72,7 +86,14 @@ class _Seed:
 
     def jobs(self) -> Iterator[Job]:
         task, folder = self.setting.task, self.folder
-        argv = ("--out", str(folder / "task"), "--seed", str(self.seed), "--task", task.model_dump_json())
+        argv = (
+            "--out",
+            str(folder / "task"),
+            "--seed",
+            str(self.seed),
+            "--task",
+            task.model_dump_json(),
+        )
         wanted, file = task_settings(task, self.seed), folder / "task" / SETTINGS_FILE
         yield Job(
             self._name("task"),
@@ -86,9 +107,16 @@ class _Seed:
         rows = self.config.rows_of(self.setting)
         if any(row.critic == "reward_model" for row in rows):
             yield self._reward_model()
-        # VAPO's own run is always there, and with it its value pretraining; it also evaluates the cold start.
-        pretraining = [*self.config.value_pretraining, "run.steps=1", "evaluation.before_training=true"]
-        yield self._train("value_critic", "vapo", pretraining, "cold_start", 1, SECONDS["value_critic"])
+        # VAPO's own run is always there, and with it its value pretraining; it also evaluates the
+        # cold start.
+        pretraining = [
+            *self.config.value_pretraining,
+            "run.steps=1",
+            "evaluation.before_training=true",
+        ]
+        yield self._train(
+            "value_critic", "vapo", pretraining, "cold_start", 1, SECONDS["value_critic"]
+        )
         for row in rows:
             steps = self.config.steps + row.more_steps
             overrides = [f"run.steps={steps}", "value_pretraining.enabled=false"]
@@ -117,11 +145,18 @@ class _Seed:
     @property
     def _lengths(self) -> tuple[str, str]:
         longest = longest_sequence(self.setting.task)
-        return f"sampling.max_new_tokens={longest - PROMPT_TOKENS}", f"rollout.context_length={longest + SPARE_TOKENS}"
+        return (
+            f"sampling.max_new_tokens={longest - PROMPT_TOKENS}",
+            f"rollout.context_length={longest + SPARE_TOKENS}",
+        )
 
     def _cold_start(self) -> Job:
         folder = self.folder
-        overrides = [*self._place, f"model.path={folder / 'task' / 'model'}", f"data.path={folder / 'task/sft.jsonl'}"]
+        overrides = [
+            *self._place,
+            f"model.path={folder / 'task' / 'model'}",
+            f"data.path={folder / 'task/sft.jsonl'}",
+        ]
         sft = load_config(SftConfig, HERE / "cold_start.yaml", overrides, PRESETS)
         steps = sft.data.steps or 0
         return Job(
@@ -135,7 +170,10 @@ class _Seed:
 
     def _reward_model(self) -> Job:
         folder = self.folder
-        files = (f"demonstrations={folder / 'task/sft.jsonl'}", f"problems={folder / 'task/train.jsonl'}")
+        files = (
+            f"demonstrations={folder / 'task/sft.jsonl'}",
+            f"problems={folder / 'task/train.jsonl'}",
+        )
         overrides = [*self._place, f"model.path={folder / POLICY}", *files]
         wanted = load_config(RewardModelConfig, HERE / "reward_model.yaml", overrides, PRESETS)
         script = ("examples.ablation.reward_model", str(HERE / "reward_model.yaml"))
@@ -160,9 +198,15 @@ class _Seed:
     ) -> Job:
         folder = self.folder
         overrides = [
-            *(f"preset={preset}", f"run.name={name}", *self._place, f"model.path={folder / POLICY}"),
+            *(
+                f"preset={preset}",
+                f"run.name={name}",
+                *self._place,
+                f"model.path={folder / POLICY}",
+            ),
             f"data.train={folder / 'task' / 'train.jsonl'}",
-            f"data.eval=[{{name: unseen, path: {folder / 'task' / 'eval.jsonl'}, samples: {EVALUATION_SAMPLES}}}]",
+            f"data.eval=[{{name: unseen, path: {folder / 'task' / 'eval.jsonl'}, samples: "
+            f"{EVALUATION_SAMPLES}}}]",
             *self._lengths,
             *self.setting.overrides,
             *overrides,
@@ -172,7 +216,10 @@ class _Seed:
             self._name(name),
             _cli("train", HERE / "train.yaml", overrides),
             folder / name,
-            (self._name(needs), f"{self.setting.name}/seed{self.config.seeds[0]}/cold_start"),  # its engine's model too
+            (
+                self._name(needs),
+                f"{self.setting.name}/seed{self.config.seeds[0]}/cold_start",
+            ),  # its engine's model too
             seconds,
             lambda: is_finished(folder / name, wanted, steps),
             self._engine(),
@@ -180,16 +227,26 @@ class _Seed:
         )
 
     def _engine(self) -> tuple[str, ...]:
-        """One for all seeds of a setting: their models have one shape, and a run sends its weights before it asks."""
+        """One for all seeds of a setting: their models have one shape, and a run sends its weights
+        before it asks."""
         first = self.folder.with_name(f"seed{self.config.seeds[0]}")
-        place = (f"run.root={self.folder.parent}", "run.name=engine", f"data.train={first / 'task' / 'train.jsonl'}")
+        place = (
+            f"run.root={self.folder.parent}",
+            "run.name=engine",
+            f"data.train={first / 'task' / 'train.jsonl'}",
+        )
         overrides = ["preset=vapo", *place, f"model.path={first / POLICY}", *self._lengths]
         return (*_cli("engine", HERE / "train.yaml", overrides), "--port", "0")
 
     def _refusal(self) -> str:
         """Why the critic that value pretraining left is not good enough for a row; empty: it is."""
-        found, least = explained_before_training(self.folder / "value_critic"), self.config.least_explained
-        return "" if found >= least else f"its critic explains {found:.3f} held out, below {least:g}"
+        found, least = (
+            explained_before_training(self.folder / "value_critic"),
+            self.config.least_explained,
+        )
+        return (
+            "" if found >= least else f"its critic explains {found:.3f} held out, below {least:g}"
+        )
 
 
 def explained_before_training(run_dir: Path) -> float:
@@ -202,7 +259,9 @@ def learning_rates(rate: float) -> list[str]:
     """Overrides that multiply the learning rates of train.yaml."""
     shared = yaml.safe_load((HERE / "train.yaml").read_text())
     models = ("actor", "critic") if rate != 1 else ()
-    return [f"{model}.optimizer.lr={rate * shared[model]['optimizer']['lr']:.6g}" for model in models]
+    return [
+        f"{model}.optimizer.lr={rate * shared[model]['optimizer']['lr']:.6g}" for model in models
+    ]
 
 
 def _cli(command: str, config: Path, overrides: list[str]) -> tuple[str, ...]:
@@ -210,7 +269,8 @@ def _cli(command: str, config: Path, overrides: list[str]) -> tuple[str, ...]:
 
 
 def is_finished(run_dir: Path, wanted: Section, steps: int) -> bool:
-    """Whether a run of just this config has its last step in metrics.jsonl, and its models beside it."""
+    """Whether a run of just this config has its last step in metrics.jsonl, and its models beside
+    it."""
     if not (run_dir / "hf" / "final").is_dir():
         return False
     try:
@@ -222,7 +282,8 @@ def is_finished(run_dir: Path, wanted: Section, steps: int) -> bool:
 
 
 def _comparable(config: Section) -> dict:
-    """All values but whether a run was told to take the place of an earlier one, and where its engine listened."""
+    """All values but whether a run was told to take the place of an earlier one, and where its
+    engine listened."""
     values = config.model_dump(mode="json")
     values["run"].pop("overwrite")
     values.get("rollout", {}).pop("external_urls", None)

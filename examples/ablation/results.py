@@ -12,8 +12,8 @@ import yaml
 from examples.ablation.ablation_config import AblationConfig, Row, Setting
 from examples.ablation.execute import costs
 from examples.ablation.plan import EVALUATION
-from vapo_megatron.config.atomic import atomic_write
 from vapo_megatron.errors import BadInput
+from vapo_megatron.files import atomic_write
 from vapo_megatron.monitoring import names
 from vapo_megatron.monitoring.facts import environment_facts
 from vapo_megatron.monitoring.metrics import read_metrics
@@ -33,13 +33,22 @@ OF_A_STEP = {
     "baseline_position": names.BASELINE_POSITION,
     "gain": names.CRITIC_GAIN,
 }
-OF_A_CRITIC = ("explained_variance", "baseline_loo_ev", "baseline_position_ev", "gain", "calibration_slope")
+OF_A_CRITIC = (
+    "explained_variance",
+    "baseline_loo_ev",
+    "baseline_position_ev",
+    "gain",
+    "calibration_slope",
+)
 
 Figures = dict[str, Any]
 
 
-def collect(config: AblationConfig, out: Path, finished: set[str], refused: dict[str, str]) -> Figures:
-    """The figures of all jobs that are finished (names such as steps/seed1/vapo), and why others were not run."""
+def collect(
+    config: AblationConfig, out: Path, finished: set[str], refused: dict[str, str]
+) -> Figures:
+    """The figures of all jobs that are finished (names such as steps/seed1/vapo), and why others
+    were not run."""
     return {
         "seeds": list(config.seeds),
         "steps": config.steps,
@@ -53,35 +62,49 @@ def collect(config: AblationConfig, out: Path, finished: set[str], refused: dict
 
 
 def _setting(
-    config: AblationConfig, setting: Setting, folder: Path, finished: set[str], refused: dict[str, str]
+    config: AblationConfig,
+    setting: Setting,
+    folder: Path,
+    finished: set[str],
+    refused: dict[str, str],
 ) -> Figures:
     used = {name: cost["cpu_seconds"] for name, cost in costs(folder.parent).items()}
     critics = {}
     for seed in config.seeds:
         if (name := f"{setting.name}/seed{seed}/value_critic") in finished:
-            critics[str(seed)] = read_critic(folder / f"seed{seed}" / "value_critic", used.get(name))
+            critics[str(seed)] = read_critic(
+                folder / f"seed{seed}" / "value_critic", used.get(name)
+            )
     rows = {}
     for row in config.rows_of(setting):
         names_of = {seed: f"{setting.name}/seed{seed}/{row.name}" for seed in config.seeds}
         rows[row.name] = row.model_dump(mode="json") | {
             "seeds": {
-                str(seed): read_seed(folder / f"seed{seed}" / row.name, row, critics[str(seed)], used.get(name))
+                str(seed): read_seed(
+                    folder / f"seed{seed}" / row.name, row, critics[str(seed)], used.get(name)
+                )
                 for seed, name in names_of.items()
                 if name in finished and str(seed) in critics
             },
-            "refused": {str(seed): refused[name] for seed, name in names_of.items() if name in refused},
+            "refused": {
+                str(seed): refused[name] for seed, name in names_of.items() if name in refused
+            },
         }
     described = setting.model_dump(mode="json", include={"about", "task", "overrides"})
     return described | {"critics": critics, "rows": rows}
 
 
 def read_critic(run_dir: Path, cpu_seconds: float | None) -> Figures:
-    """Of a value pretraining: accuracy of the policy that stood still, held-out figures at its end, its costs."""
+    """Of a value pretraining: accuracy of the policy that stood still, held-out figures at its end,
+    its costs."""
     rows = read_metrics(run_dir)
     start = next(row[EVALUATION] for row in rows if row["step"] == 0 and EVALUATION in row)
     trained = [row for row in rows if f"{names.PRETRAINING}explained_variance" in row]
     last = {name: trained[-1].get(f"{names.PRETRAINING}{name}") for name in OF_A_CRITIC}
-    biases = [abs(trained[-1][f"{names.PRETRAINING}value_bias_{position}"]) for position in names.BIAS_POSITIONS]
+    biases = [
+        abs(trained[-1][f"{names.PRETRAINING}value_bias_{position}"])
+        for position in names.BIAS_POSITIONS
+    ]
     config = yaml.safe_load((run_dir / "config.yaml").read_text())
     return {
         "accuracy": start,
@@ -99,8 +122,9 @@ def _responses(config: dict[str, Any]) -> int:
 def read_seed(run_dir: Path, row: Row, critic: Figures, cpu_seconds: float | None) -> Figures:
     """The metrics of a finished run: accuracy by step, and what each step cost and showed.
 
-    Responses are counted as drawn, with those that dynamic sampling drops, and with those of value pretraining where
-    the row starts from its critic; seconds of the processor likewise, those of a run spread evenly over its steps.
+    Responses are counted as drawn, with those that dynamic sampling drops, and with those of value
+    pretraining where the row starts from its critic; seconds of the processor likewise, those of a
+    run spread evenly over its steps.
     """
     steps = [found for found in read_metrics(run_dir) if found["step"] > 0]
     pretrained = row.critic == "pretrained"
@@ -114,17 +138,22 @@ def read_seed(run_dir: Path, row: Row, critic: Figures, cpu_seconds: float | Non
     }
     before = critic["cpu_seconds"] if pretrained else 0.0
     if cpu_seconds is not None and before is not None:
-        figures["cpu_seconds"] = [before + cpu_seconds * n / len(steps) for n in range(1, len(steps) + 1)]
+        figures["cpu_seconds"] = [
+            before + cpu_seconds * n / len(steps) for n in range(1, len(steps) + 1)
+        ]
     for name, metric in OF_A_STEP.items():
         if metric in steps[0]:
             figures[name] = [step.get(metric) for step in steps]
     if prompts[0] is not None:
-        del figures["correct"]  # of the groups that were kept: those that are neither all right nor all wrong
+        del figures[
+            "correct"
+        ]  # of the groups that were kept: those that are neither all right nor all wrong
     return figures
 
 
 def reached(figures: Figures, start: float, threshold: float, by: str) -> float | None:
-    """What `by` ("responses", "cpu_seconds") stood at when an evaluation first said `threshold`; None: never."""
+    """What `by` ("responses", "cpu_seconds") stood at when an evaluation first said `threshold`;
+    None: never."""
     if start >= threshold:
         return 0.0
     for step, accuracy in sorted((int(step), value) for step, value in figures["accuracy"].items()):
@@ -156,9 +185,12 @@ def finals(row: Figures, steps: int) -> dict[int, float]:
 
 
 def mean_of_rollouts(row: Figures, steps: int) -> dict[int, float]:
-    """Mean accuracy of the rollouts of so many steps, by seed; nothing where groups are dropped from them."""
+    """Mean accuracy of the rollouts of so many steps, by seed; nothing where groups are dropped
+    from them."""
     return {
-        int(seed): mean(known(found["correct"][:steps])) for seed, found in row["seeds"].items() if "correct" in found
+        int(seed): mean(known(found["correct"][:steps]))
+        for seed, found in row["seeds"].items()
+        if "correct" in found
     }
 
 
@@ -171,14 +203,21 @@ def mean_over_steps(row: Figures, steps: int) -> dict[int, float]:
     return {seed: sum(values) / len(values) for seed, values in found.items()}
 
 
-def accuracy_at(figures: Figures, start: tuple[float, float], by: str, amount: float) -> float | None:
-    """Accuracy when `by` ("responses", "cpu_seconds") stood at amount, between evaluations in a straight line.
+def accuracy_at(
+    figures: Figures, start: tuple[float, float], by: str, amount: float
+) -> float | None:
+    """Accuracy when `by` ("responses", "cpu_seconds") stood at amount, between evaluations in a
+    straight line.
 
-    start: what `by` stood at before the first step, and the accuracy up to there. None beyond the last evaluation, and
+    start: what `by` stood at before the first step, and the accuracy up to there. None beyond the
+        last evaluation, and
     where `by` was not measured.
     """
     evaluations = sorted((int(step), value) for step, value in figures["accuracy"].items())
-    points = [start, *((figures[by][step - 1], value) for step, value in evaluations if by in figures)]
+    points = [
+        start,
+        *((figures[by][step - 1], value) for step, value in evaluations if by in figures),
+    ]
     if amount <= start[0]:
         return start[1]
     for (x0, y0), (x1, y1) in pairwise(points):

@@ -1,10 +1,12 @@
-"""A reward model of the ablation's policy: scores whole solutions at their end token, and says -1 of every prefix.
+"""A reward model of the ablation's policy: scores whole solutions at their end token, and says -1
+of every prefix.
 
-VC-PPO (arXiv 2503.01491) finds that a critic which starts from a reward model undervalues early tokens,
-since a reward model is trained at the end token alone and takes a prefix for a bad answer. Here that is made explicit:
-the cold-start policy with a new scalar head is fitted, on the project's own Megatron code, to the verifier's grade
-(+1 or -1) behind the end token and to -1 at every position before it, both halves weighing the same. What comes out is
-a Hugging Face directory (...ForTokenClassification with one label) for critic.init=reward_model.
+VC-PPO (arXiv 2503.01491) finds that a critic which starts from a reward model undervalues early
+tokens, since a reward model is trained at the end token alone and takes a prefix for a bad answer.
+Here that is made explicit: the cold-start policy with a new scalar head is fitted, on the project's
+own Megatron code, to the verifier's grade (+1 or -1) behind the end token and to -1 at every
+position before it, both halves weighing the same. What comes out is a Hugging Face directory
+(...ForTokenClassification with one label) for critic.init=reward_model.
 """
 
 import random
@@ -31,6 +33,7 @@ from vapo_megatron.data.tokenizer import TextTokenizer
 from vapo_megatron.errors import told_in_one_line
 from vapo_megatron.megatron.mesh import make_mesh
 from vapo_megatron.megatron.trainable import Trainable
+from vapo_megatron.models.registry import read_spec
 from vapo_megatron.monitoring.recorder import Recorder
 from vapo_megatron.rewards.math import grade_response
 from vapo_megatron.run.ranks import start_ranks
@@ -38,7 +41,6 @@ from vapo_megatron.training.losses import ValueLoss
 from vapo_megatron.training.sft import read_demonstrations
 from vapo_megatron.weights.export import save_hf
 from vapo_megatron.weights.load import load_hf
-from vapo_megatron.weights.spec import read_spec
 
 PREFIX_LABEL = -1.0
 HELD_OUT = 512
@@ -47,12 +49,17 @@ HELD_OUT = 512
 def judged_solutions(config: RewardModelConfig) -> ExperienceBatch:
     """Demonstrations with the verifier's grade as reward, each one token longer than it is.
 
-    Outputs at position j speak about token j + 1: the value behind the end token is that of a padding token after it.
+    Outputs at position j speak about token j + 1: the value behind the end token is that of a
+    padding token after it.
     """
     tokenizer = TextTokenizer(Path(config.model.path), PromptTemplate())
     answers = {row["problem"]: row["answer"] for _, row in read_rows(config.problems)}
     samples = read_demonstrations(
-        config.demonstrations, tokenizer.encode_prompt, tokenizer.encode_response, tokenizer.eos_id, sys.maxsize
+        config.demonstrations,
+        tokenizer.encode_prompt,
+        tokenizer.encode_response,
+        tokenizer.eos_id,
+        sys.maxsize,
     )
     samples = samples[: HELD_OUT + config.steps * config.batch_size]
     for sample in samples:
@@ -66,7 +73,8 @@ def judged_solutions(config: RewardModelConfig) -> ExperienceBatch:
 
 
 def labels(batch: ExperienceBatch) -> tuple[torch.Tensor, torch.Tensor]:
-    """What each position should say, float32 [T], and whether it is behind an end token, bool [T]."""
+    """What each position should say, float32 [T], and whether it is behind an end token, bool
+    [T]."""
     last = batch.response_cu_seqlens[1:] - 1
     targets = torch.full((batch.response_tokens,), PREFIX_LABEL)
     targets[last] = batch.rewards
@@ -75,8 +83,11 @@ def labels(batch: ExperienceBatch) -> tuple[torch.Tensor, torch.Tensor]:
     return targets, ends
 
 
-def position_weights(batch: ExperienceBatch, ends: torch.Tensor, samples: list[int]) -> torch.Tensor:
-    """Weights of the squared errors of some samples, float32 [T]: ends and prefixes make up one half each."""
+def position_weights(
+    batch: ExperienceBatch, ends: torch.Tensor, samples: list[int]
+) -> torch.Tensor:
+    """Weights of the squared errors of some samples, float32 [T]: ends and prefixes make up one
+    half each."""
     chosen = torch.zeros(batch.samples, dtype=torch.bool)
     chosen[samples] = True
     tokens = chosen.repeat_interleave(batch.response_lengths)
@@ -102,28 +113,42 @@ def fit(config: RewardModelConfig, run_dir: Path) -> None:
     batch, source = judged_solutions(config), Path(config.model.path)
     spec, critic_config = read_spec(source), CriticConfig(optimizer=config.optimizer)
     mesh = make_mesh(critic_config.layout, "critic")
-    critic = Trainable(spec, config.model, critic_config, mesh, "value", name="critic", seed=config.run.seed)
+    critic = Trainable(
+        spec, config.model, critic_config, mesh, "value", name="critic", seed=config.run.seed
+    )
     load_hf(critic.chunks, spec, source, mesh, "value", value_head="new", seed=config.run.seed)
     critic.prepare()
     targets, ends = labels(batch)
     order = list(range(batch.samples))
     random.Random(config.run.seed).shuffle(order)
     held_out, training = order[:HELD_OUT], order[HELD_OUT:]
-    with Recorder(run_dir, MonitoringConfig(tensorboard=False), is_main_rank=dist.get_rank() == 0) as recorder:
+    with Recorder(
+        run_dir, MonitoringConfig(tensorboard=False), is_main_rank=dist.get_rank() == 0
+    ) as recorder:
         with recorder.phase("fit_reward_model", total=config.steps) as advance:
             for step in range(1, config.steps + 1):
                 first = (step - 1) * config.batch_size
-                samples = [training[i % len(training)] for i in range(first, first + config.batch_size)]
-                loss = ValueLoss(ValueLossConfig(), targets, targets, position_weights(batch, ends, samples))
+                samples = [
+                    training[i % len(training)] for i in range(first, first + config.batch_size)
+                ]
+                loss = ValueLoss(
+                    ValueLossConfig(), targets, targets, position_weights(batch, ends, samples)
+                )
                 result = critic.train_step(batch, samples, loss)
-                recorder.add({"reward_model/loss": result.metrics["value_loss"], "critic/lr": result.lr})
+                recorder.add(
+                    {"reward_model/loss": result.metrics["value_loss"], "critic/lr": result.lr}
+                )
                 advance(1)
                 if step < config.steps:
                     recorder.write(step)
         recorder.add(metrics(critic, batch.select(held_out)))
-        save_hf(critic.chunks, critic.spec, mesh, "value", source, run_dir / "hf" / "final" / "critic")
+        save_hf(
+            critic.chunks, critic.spec, mesh, "value", source, run_dir / "hf" / "final" / "critic"
+        )
         row = recorder.write(config.steps)
-        recorder.console.closing(f"{config.run.name} finished", {name: f"{row[name]:.3f}" for name in sorted(row)})
+        recorder.console.closing(
+            f"{config.run.name} finished", {name: f"{row[name]:.3f}" for name in sorted(row)}
+        )
 
 
 def main(

@@ -1,6 +1,6 @@
 """VAPO's ablation with transformers, on the program that trains at any scale.
-
-`python -m examples.ablation.run` runs what is missing and presents what is there; run it again after an interruption.
+ `python -m examples.ablation.run` runs what is missing and presents what is there; run it again
+after an interruption.
 """
 
 import signal
@@ -15,7 +15,7 @@ from rich.console import Console
 from examples.ablation.ablation_config import AblationConfig, read_ablation
 from examples.ablation.execute import Outcome, as_it_stands, execute, unfinished
 from examples.ablation.forked import import_program
-from examples.ablation.page import MEASURED, write_page
+from examples.ablation.page import MEASURED, write_pages
 from examples.ablation.plan import HERE, ROOT, Job, plan_jobs
 from examples.ablation.results import collect, write_figures
 from examples.ablation.transformer_tables import (
@@ -46,7 +46,8 @@ def show_plan(config: AblationConfig, jobs: list[Job], waiting: list[Job]) -> No
     console.print(
         f"[bold]Ablation[/bold]: seeds {', '.join(map(str, config.seeds))}, {config.steps} steps, "
         f"{config.workers} runs at once\n{len(jobs)} jobs with tasks, cold starts and critics; "
-        f"{len(jobs) - len(waiting)} are finished, {len(waiting)} to run: about {minutes:.0f} minutes on two idle cores"
+        f"{len(jobs) - len(waiting)} are finished, {len(waiting)} to run: about {minutes:.0f} "
+        "minutes on two idle cores"
     )
     for setting in config.settings:
         console.print(f"  {setting.name}: {', '.join(row.name for row in config.rows_of(setting))}")
@@ -54,24 +55,39 @@ def show_plan(config: AblationConfig, jobs: list[Job], waiting: list[Job]) -> No
 
 def main(
     overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="over ablation.yaml, such as steps=12")
+        list[str] | None,
+        typer.Argument(metavar="[KEY=VALUE]...", help="over ablation.yaml, such as steps=12"),
     ] = None,
-    out: Annotated[Path, typer.Option(help="folder of all runs and of measured.json")] = Path("runs/ablation"),
-    only: Annotated[list[str] | None, typer.Option(help="a row to run; may be given again. VAPO is always run")] = None,
+    out: Annotated[Path, typer.Option(help="folder of all runs and of measured.json")] = Path(
+        "runs/ablation"
+    ),
+    only: Annotated[
+        list[str] | None, typer.Option(help="a row to run; may be given again. VAPO is always run")
+    ] = None,
     settings: Annotated[
         list[str] | None, typer.Option("--setting", help="a setting to run; may be given again")
     ] = None,
     variant: Annotated[
         Variant | None,
-        typer.Option(help="ablation_VARIANT.yaml in place of ablation.yaml; tuned: each row at its rate"),
+        typer.Option(
+            help="ablation_VARIANT.yaml in place of ablation.yaml; tuned: each row at its rate"
+        ),
     ] = None,
     plan: Annotated[bool, typer.Option("--plan", help="say what would run, and end")] = False,
-    as_is: Annotated[bool, typer.Option("--as-is", help="run nothing, present what is finished")] = False,
+    as_is: Annotated[
+        bool, typer.Option("--as-is", help="run nothing, present what is finished")
+    ] = False,
     docs: Annotated[
-        bool, typer.Option("--docs", help="write the figures into examples/ablation/measured, and docs/ablation.md")
+        bool,
+        typer.Option(
+            "--docs",
+            help="write the figures into examples/ablation/measured, results/ablation.md and "
+            "docs/ablation.md",
+        ),
     ] = False,
 ) -> None:
-    """Run VAPO's ablation table, PPO, VC-PPO, GRPO and DAPO with several seeds; resumes where it was stopped."""
+    """Run VAPO's ablation table, PPO, VC-PPO, GRPO and DAPO with several seeds; resumes where it
+    was stopped."""
     started = time.monotonic()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends the runs as Ctrl-C does
     try:
@@ -86,7 +102,9 @@ def main(
         else:
             import_program()
             outcome = execute(jobs, config.workers, out.resolve(), console.print)
-        chosen = [f"--only {row}" for row in only or []] + [f"--setting {setting}" for setting in settings or []]
+        chosen = [f"--only {row}" for row in only or []] + [
+            f"--setting {setting}" for setting in settings or []
+        ]
         words = [
             "python -m examples.ablation.run",
             *([f"--variant {variant}"] if variant else []),
@@ -95,13 +113,25 @@ def main(
             "--docs",
         ]
         command = " ".join(words)
-        measured = MEASURED / f"{'tuned' if variant == Variant.TUNED else 'transformer'}.json" if docs else None
-        present(config, out.resolve(), outcome, command, measured, time.monotonic() - started, variant == Variant.TUNED)
+        measured = (
+            MEASURED / f"{'tuned' if variant == Variant.TUNED else 'transformer'}.json"
+            if docs
+            else None
+        )
+        present(
+            config,
+            out.resolve(),
+            outcome,
+            command,
+            measured,
+            time.monotonic() - started,
+            variant == Variant.TUNED,
+        )
     except VapoError as error:
         typer.echo(f"ablation: {error}", err=True)
         raise typer.Exit(error.exit_code) from None
     except KeyboardInterrupt:
-        typer.echo("ablation: interrupted; the same command goes on from here", err=True)
+        typer.echo("ablation: interrupted; the same command resumes it", err=True)
         raise typer.Exit(130) from None
 
 
@@ -116,10 +146,13 @@ def present(
 ) -> None:
     """Print tables and write figures of all that is finished; fail where a job did.
 
-    measured: file of the figures that the page is made of, which is then written too. tuned: each row has its own
+    measured: file of the figures that the page is made of, which is then written too. tuned: each
+        row has its own
     learning rate, and the tables compare areas.
     """
-    figures = collect(config, out, {*outcome.done, *outcome.skipped}, outcome.refused) | {"command": command}
+    figures = collect(config, out, {*outcome.done, *outcome.skipped}, outcome.refused) | {
+        "command": command
+    }
     write_figures(figures, out / "measured.json")
     for name, setting in figures["settings"].items():
         if setting["critics"]:
@@ -127,14 +160,18 @@ def present(
         if setting["rows"]["vapo"]["seeds"]:
             console.print(f"{accuracy_table(setting, config.steps)}\n\n{cost_table(setting)}\n")
             equal = [equal_table(setting, by) for by in ("responses", "cpu_seconds")]
-            console.print(tuned_report(setting, config.steps) if tuned else "\n\n".join(equal), markup=False)
+            console.print(
+                tuned_report(setting, config.steps) if tuned else "\n\n".join(equal), markup=False
+            )
     console.print(
         f"[bold green]{len(outcome.done)} jobs run, {len(outcome.skipped)} were finished before, "
-        f"{len(outcome.refused)} not run[/bold green] ({seconds / 60:.1f} minutes)\n  figures  {out / 'measured.json'}"
+        f"{len(outcome.refused)} not run[/bold green] ({seconds / 60:.1f} minutes)\n  figures  "
+        f"{out / 'measured.json'}"
     )
     if measured and finished(figures):
         write_figures(figures, measured)
-        console.print(f"  page     {write_page(ROOT / 'docs')}")
+        for path in write_pages(ROOT):
+            console.print(f"  page     {path}")
         for line in missing(figures):
             console.print(f"  missing  {line}")
     if outcome.failed:

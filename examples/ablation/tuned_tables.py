@@ -1,4 +1,5 @@
-"""Tables of the transformer ablation in which every row has its own learning rate, from measured/tuned.json."""
+"""Tables of the transformer ablation in which every row has its own learning rate, from
+measured/tuned.json."""
 
 from statistics import mean
 from typing import Any
@@ -16,14 +17,15 @@ def draws_as_much(row: Figures) -> bool:
 
 
 def least_spent(setting: Figures, by: str) -> float:
-    """What every row that draws as much as VAPO has spent at its end. by: "responses" or "cpu_seconds"."""
+    """What every row that draws as much as VAPO has spent at its end. by: "responses" or
+    "cpu_seconds"."""
     rows = [row for row in setting["rows"].values() if draws_as_much(row)]
     return min(seed[by][-1] for row in rows for seed in row["seeds"].values())
 
 
 def area(setting: Figures, row: Figures, by: str) -> dict[int, float]:
-    """Mean accuracy, by seed, over what every row has spent; value pretraining's is counted. Empty for a row that draws
-    less."""
+    """Mean accuracy, by seed, over what every row has spent; value pretraining's is counted. Empty
+    for a row that draws less."""
     if not draws_as_much(row):
         return {}
     most, areas = least_spent(setting, by), {}
@@ -55,17 +57,19 @@ QUESTIONS = (
 
 
 def tuned_findings(setting: Figures) -> list[str]:
-    """What of the lead is the loss, the sampling and the critic: leads in area by responses, and by seconds."""
+    """What of the lead is the loss, the sampling and the critic: leads in area by responses, and by
+    seconds."""
     titles = {name: row["title"] for name, row in setting["rows"].items()}
     return [
-        f"{what}: {titles[first]} less {titles[second]} is {shown(lead(setting, first, second))} by responses, "
-        f"{shown(lead(setting, first, second, 'cpu_seconds'))} by seconds"
+        f"{what}: {titles[first]} less {titles[second]} is {shown(lead(setting, first, second))} "
+        f"by responses, {shown(lead(setting, first, second, 'cpu_seconds'))} by seconds"
         for what, first, second in QUESTIONS
     ]
 
 
 def tuned_table(setting: Figures, rows: list[str], compared_with: str, steps: int) -> str:
-    """Accuracy per step, per response and per second of the rows, and their lead over one of them in area."""
+    """Accuracy per step, per response and per second of the rows, and their lead over one of them
+    in area."""
     titles = ["", "rate", f"after {steps} steps", "area by responses", "area by seconds"]
     titles += [f"less {setting['rows'][compared_with]['title']}, by responses", "by seconds"]
     titles += ["explained variance", "KL of an update"]
@@ -78,8 +82,12 @@ def tuned_table(setting: Figures, rows: list[str], compared_with: str, steps: in
         cells = [row["title"], f"x{row['rate']:g}", spread(finals(row, steps))]
         cells += [spread(area(setting, row, by)) for by in ("responses", "cpu_seconds")]
         for by in ("responses", "cpu_seconds"):
-            cells.append("–" if name == compared_with else shown(lead(setting, name, compared_with, by)))
-        explained = [mean(known(seed["explained"][:steps])) for seed in seeds if "explained" in seed]
+            cells.append(
+                "–" if name == compared_with else shown(lead(setting, name, compared_with, by))
+            )
+        explained = [
+            mean(known(seed["explained"][:steps])) for seed in seeds if "explained" in seed
+        ]
         cells.append(f"{mean(explained):.2f}" if explained else "")
         cells.append(f"{mean(mean(known(seed['kl'][:steps])) for seed in seeds):.1e}")
         lines.append(f"| {' | '.join(cells)} |")
@@ -93,14 +101,25 @@ def spread(values: dict[int, float]) -> str:
 
 def tuned_headline(setting: Figures) -> str:
     """What area by responses says of `direct` beside each row without a critic, and beside VAPO."""
-    leads = {name: lead(setting, "direct", name) for name in ("reinforce_direct", "without_critic", "grpo", "vapo")}
+    leads = {
+        name: lead(setting, "direct", name)
+        for name in ("reinforce_direct", "without_critic", "grpo", "vapo")
+    }
     kinds: dict[str, list[str]] = {"beats": [], "is level with": [], "is behind": []}
     for name, by in leads.items():
-        word = "is level with" if by is None or not by.excludes_zero else "beats" if by.mean > 0 else "is behind"
+        word = (
+            "is level with"
+            if by is None or not by.excludes_zero
+            else "beats"
+            if by.mean > 0
+            else "is behind"
+        )
         kinds[word].append(f"`{setting['rows'][name]['preset']}` ({shown(by)})")
     verdict = " and ".join(f"{word} {', '.join(rows)}" for word, rows in kinds.items() if rows)
     consequence = (
-        "it stays a preset and not the default" if kinds["is level with"] or kinds["is behind"] else "we recommend it"
+        "it stays a preset and not the default"
+        if kinds["is level with"] or kinds["is behind"]
+        else "we recommend it"
     )
     return f"measured by area over responses, `vapo_direct` {verdict}. So {consequence}"
 
@@ -132,7 +151,7 @@ def for_page(tuned: Figures | None) -> dict[str, Any]:
 
 
 def tuned_report(setting: Figures, steps: int) -> str:
-    """The tables of docs/ablation.md for the rows that have finished seeds, and findings where no method is missing."""
+    """The tables of rows with finished seeds, and findings where no method is missing."""
     rows = {name: row for name, row in setting["rows"].items() if row["seeds"]}
     finished, parts = setting | {"rows": rows}, []
     methods = [name for name in METHODS if name in rows]
@@ -143,12 +162,17 @@ def tuned_report(setting: Figures, steps: int) -> str:
         of_methods = finished | {"rows": {name: rows[name] for name in methods}}
         parts.append(tuned_table(of_methods, methods, compared_with, steps))
     if "direct" in rows and len(rows) > len(methods):
-        parts.append(kinds_table(finished, ["direct", *(name for name in rows if name not in METHODS)], steps))
+        parts.append(
+            kinds_table(
+                finished, ["direct", *(name for name in rows if name not in METHODS)], steps
+            )
+        )
     return "\n\n".join(parts)
 
 
 def kinds_table(setting: Figures, rows: list[str], steps: int) -> str:
-    """Accuracy and explained variance of the first row, and of others less the first, after equally many steps."""
+    """Accuracy and explained variance of the first row, and of others less the first, after equally
+    many steps."""
     titles = [
         "",
         "seeds",
@@ -165,8 +189,18 @@ def kinds_table(setting: Figures, rows: list[str], steps: int) -> str:
         seeds = list(row["seeds"].values())
         means = mean_over_steps(row, steps)
         less = "–" if name == rows[0] else shown(paired(means, mean_over_steps(first, steps)))
-        explained = {int(seed): mean(known(found["explained"][:steps])) for seed, found in row["seeds"].items()}
+        explained = {
+            int(seed): mean(known(found["explained"][:steps]))
+            for seed, found in row["seeds"].items()
+        }
         seconds = mean(found["cpu_seconds"][0] for found in seeds)
-        cells = [row["title"], str(len(seeds)), spread(finals(row, steps)), spread(means), less, spread(explained)]
+        cells = [
+            row["title"],
+            str(len(seeds)),
+            spread(finals(row, steps)),
+            spread(means),
+            less,
+            spread(explained),
+        ]
         lines.append(f"| {' | '.join([*cells, f'{seconds:.1f}'])} |")
     return "\n".join(lines)

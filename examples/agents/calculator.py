@@ -10,11 +10,21 @@ FACTS = Search(["A gross is 144 pieces.", "A score is 20 years.", "A fathom is 6
 
 def tool(name: str, argument: str, what: str) -> dict[str, Any]:
     """A tool of one text argument, as OpenAI's protocol describes it."""
-    parameters = {"type": "object", "properties": {argument: {"type": "string"}}, "required": [argument]}
-    return {"type": "function", "function": {"name": name, "description": what, "parameters": parameters}}
+    parameters = {
+        "type": "object",
+        "properties": {argument: {"type": "string"}},
+        "required": [argument],
+    }
+    return {
+        "type": "function",
+        "function": {"name": name, "description": what, "parameters": parameters},
+    }
 
 
-TOOLS = [tool("python", "code", "Run Python, see what it prints."), tool("search", "query", "Look up facts.")]
+TOOLS = [
+    tool("python", "code", "Run Python, see what it prints."),
+    tool("search", "query", "Look up facts."),
+]
 
 
 async def run(task: dict[str, Any], base_url: str, http_client: Any) -> dict[str, Any]:

@@ -1,10 +1,12 @@
-"""From a random model to an agent that uses its tool, on a laptop: cold start, value pretraining, training, evaluation.
+"""From a random model to an agent that uses its tool, on a laptop: cold start, value pretraining,
+training, evaluation.
 
     python examples/agents/learn.py --method turn --seed 1
-    python examples/agents/learn.py --method all --seed 1 --seed 2 --seed 3 --seed 4 --seed 5    # the table
+    python examples/agents/learn.py --method all --seed 1 --seed 2 --seed 3 --seed 4 --seed 5    #
+    the table
 
-The task is lookup.py's. Methods differ in what gives a turn its credit: VAPO by turns, VAPO by tokens, GRPO. Runs that
-have ended are not run again.
+The task is lookup.py's. Methods differ in what gives a turn its credit: VAPO by turns, VAPO by
+tokens, GRPO. Runs that have ended are not run again.
 """
 
 import subprocess
@@ -26,7 +28,8 @@ from vapo_megatron.signals import end_with_parent  # noqa: E402
 Method = Literal["turn", "token", "grpo"]
 ACCURACY, PRETRAINING = "evaluation/unseen_avg@4", "time/value_pretraining"
 EPISODES = 256  # of a rollout of lookup.yaml
-# Of the methods, what differs from lookup.yaml. Rewards, clipping and learning rates are the same for all.
+# Of the methods, what differs from lookup.yaml. Rewards, clipping and learning rates are the same
+# for all.
 OVERRIDES: dict[Method, tuple[str, ...]] = {
     "turn": (),
     "token": ("algorithm.advantage.credit=token",),
@@ -40,23 +43,48 @@ OVERRIDES: dict[Method, tuple[str, ...]] = {
 
 def command(name: str, config: str, *overrides: str) -> None:
     """Run a command of the program; its failure is ours."""
-    arguments = [sys.executable, "-m", "vapo_megatron.cli", name, str(ROOT / "examples/agents" / config), *overrides]
+    arguments = [
+        sys.executable,
+        "-m",
+        "vapo_megatron.cli",
+        name,
+        str(ROOT / "examples/agents" / config),
+        *overrides,
+    ]
     if code := subprocess.run(arguments, cwd=ROOT, preexec_fn=end_with_parent).returncode:
         raise typer.Exit(code)
 
 
-def learn(method: Method, seed: int, out: Path, steps: int, overrides: list[str]) -> list[dict[str, Any]]:
+def learn(
+    method: Method, seed: int, out: Path, steps: int, overrides: list[str]
+) -> list[dict[str, Any]]:
     """The metrics of a method's run, by step; it is run first unless it has ended."""
     run = out / method
-    if (run / "metrics.jsonl").is_file() and (rows := read_metrics(run)) and rows[-1]["step"] >= steps:
+    if (
+        (run / "metrics.jsonl").is_file()
+        and (rows := read_metrics(run))
+        and rows[-1]["step"] >= steps
+    ):
         return rows
     task, policy = out / "task", out / "sft" / "hf" / "final" / "actor"
     shared = (f"run.seed={seed}", f"run.root={out}")
     if not policy.is_dir():
         make_task(task, seed)
-        command("sft", "sft.yaml", f"model.path={task / 'model'}", f"data.path={task / 'sft.jsonl'}", *shared)
+        command(
+            "sft",
+            "sft.yaml",
+            f"model.path={task / 'model'}",
+            f"data.path={task / 'sft.jsonl'}",
+            *shared,
+        )
     command(
-        *("train", "lookup.yaml", f"model.path={policy}", f"data.train={task / 'train.jsonl'}", f"run.name={method}"),
+        *(
+            "train",
+            "lookup.yaml",
+            f"model.path={policy}",
+            f"data.train={task / 'train.jsonl'}",
+            f"run.name={method}",
+        ),
         f"data.eval=[{{name: unseen, path: {task / 'eval.jsonl'}, samples: 4}}]",
         *(f"run.steps={steps}", *OVERRIDES[method], *shared, *overrides),
     )
@@ -64,15 +92,32 @@ def learn(method: Method, seed: int, out: Path, steps: int, overrides: list[str]
 
 
 def table(runs: dict[Method, dict[int, list[dict[str, Any]]]]) -> str:
-    """Accuracy by evaluation, the difference from GRPO at the end, episodes and seconds; means over seeds."""
+    """Accuracy by evaluation, the difference from GRPO at the end, episodes and seconds; means over
+    seeds."""
     lines = []
-    last = {method: {seed: accuracies(rows)[-1] for seed, rows in by_seed.items()} for method, by_seed in runs.items()}
+    last = {
+        method: {seed: accuracies(rows)[-1] for seed, rows in by_seed.items()}
+        for method, by_seed in runs.items()
+    }
     for method, by_seed in runs.items():
-        measured = [interval(column) for column in zip(*map(accuracies, by_seed.values()), strict=True)]
-        pretraining = [row[PRETRAINING] for rows in by_seed.values() for row in rows if PRETRAINING in row]
-        before = f" + {sum(pretraining) / len(pretraining):.0f} s of value pretraining" if pretraining else ""
-        seconds = interval([sum(row.get("time/step", 0.0) for row in rows) for rows in by_seed.values()])
-        cells = [f"{mean:.3f}" + (f" ± {half:.3f}" if len(by_seed) > 1 else "") for mean, half in measured]
+        measured = [
+            interval(column) for column in zip(*map(accuracies, by_seed.values()), strict=True)
+        ]
+        pretraining = [
+            row[PRETRAINING] for rows in by_seed.values() for row in rows if PRETRAINING in row
+        ]
+        before = (
+            f" + {sum(pretraining) / len(pretraining):.0f} s of value pretraining"
+            if pretraining
+            else ""
+        )
+        seconds = interval(
+            [sum(row.get("time/step", 0.0) for row in rows) for rows in by_seed.values()]
+        )
+        cells = [
+            f"{mean:.3f}" + (f" ± {half:.3f}" if len(by_seed) > 1 else "")
+            for mean, half in measured
+        ]
         cells.append("" if method == "grpo" else shown(paired(last[method], last.get("grpo", {}))))
         cells.append(f"{seconds.mean:.0f} s{before}")
         lines.append(f"| {method} | {' | '.join(cells)} |")
@@ -89,14 +134,19 @@ def main(
         Literal["turn", "token", "grpo", "all"], typer.Option(help="what gives a turn its credit")
     ] = "turn",
     seeds: Annotated[
-        list[int] | None, typer.Option("--seed", help="of the task, the models and the runs; repeatable; none: 1")
+        list[int] | None,
+        typer.Option("--seed", help="of the task, the models and the runs; repeatable; none: 1"),
     ] = None,
-    out: Annotated[Path, typer.Option(help="folder for data, model and runs; what is in it is used again")] = Path(
-        "runs/agents"
-    ),
-    steps: Annotated[int, typer.Option(help="rollouts of 256 episodes that the policy is trained on")] = 20,
+    out: Annotated[
+        Path, typer.Option(help="folder for data, model and runs; what is in it is used again")
+    ] = Path("runs/agents"),
+    steps: Annotated[
+        int, typer.Option(help="rollouts of 256 episodes that the policy is trained on")
+    ] = 20,
     at_once: Annotated[int, typer.Option(min=1, help="seeds that are run at the same time")] = 2,
-    overrides: Annotated[list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE")] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE")
+    ] = None,
 ) -> None:
     """Train tiny agents end to end, and print their accuracy by episodes."""
     methods: list[Method] = list(OVERRIDES) if method == "all" else [method]
@@ -104,14 +154,21 @@ def main(
 
     def learn_seed(seed: int) -> None:
         for name in methods:
-            runs[name][seed] = learn(name, seed, (out / f"seed{seed}").resolve(), steps, overrides or [])
+            runs[name][seed] = learn(
+                name, seed, (out / f"seed{seed}").resolve(), steps, overrides or []
+            )
             for row in runs[name][seed]:
                 if ACCURACY in row:
-                    typer.echo(f"{name}, seed {seed}, step {row['step']}: {row[ACCURACY]:.3f} of unseen problems")
+                    typer.echo(
+                        f"{name}, seed {seed}, step {row['step']}: {row[ACCURACY]:.3f} of unseen "
+                        "problems"
+                    )
 
     with ThreadPoolExecutor(at_once) as pool:
         list(pool.map(learn_seed, seeds or [1]))
-    evaluated = [row["step"] * EPISODES for row in runs[methods[0]][(seeds or [1])[0]] if ACCURACY in row]
+    evaluated = [
+        row["step"] * EPISODES for row in runs[methods[0]][(seeds or [1])[0]] if ACCURACY in row
+    ]
     heads = [f"after {episodes:,} episodes" if episodes else "cold start" for episodes in evaluated]
     heads += ["less GRPO at the end", "training"]
     typer.echo(f"\n| method | {' | '.join(heads)} |\n|{'---|' * (len(heads) + 1)}\n{table(runs)}")

@@ -1,9 +1,11 @@
-"""An agent that has to look facts up: follow a chain of keys through a table that only the tool has.
+"""An agent that has to look facts up: follow a chain of keys through a table that only the tool
+has.
 
-A problem "k17 h3" names a key and a number of hops, 2 to 4. "get k17 h3" makes the tool say which key stands behind
-k17 in this problem's own random table ("k4"); the agent asks on, counting down, until it has followed all hops, and
-then answers with the last key modulo 10 ("#### 7"). No table is ever told to the policy: an answer without the calls is
-right one time in ten. The demonstrations of the cold start guess at once, stop early or ask for a wrong key at times.
+A problem "k17 h3" names a key and a number of hops, 2 to 4. "get k17 h3" makes the tool say which
+key stands behind k17 in this problem's own random table ("k4"); the agent asks on, counting down,
+until it has followed all hops, and then answers with the last key modulo 10 ("#### 7"). No table is
+ever told to the policy: an answer without the calls is right one time in ten. The demonstrations of
+the cold start guess at once, stop early or ask for a wrong key at times.
 """
 
 import random
@@ -33,7 +35,8 @@ WORDS = [
 
 
 class Lookup:
-    """The environment: it answers calls, and ends where there is none; the verifier grades the last message."""
+    """The environment: it answers calls, and ends where there is none; the verifier grades the last
+    message."""
 
     def __init__(self) -> None:
         self._table: list[int] = []
@@ -43,7 +46,9 @@ class Lookup:
         self._table = task["table"]
         return list(task["messages"])
 
-    async def step(self, message: dict[str, Any]) -> tuple[list[dict[str, Any]], float | None, bool]:
+    async def step(
+        self, message: dict[str, Any]
+    ) -> tuple[list[dict[str, Any]], float | None, bool]:
         """What the tool says to a call; a malformed one is answered with a question mark."""
         words = message["content"].split()
         if words[:1] != ["get"]:
@@ -60,7 +65,12 @@ def problem(rng: random.Random, number: int) -> dict[str, Any]:
     place = key
     for _ in range(hops):
         place = table[place]
-    return {"id": f"chain-{number}", "problem": f"k{key} h{hops}", "answer": str(place % 10), "table": table}
+    return {
+        "id": f"chain-{number}",
+        "problem": f"k{key} h{hops}",
+        "answer": str(place % 10),
+        "table": table,
+    }
 
 
 def demonstrations(rng: random.Random, rows: int) -> Iterator[dict[str, str]]:

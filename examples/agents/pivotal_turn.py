@@ -1,7 +1,9 @@
-"""Credit that can be checked: a game in which one of six turns decides, with advantages that are known by counting.
+"""Credit that can be checked: a game in which one of six turns decides, with advantages that are
+known by counting.
 
-Each turn chooses good or bad with equal chances. Turn 3 decides: the reward is 1 with probability 0.9 after good and
-0.1 after bad, whatever the others chose. So the exact advantage is +0.4 or -0.4 on that turn, and 0 on all others.
+Each turn chooses good or bad with equal chances. Turn 3 decides: the reward is 1 with probability
+0.9 after good and 0.1 after bad, whatever the others chose. So the exact advantage is +0.4 or -0.4
+on that turn, and 0 on all others.
 
     python examples/agents/pivotal_turn.py
 """
@@ -20,7 +22,8 @@ EPISODES = GROUP * GROUPS
 
 
 def critic(kind: str, exact: Tensor, generator: torch.Generator) -> Tensor:
-    """Values [tokens]: the exact ones with a little noise, half of their signal with more, or noise alone."""
+    """Values [tokens]: the exact ones with a little noise, half of their signal with more, or noise
+    alone."""
     noise = torch.randn(exact.shape, generator=generator)
     if kind == "good":
         return exact + 0.05 * noise
@@ -28,7 +31,8 @@ def critic(kind: str, exact: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def play(generator: torch.Generator) -> dict[str, tuple[float, float]]:
-    """Correlation with the exact advantage over all turns, and bias on the pivotal turn, of each estimator."""
+    """Correlation with the exact advantage over all turns, and bias on the pivotal turn, of each
+    estimator."""
     good = torch.rand(EPISODES, TURNS, generator=generator) < 0.5
     chance = torch.where(good[:, PIVOT], 0.9, 0.1)
     rewards = (torch.rand(EPISODES, generator=generator) < chance).float()
@@ -43,11 +47,16 @@ def play(generator: torch.Generator) -> dict[str, tuple[float, float]]:
     token_rewards[bounds[1:] - 1] = rewards
     groups = torch.arange(GROUPS).repeat_interleave(GROUP)
     whole: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"grpo": grpo, "rloo": rloo}
-    found = {name: estimate(rewards, groups)[:, None].expand(-1, TURNS) for name, estimate in whole.items()}
+    found = {
+        name: estimate(rewards, groups)[:, None].expand(-1, TURNS)
+        for name, estimate in whole.items()
+    }
     for kind in ("good", "weak", "useless"):
         values = critic(kind, token_values, generator)
         tokens = segmented_gae(token_rewards, values, bounds, LAMBDA)
-        sums = torch.zeros(len(lengths)).index_add_(0, torch.arange(len(lengths)).repeat_interleave(lengths), tokens)
+        sums = torch.zeros(len(lengths)).index_add_(
+            0, torch.arange(len(lengths)).repeat_interleave(lengths), tokens
+        )
         found[f"token GAE at {LAMBDA}, {kind} critic"] = (sums / lengths).view(EPISODES, TURNS)
         for lam in (LAMBDA, 0.5):
             by_turn, _ = turn_gae(token_rewards, values, turns, responses, lam, 1.0)
@@ -56,7 +65,8 @@ def play(generator: torch.Generator) -> dict[str, tuple[float, float]]:
 
 
 def measure(estimate: Tensor, exact: Tensor) -> tuple[float, float]:
-    """Correlation over all turns; mean of (estimate - exact), towards the exact one's sign, on the pivotal turn."""
+    """Correlation over all turns; mean of (estimate - exact), towards the exact one's sign, on the
+    pivotal turn."""
     correlation = float(torch.corrcoef(torch.stack((estimate.flatten(), exact.flatten())))[0, 1])
     error = (estimate - exact)[:, PIVOT] * exact[:, PIVOT].sign()
     return correlation, float(error.mean())
@@ -66,12 +76,16 @@ def main() -> None:
     """Print the table, with 95 % intervals over the batches."""
     generator = torch.Generator().manual_seed(0)
     batches = [play(generator) for _ in range(BATCHES)]
-    print("| advantage | correlation with the exact one | bias on the pivotal turn |\n|---|---|---|")
+    print(
+        "| advantage | correlation with the exact one | bias on the pivotal turn |\n|---|---|---|"
+    )
     for name in batches[0]:
         cells = []
         for place in (0, 1):
             figures = torch.tensor([batch[name][place] for batch in batches])
-            cells.append(f"{figures.mean():.3f} ± {1.96 * float(figures.std()) / math.sqrt(BATCHES):.3f}")
+            cells.append(
+                f"{figures.mean():.3f} ± {1.96 * float(figures.std()) / math.sqrt(BATCHES):.3f}"
+            )
         print(f"| {name} | {cells[0]} | {cells[1]} |")
 
 

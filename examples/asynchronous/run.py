@@ -1,11 +1,14 @@
-"""The quickstart with rollouts that work ahead of the trainer, beside the synchronous run, paired by seed.
+"""The quickstart with rollouts that work ahead of the trainer, beside the synchronous run, paired
+by seed.
 
-    python -m examples.asynchronous.run [--seeds 1 2 3 4 5] [--only MODE ...] [--out runs/asynchronous] [--json FILE]
+    python -m examples.asynchronous.run [--seeds 1 2 3 4 5] [--only MODE ...] [--out
+    runs/asynchronous] [--json FILE]
 
-Each seed has a task, a cold start and a critic of its own, which all modes start from; one rank and one engine, a core
-each. What is finished is not run again, what was cut off goes on. At the end it prints the accuracy on unseen problems,
-what it differs by from the synchronous run of the same seed (95 % intervals), and after how many steps, and how many
-seconds of steps, the accuracy first was 0.90. Run from the repository's root.
+Each seed has a task, a cold start and a critic of its own, which all modes start from; one rank and
+one engine, a core each. What is finished is not run again, what was cut off goes on. At the end it
+prints the accuracy on unseen problems, what it differs by from the synchronous run of the same seed
+(95 % intervals), and after how many steps, and how many seconds of steps, the accuracy first was
+0.90. Run from the repository's root.
 """
 
 import argparse
@@ -18,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from examples.ablation.intervals import interval, paired, shown
-from vapo_megatron.config.atomic import atomic_write
+from vapo_megatron.files import atomic_write
 from vapo_megatron.monitoring.metrics import read_metrics
 from vapo_megatron.signals import end_with_parent
 
@@ -48,7 +51,15 @@ def prepare(folder: Path, seed: int) -> None:
     task = folder / "task"
     if not (task / "eval.jsonl").is_file():
         subprocess.run(
-            [sys.executable, str(QUICKSTART / "make_task.py"), "--out", str(task), "--seed", str(seed)], check=True
+            [
+                sys.executable,
+                str(QUICKSTART / "make_task.py"),
+                "--out",
+                str(task),
+                "--seed",
+                str(seed),
+            ],
+            check=True,
         )
     shared = (f"run.root={folder}", f"run.seed={seed}", "run.resume=auto", *ONE_RANK)
     if not (folder / "sft" / "hf" / "final").is_dir():
@@ -73,7 +84,8 @@ def train(folder: Path, seed: int, name: str, overrides: list[str]) -> None:
 
 
 def read(run_dir: Path) -> dict[str, Any]:
-    """Accuracy at each evaluation, steps and seconds until it was GOAL; seconds count steps, not evaluations."""
+    """Accuracy at each evaluation, steps and seconds until it was GOAL; seconds count steps, not
+    evaluations."""
     accuracy, steps, seconds, reached = [], 0, 0.0, None
     for row in read_metrics(run_dir):
         if "time/step" in row:
@@ -88,18 +100,30 @@ def read(run_dir: Path) -> dict[str, Any]:
 def table(found: dict[str, dict[int, dict[str, Any]]]) -> list[str]:
     """Lines of Markdown, one a mode."""
     lines = [
-        f"| | seeds | final accuracy | less synchronous | mean of evaluations, less | steps to {GOAL} | seconds |",
+        "| | seeds | final accuracy | less synchronous | mean of evaluations, less | steps to "
+        f"{GOAL} | seconds |",
         "|---|---|---|---|---|---|---|",
     ]
     final, mean = (
-        {mode: {seed: of(run["accuracy"]) for seed, run in runs.items()} for mode, runs in found.items()}
-        for of in (lambda rows: rows[-1][1], lambda rows: float(np.mean([value for _, value in rows])))
+        {
+            mode: {seed: of(run["accuracy"]) for seed, run in runs.items()}
+            for mode, runs in found.items()
+        }
+        for of in (
+            lambda rows: rows[-1][1],
+            lambda rows: float(np.mean([value for _, value in rows])),
+        )
     )
     for mode, runs in found.items():
         reached = [run["reached"] for run in runs.values() if run["reached"]]
-        steps, seconds = (f"{np.median([pair[i] for pair in reached]):.0f}" if reached else "–" for i in (0, 1))
+        steps, seconds = (
+            f"{np.median([pair[i] for pair in reached]):.0f}" if reached else "–" for i in (0, 1)
+        )
         kept = interval(list(final[mode].values()))
-        less = [shown(paired(by[mode], by["synchronous"])) if mode != "synchronous" else "" for by in (final, mean)]
+        less = [
+            shown(paired(by[mode], by["synchronous"])) if mode != "synchronous" else ""
+            for by in (final, mean)
+        ]
         lines.append(
             f"| {mode} | {len(runs)} | {kept.mean:.3f} ± {kept.half:.3f} | {less[0]} | {less[1]} | "
             f"{steps} ({len(reached)} of {len(runs)}) | {seconds} |"
@@ -109,7 +133,9 @@ def table(found: dict[str, dict[int, dict[str, Any]]]) -> list[str]:
 
 def main() -> None:
     """Run what is missing, seed by seed; print the table of what is there."""
-    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     arguments.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 4, 5])
     arguments.add_argument("--only", nargs="+", choices=MODES, default=list(MODES), metavar="MODE")
     arguments.add_argument("--steps", type=int, default=40)

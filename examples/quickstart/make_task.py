@@ -1,9 +1,11 @@
-"""The quickstart task: follow a fixed permutation of 64 states for k steps and say the last digit of where you are.
+"""The quickstart task: follow a fixed permutation of 64 states for k steps and say the last digit
+of where you are.
 
-A problem "s17 c12" names a state x0 and a count k from 10 to 24. A solution writes one state and one counter a step
-("s40 c11 s3 c10 ... s22 c0") and ends with "#### 2", the state modulo 10. The permutation is one cycle through all 64
-states, told to the model nowhere: it has to be learnt from the cold-start data and applied k times without a slip.
-A direct answer is right about one time in ten.
+A problem "s17 c12" names a state x0 and a count k from 10 to 24. A solution writes one state and
+one counter a step ("s40 c11 s3 c10 ... s22 c0") and ends with "#### 2", the state modulo 10. The
+permutation is one cycle through all 64 states, told to the model nowhere: it has to be learnt from
+the cold-start data and applied k times without a slip. A direct answer is right about one time in
+ten.
 """
 
 import random
@@ -28,7 +30,9 @@ SLIP_SHARE = 0.035
 LONGEST_SEQUENCE = 128  # 3 prompt tokens, 2 a step, 2 for the answer, the end token: 54 at most
 
 # The prompt is <bos>, the state and the count; the solution follows at once, without roles.
-CHAT_TEMPLATE = "{{ bos_token }}{% for message in messages %}{{ ' ' + message['content'] }}{% endfor %}"
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}{{ ' ' + message['content'] }}{% endfor %}"
+)
 WORDS = [
     *(f"s{state}" for state in range(STATES)),
     *(f"c{count}" for count in range(MOST_STEPS + 1)),
@@ -58,8 +62,11 @@ def answer(successor: list[int], pair: Pair) -> int:
 
 
 def split(successor: list[int], rng: random.Random) -> tuple[list[Pair], list[Pair]]:
-    """All pairs, cut into training pairs and held-out pairs of which each digit answers equally many."""
-    pairs = [(state, steps) for state in range(STATES) for steps in range(FEWEST_STEPS, MOST_STEPS + 1)]
+    """All pairs, cut into training pairs and held-out pairs of which each digit answers equally
+    many."""
+    pairs = [
+        (state, steps) for state in range(STATES) for steps in range(FEWEST_STEPS, MOST_STEPS + 1)
+    ]
     rng.shuffle(pairs)
     by_digit: dict[int, list[Pair]] = {digit: [] for digit in range(10)}
     for pair in pairs:
@@ -69,9 +76,14 @@ def split(successor: list[int], rng: random.Random) -> tuple[list[Pair], list[Pa
 
 
 def cold_start_response(
-    successor: list[int], pair: Pair, rng: random.Random, guesses: float = DIRECT_SHARE, slips: float = SLIP_SHARE
+    successor: list[int],
+    pair: Pair,
+    rng: random.Random,
+    guesses: float = DIRECT_SHARE,
+    slips: float = SLIP_SHARE,
 ) -> str:
-    """A solution as an unskilled solver writes it: some are bare guesses, and any step may slip to a wrong state."""
+    """A solution as an unskilled solver writes it: some are bare guesses, and any step may slip to
+    a wrong state."""
     if rng.random() < guesses:
         return f"#### {rng.randrange(10)}"
     state, steps = pair
@@ -84,7 +96,11 @@ def cold_start_response(
 
 def _problem(pair: Pair, successor: list[int]) -> dict[str, Any]:
     state, steps = pair
-    return {"id": f"s{state}-c{steps}", "problem": f"s{state} c{steps}", "answer": str(answer(successor, pair))}
+    return {
+        "id": f"s{state}-c{steps}",
+        "problem": f"s{state} c{steps}",
+        "answer": str(answer(successor, pair)),
+    }
 
 
 def _cold_start_rows(
@@ -96,7 +112,7 @@ def _cold_start_rows(
         yield {"id": f"sft-{index:05d}", "problem": f"s{pair[0]} c{pair[1]}", "response": response}
 
 
-def make_task(out: Path, seed: int, sft_rows: int) -> str:
+def make_task(out: Path, seed: int, sft_rows: int, family: str = "qwen3") -> str:
     """Write train.jsonl, eval.jsonl, sft.jsonl and model/ into out; return a two-line summary."""
     rng = random.Random(seed)
     successor = single_cycle(rng)
@@ -106,25 +122,35 @@ def make_task(out: Path, seed: int, sft_rows: int) -> str:
     write_rows(out / "eval.jsonl", (_problem(pair, successor) for pair in held_out))
     write_rows(out / "sft.jsonl", _cold_start_rows(training, successor, sft_rows, rng))
     tokenizer = word_tokenizer(WORDS, LONGEST_SEQUENCE, CHAT_TEMPLATE)
-    shape = TinyModel(vocab_size=len(tokenizer), max_positions=LONGEST_SEQUENCE, seed=seed)
+    shape = TinyModel(
+        family=family,
+        vocab_size=len(tokenizer),
+        max_positions=LONGEST_SEQUENCE,
+        tied=family == "qwen3",  # engines know no tied form of some others
+        seed=seed,
+    )
     parameters = save_tiny_model(shape, tokenizer, out / "model")
 
     guess, hits = Counter(answer(successor, pair) for pair in held_out).most_common(1)[0]
     return (
-        f"{out}: {len(training)} training and {len(held_out)} evaluation problems, {sft_rows} cold-start solutions; "
-        f"answering {guess} always is right {hits / len(held_out):.1%} of the time\n"
-        f"{out / 'model'}: qwen3, {parameters:,} parameters, {len(tokenizer)} tokens, random weights (seed {seed})"
+        f"{out}: {len(training)} training and {len(held_out)} evaluation problems, {sft_rows} "
+        f"cold-start solutions; answering {guess} always is right {hits / len(held_out):.1%} of "
+        f"the time\n{out / 'model'}: {family}, {parameters:,} parameters, {len(tokenizer)} tokens, "
+        f"random weights (seed {seed})"
     )
 
 
 def main(
     out: Annotated[Path, typer.Option(help="Directory to write the task and the model into.")],
-    seed: Annotated[int, typer.Option(help="Seed of permutation, split, cold-start data and weights.")] = 0,
+    seed: Annotated[
+        int, typer.Option(help="Seed of permutation, split, cold-start data and weights.")
+    ] = 0,
     sft_rows: Annotated[int, typer.Option(min=1, help="Cold-start solutions to write.")] = 25_600,
+    family: Annotated[str, typer.Option(help="A model type of docs/weights.md.")] = "qwen3",
 ) -> None:
     """Make the quickstart task and its tiny untrained model."""
     with told_in_one_line("error"):
-        typer.echo(make_task(out, seed, sft_rows))
+        typer.echo(make_task(out, seed, sft_rows, family))
 
 
 if __name__ == "__main__":

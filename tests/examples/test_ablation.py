@@ -2,6 +2,7 @@
 
 import json
 import random
+import shutil
 from pathlib import Path
 
 import psutil
@@ -11,7 +12,7 @@ from examples.ablation import execute as execution
 from examples.ablation import transformer_tables, tuned_tables
 from examples.ablation.ablation_config import Task, read_ablation
 from examples.ablation.forked import SharedEngine
-from examples.ablation.page import MEASURED, ROOT, render
+from examples.ablation.page import MEASURED, ROOT, render, render_pages
 from examples.ablation.plan import EVALUATION, PRESETS, Job, plan_jobs
 from examples.ablation.results import accuracy_at, collect, reached, read_figures
 from examples.ablation.run import present
@@ -21,9 +22,9 @@ from vapo_megatron.config.load import dump_config, load_config
 from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.data.tokenizer import TextTokenizer
 from vapo_megatron.errors import BadInput, RunFailed
+from vapo_megatron.models.registry import read_spec
 from vapo_megatron.rewards.math import grade_response
 from vapo_megatron.weights.adapters import check_adapter
-from vapo_megatron.weights.spec import read_spec
 
 FOLDER = Path(__file__).parents[2] / "examples" / "ablation"
 SHORT, LONG, TUNED = (FOLDER / f"ablation{variant}.yaml" for variant in ("", "_long", "_tuned"))
@@ -32,23 +33,29 @@ SHORT, LONG, TUNED = (FOLDER / f"ablation{variant}.yaml" for variant in ("", "_l
 # The task.
 
 
-def test_no_evaluation_problem_shares_start_and_length_with_a_training_problem() -> None:
+def test_no_evaluation_problem_repeats_a_training_start() -> None:
     problems = Problems(Task(), seed=3)
     training = {problem[:2] for problem in problems.training}
     evaluation = {problem[:2] for problem in problems.evaluation}
     assert not training & evaluation and len(evaluation) == round(0.3 * 40 * 3)
-    assert {m for _, _, m in problems.evaluation} == {m for _, _, m in problems.training} == {0, 2, 7}
+    assert (
+        {m for _, _, m in problems.evaluation} == {m for _, _, m in problems.training} == {0, 2, 7}
+    )
 
 
-def test_the_best_chain_is_graded_correct_at_every_length_and_fits(tmp_path: Path) -> None:
+def test_best_chain_is_graded_correct_at_every_length_and_fits(tmp_path: Path) -> None:
     task = Task(cold_start_rows=50)
     make_task(task, 5, tmp_path)
-    problems, tokenizer = Problems(task, 5), TextTokenizer(tmp_path / "model", PromptTemplate())
+    problems = Problems(task, 5)
+    tokenizer = TextTokenizer(tmp_path / "model", PromptTemplate())
     lengths = set()
     for problem in problems.evaluation:
-        row, words = problems.row(problem), problems.chain(problem, best=True)
+        row = problems.row(problem)
+        words = problems.chain(problem, best=True)
         ids = tokenizer.encode_response(" ".join(words))
-        assert len(ids) == len(words) and len(tokenizer.encode_prompt(row["problem"])) == PROMPT_TOKENS
+        assert (
+            len(ids) == len(words) and len(tokenizer.encode_prompt(row["problem"])) == PROMPT_TOKENS
+        )
         assert PROMPT_TOKENS + len(ids) + 1 <= longest_sequence(task)
         assert grade_response(row["answer"], tokenizer.decode(ids), "hash").correct
         assert not grade_response(row["answer"], tokenizer.decode(ids[:-1]), "hash").correct
@@ -56,7 +63,7 @@ def test_the_best_chain_is_graded_correct_at_every_length_and_fits(tmp_path: Pat
     assert max(lengths) > 2 * min(lengths)
 
 
-def test_a_wrong_operation_shows_at_the_end_of_its_step_and_leaves_luck_alone() -> None:
+def test_wrong_operation_shows_at_its_end_and_leaves_luck_alone() -> None:
     task = Task(slip_share=0.0, hard_right=1e-9, direct_share=0.0, break_share=0.0)
     problems = Problems(task, seed=2)
     right = total = 0
@@ -67,7 +74,8 @@ def test_a_wrong_operation_shows_at_the_end_of_its_step_and_leaves_luck_alone() 
         steps = [words[at : at + width] for at in range(0, len(words) - 2, width)]
         lost = False
         for step in steps:
-            operation, here = step[0][0], int(step[0][1:])
+            operation = step[0][0]
+            here = int(step[0][1:])
             assert here == state and step[1:-2] == [f"k{left}" for left in range(m, -1, -1)]
             assert (operation == LOST) == lost, "the step before has told"
             lost = lost or operation != problems.right[here]
@@ -84,7 +92,9 @@ def test_a_wrong_operation_shows_at_the_end_of_its_step_and_leaves_luck_alone() 
 def test_solutions_end_at_any_token_as_often_as_stated() -> None:
     task = Task(direct_share=0.3, break_share=0.4)
     problems = Problems(task, seed=2)
-    places, whole, bare = set(), 0, 0
+    places = set()
+    whole = 0
+    bare = 0
     problem = next(p for p in problems.training if p[2] == 2 and p[1] == 8)
     for _ in range(3000):
         words = problems.solution(problem).split()
@@ -93,7 +103,9 @@ def test_solutions_end_at_any_token_as_often_as_stated() -> None:
         whole += len(words) == 8 * 6 + 2
         places.add(len(words) - 2)
     assert places == set(range(0, 8 * 6 + 1))
-    assert bare / 3000 == pytest.approx(0.3, abs=0.03) and whole / 3000 == pytest.approx(0.3, abs=0.03)
+    assert bare / 3000 == pytest.approx(0.3, abs=0.03) and whole / 3000 == pytest.approx(
+        0.3, abs=0.03
+    )
 
 
 def test_hard_states_are_wrong_by_majority_and_the_others_rarely() -> None:
@@ -105,19 +117,24 @@ def test_hard_states_are_wrong_by_majority_and_the_others_rarely() -> None:
     assert len(problems.hard) == 10
 
 
-def test_a_seed_gives_the_same_bytes_and_another_seed_another_task(tmp_path: Path) -> None:
+def test_seed_gives_the_same_bytes_and_another_seed_another_task(tmp_path: Path) -> None:
     task = Task(cold_start_rows=40)
     for name, seed in (("a", 3), ("b", 3), ("c", 4)):
         make_task(task, seed, tmp_path / name)
     for name in ("train.jsonl", "eval.jsonl", "sft.jsonl", "model/model.safetensors"):
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
     config = read_ablation(
-        SHORT, ["seeds=[3]", "settings=[{name: steps, about: x, task: {cold_start_rows: 40}}]"], [], []
+        SHORT,
+        ["seeds=[3]", "settings=[{name: steps, about: x, task: {cold_start_rows: 40}}]"],
+        [],
+        [],
     )
     job = plan_jobs(config, tmp_path)[0]
     make_task(task, 3, job.directory)
     assert job.name == "steps/seed3/task" and job.finished()
-    assert (tmp_path / "a" / "sft.jsonl").read_bytes() != (tmp_path / "c" / "sft.jsonl").read_bytes()
+    assert (tmp_path / "a" / "sft.jsonl").read_bytes() != (
+        tmp_path / "c" / "sft.jsonl"
+    ).read_bytes()
 
 
 # The plan.
@@ -127,24 +144,35 @@ def test_a_seed_gives_the_same_bytes_and_another_seed_another_task(tmp_path: Pat
 def test_every_row_is_planned_at_every_seed_after_what_it_needs(file: Path, tmp_path: Path) -> None:
     config = read_ablation(file, [], [], [])
     jobs = {job.name: job for job in plan_jobs(config, tmp_path)}
-    table_1 = {path.stem for path in PRESETS.glob("vapo*.yaml")} - {"vapo_without_value_pretraining"}
+    table_1 = {path.stem for path in PRESETS.glob("vapo*.yaml")} - {
+        "vapo_without_value_pretraining",
+        "vapo_regression",  # of the method's own example
+    }
     steps = next(setting for setting in config.settings if setting.name == "steps")
-    assert table_1 | {"ppo", "vc_ppo", "grpo", "dapo"} <= {row.preset for row in config.rows_of(steps)}
+    assert table_1 | {"ppo", "vc_ppo", "grpo", "dapo"} <= {
+        row.preset for row in config.rows_of(steps)
+    }
     for setting in config.settings:
         for seed in config.seeds:
             for row in config.rows_of(setting):
                 assert f"preset={row.preset}" in jobs[f"{setting.name}/seed{seed}/{row.name}"].argv
     order = list(jobs)
-    assert all(order.index(need) < order.index(job.name) for job in jobs.values() for need in job.needs)
+    assert all(
+        order.index(need) < order.index(job.name) for job in jobs.values() for need in job.needs
+    )
     assert len(config.seeds) >= 5
 
 
-def test_rows_keep_the_papers_proportions_and_share_all_but_what_they_are_about(tmp_path: Path) -> None:
+def test_rows_keep_papers_proportions_and_differ_in_one_thing(
+    tmp_path: Path,
+) -> None:
     rows = {}
     for job in plan_jobs(read_ablation(LONG, ["seeds=[1]"], [], ["steps"]), tmp_path):
         if "train" in job.argv:
             arguments = job.argv[job.argv.index("train") + 1 :]
-            rows[job.name.split("/")[2]] = load_config(TrainConfig, Path(arguments[0]), list(arguments[1:]), PRESETS)
+            rows[job.name.split("/")[2]] = load_config(
+                TrainConfig, Path(arguments[0]), list(arguments[1:]), PRESETS
+            )
     pretraining = rows.pop("value_critic")
     for settings in rows.values():
         assert settings.batch.prompts_per_step * settings.batch.samples_per_prompt == 128
@@ -156,18 +184,31 @@ def test_rows_keep_the_papers_proportions_and_share_all_but_what_they_are_about(
     updates = pretraining.value_pretraining.updates(128)
     assert pretraining.critic.optimizer.decay_steps == updates
     assert rows["vapo"].critic.init == rows["vc_ppo"].critic.init == "value_checkpoint"
-    assert rows["ppo"].critic.init == rows["without_value_pretraining"].critic.init == "reward_model"
+    assert (
+        rows["ppo"].critic.init == rows["without_value_pretraining"].critic.init == "reward_model"
+    )
     advantage = {name: settings.algorithm.advantage for name, settings in rows.items()}
-    assert advantage["without_decoupled_gae"].lambda_critic == 0.0 and advantage["vapo"].lambda_critic == 1.0
+    assert (
+        advantage["without_decoupled_gae"].lambda_critic == 0.0
+        and advantage["vapo"].lambda_critic == 1.0
+    )
     assert advantage["without_length_adaptive_gae"].lambda_policy == 0.0
-    assert advantage["lambda_policy_095"].lambda_policy == advantage["lambda_critic_095"].lambda_critic == 0.95
+    assert (
+        advantage["lambda_policy_095"].lambda_policy
+        == advantage["lambda_critic_095"].lambda_critic
+        == 0.95
+    )
 
 
-def test_a_tuned_row_has_its_own_multiple_of_the_shared_rates_and_adapters_that_fit(tmp_path: Path) -> None:
+def test_tuned_row_has_own_rate_multiple_and_fitting_adapters(
+    tmp_path: Path,
+) -> None:
     config = read_ablation(TUNED, ["seeds=[1]"], [], [])
     make_task(config.settings[0].task, 1, tmp_path)
     spec = read_spec(tmp_path / "model")
-    jobs = {job.name.split("/")[2]: job for job in plan_jobs(config, tmp_path) if "train" in job.argv}
+    jobs = {
+        job.name.split("/")[2]: job for job in plan_jobs(config, tmp_path) if "train" in job.argv
+    }
     for row in config.rows:
         arguments = jobs[row.name].argv[jobs[row.name].argv.index("train") + 1 :]
         settings = load_config(TrainConfig, Path(arguments[0]), list(arguments[1:]), PRESETS)
@@ -178,12 +219,18 @@ def test_a_tuned_row_has_its_own_multiple_of_the_shared_rates_and_adapters_that_
         assert settings.actor.optimizer.lr == pytest.approx(expected["actor"]), row.name
         assert settings.critic.optimizer.lr == pytest.approx(expected["critic"]), row.name
         check_adapter(spec, settings.model.adapter, settings.critic, row.name)
-    assert all("steps/seed1/cold_start" in job.needs for name, job in jobs.items() if name != "value_critic")
+    assert all(
+        "steps/seed1/cold_start" in job.needs
+        for name, job in jobs.items()
+        if name != "value_critic"
+    )
 
 
-def test_names_choose_rows_and_settings_and_wrong_ones_are_refused() -> None:
+def test_names_choose_rows_and_settings_and_wrong_ones_refused() -> None:
     config = read_ablation(LONG, [], ["grpo"], ["clip", "insight"])
-    assert [[row.name for row in config.rows_of(setting)] for setting in config.settings] == [["vapo", "grpo"]] * 2
+    assert [[row.name for row in config.rows_of(setting)] for setting in config.settings] == [
+        ["vapo", "grpo"]
+    ] * 2
     only = read_ablation(LONG, [], ["ppo"], ["clip"])
     assert [row.name for row in only.rows_of(only.settings[0])] == ["vapo"], "clip has no row ppo"
     for arguments in ((["grppo"], []), ([], ["stepps"])):
@@ -197,9 +244,13 @@ def test_a_run_is_finished_by_its_last_step_and_its_config(tmp_path: Path) -> No
     arguments = job.argv[job.argv.index("train") + 1 :]
 
     def write(overrides: list[str], steps: int) -> None:
-        settings = load_config(TrainConfig, Path(arguments[0]), [*arguments[1:], *overrides], PRESETS)
+        settings = load_config(
+            TrainConfig, Path(arguments[0]), [*arguments[1:], *overrides], PRESETS
+        )
         dump_config(settings, job.directory / "config.yaml")
-        (job.directory / "metrics.jsonl").write_text("".join(f'{{"step": {n + 1}}}\n' for n in range(steps)))
+        (job.directory / "metrics.jsonl").write_text(
+            "".join(f'{{"step": {n + 1}}}\n' for n in range(steps))
+        )
 
     job.directory.mkdir(parents=True)
     assert not job.finished()
@@ -210,7 +261,7 @@ def test_a_run_is_finished_by_its_last_step_and_its_config(tmp_path: Path) -> No
     (job.directory / "hf" / "final").mkdir(parents=True)
     assert job.finished()
     write(["rollout.external_urls=[http://127.0.0.1:9]"], 2)
-    assert job.finished(), "where its engine listened is not what was asked for"
+    assert job.finished(), "the engine's address is no part of the request"
     write(["actor.optimizer.lr=1.0e-5"], 2)
     assert not job.finished()
 
@@ -218,7 +269,9 @@ def test_a_run_is_finished_by_its_last_step_and_its_config(tmp_path: Path) -> No
 # Running.
 
 
-def small_job(folder: Path, name: str, needs: tuple[str, ...] = (), fails: bool = False, refusal: str = "") -> Job:
+def small_job(
+    folder: Path, name: str, needs: tuple[str, ...] = (), fails: bool = False, refusal: str = ""
+) -> Job:
     """A job that writes a file, or says something and fails."""
     result = folder / name.replace("/", "-")
     line = "sys.exit('no such luck')" if fails else f"pathlib.Path({str(result)!r}).write_text('x')"
@@ -226,13 +279,15 @@ def small_job(folder: Path, name: str, needs: tuple[str, ...] = (), fails: bool 
     return Job(name, argv, folder / "none", needs, 1.0, result.is_file, refusal=lambda: refusal)
 
 
-def test_jobs_run_in_order_once_and_a_failure_stops_only_what_needs_it(tmp_path: Path) -> None:
+def test_jobs_run_once_and_failures_stop_dependents_only(tmp_path: Path) -> None:
     jobs = [
         small_job(tmp_path, "steps/seed1/a"),
         small_job(tmp_path, "steps/seed1/b", fails=True),
         small_job(tmp_path, "steps/seed1/needs_b", ("steps/seed1/b",)),
         small_job(tmp_path, "steps/seed1/needs_a", ("steps/seed1/a",)),
-        small_job(tmp_path, "steps/seed1/blind", ("steps/seed1/a",), refusal="its critic explains 0.1"),
+        small_job(
+            tmp_path, "steps/seed1/blind", ("steps/seed1/a",), refusal="its critic explains 0.1"
+        ),
     ]
     said: list[str] = []
     outcome = execution.execute(jobs, 2, tmp_path, said.append)
@@ -242,7 +297,10 @@ def test_jobs_run_in_order_once_and_a_failure_stops_only_what_needs_it(tmp_path:
     assert outcome.refused == {"steps/seed1/blind": "its critic explains 0.1"}
     assert any(line.startswith("NOT RUN steps/seed1/blind") for line in said)
     stands = execution.as_it_stands(jobs)
-    assert stands.skipped == ["steps/seed1/a", "steps/seed1/needs_a"] and stands.refused == outcome.refused
+    assert (
+        stands.skipped == ["steps/seed1/a", "steps/seed1/needs_a"]
+        and stands.refused == outcome.refused
+    )
     again = execution.execute([jobs[0], jobs[3]], 2, tmp_path, said.append)
     assert again.skipped == ["steps/seed1/a", "steps/seed1/needs_a"] and not again.done
 
@@ -257,10 +315,13 @@ def test_what_stands_on_a_job_that_runs_again_runs_again(tmp_path: Path) -> None
         (tmp_path / job.name.replace("/", "-")).write_text("x")
     assert execution.unfinished(jobs) == []
     (tmp_path / "steps-seed1-cold_start").unlink()
-    assert [job.name for job in execution.unfinished(jobs)] == ["steps/seed1/cold_start", "steps/seed1/vapo"]
+    assert [job.name for job in execution.unfinished(jobs)] == [
+        "steps/seed1/cold_start",
+        "steps/seed1/vapo",
+    ]
 
 
-def test_jobs_of_one_kind_share_an_engine_and_another_kind_takes_its_place(tmp_path: Path) -> None:
+def test_jobs_of_one_kind_share_an_engine_until_another_kind(tmp_path: Path) -> None:
     code = "import os, time; sum(range(10**7))\n"
     code += "print(f'engine at http://127.0.0.1:{os.getpid()}, log x', flush=True); time.sleep(60)"
     engine = SharedEngine(tmp_path / "engine.log")
@@ -309,15 +370,27 @@ def finished_runs(out: Path, explained: float = 0.3) -> tuple:
             rows.append({"step": 0, "value_pretraining/iteration": 224.0} | last)
         else:
             shared = {"response_length/mean": 60.0, "time/step": 2.0}
-            shared |= {"actor/approx_kl": 1e-3, "actor/clip_fraction_low": 0.0, "actor/clip_fraction_high": 0.01}
-            shared |= {"accuracy/mean": 0.7, "response_length/min": 3.0, "response_length/max": 70.0}
+            shared |= {
+                "actor/approx_kl": 1e-3,
+                "actor/clip_fraction_low": 0.0,
+                "actor/clip_fraction_high": 0.01,
+            }
+            shared |= {
+                "accuracy/mean": 0.7,
+                "response_length/min": 3.0,
+                "response_length/max": 70.0,
+            }
             shared |= {"dynamic_sampling/prompts": 16.0} if name == "grpo" else {}  # as DAPO has it
             rows = [shared | {"step": step} for step in range(1, 5)]
             for step, value in zip((2, 4), accuracy[name], strict=True):
                 rows[step - 1][EVALUATION] = value + 0.01 * (seed == "seed2" and name == "vapo")
-        (job.directory / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (job.directory / "metrics.jsonl").write_text(
+            "".join(json.dumps(row) + "\n" for row in rows)
+        )
     used = {
-        f"steps/seed{seed}/{name}": {"seconds": 99.0, "cpu_seconds": s} for seed in (1, 2) for name, s in CPU.items()
+        f"steps/seed{seed}/{name}": {"seconds": 99.0, "cpu_seconds": s}
+        for seed in (1, 2)
+        for name, s in CPU.items()
     }
     (out / execution.COSTS_FILE).write_text(json.dumps(used))
     return config, {job.name for job in plan_jobs(config, out)}
@@ -333,14 +406,22 @@ def test_figures_count_the_responses_of_value_pretraining(tmp_path: Path) -> Non
     assert vapo["cpu_seconds"] == [32, 34, 36, 38] and grpo["cpu_seconds"] == [3, 6, 9, 12]
     assert reached(vapo, 0.4, 0.85, "responses") == before + 512
     assert reached(grpo, 0.4, 0.85, "responses") is None
-    assert accuracy_at(grpo, (0, 0.4), "responses", 128) == pytest.approx(0.55), "half way from 0.4 to 0.7"
-    assert accuracy_at(vapo, (before, 0.4), "responses", 1000) == 0.4, "value pretraining moves no policy"
+    assert accuracy_at(grpo, (0, 0.4), "responses", 128) == pytest.approx(0.55), (
+        "half way from 0.4 to 0.7"
+    )
+    assert accuracy_at(vapo, (before, 0.4), "responses", 1000) == 0.4, (
+        "value pretraining moves no policy"
+    )
     assert accuracy_at(grpo, (0, 0.4), "responses", 513) is None
     table = transformer_tables.accuracy_table(setting, 4)
     (line,) = (line for line in table.splitlines() if line.startswith("| GRPO"))
     assert "+0.085 ± 0.064" in line, "(0.08 + 0.09) / 2, t(1) * 0.005"
-    assert "| 0.770 ± 0.000 | – |" in line and "correct" not in grpo, "groups were dropped: what is left says nothing"
-    assert "| GRPO | 256 | 256 | 256 | not reached | 128 | 3.00 |" in transformer_tables.cost_table(setting)
+    assert "| 0.770 ± 0.000 | – |" in line and "correct" not in grpo, (
+        "groups were dropped: the rest says nothing"
+    )
+    assert "| GRPO | 256 | 256 | 256 | not reached | 128 | 3.00 |" in transformer_tables.cost_table(
+        setting
+    )
 
 
 def test_a_lead_is_over_what_both_rows_have_spent(tmp_path: Path) -> None:
@@ -348,13 +429,21 @@ def test_a_lead_is_over_what_both_rows_have_spent(tmp_path: Path) -> None:
     setting = collect(config, tmp_path, names, {})["settings"]["steps"]
     setting["rows"]["grpo"]["more_steps"] = 16
     assert tuned_tables.least_spent(setting, "responses") == 512, "GRPO's four steps"
-    assert not tuned_tables.area(setting, setting["rows"]["without_clip_higher"] | {"critic": "none"}, "responses")
+    assert not tuned_tables.area(
+        setting, setting["rows"]["without_clip_higher"] | {"critic": "none"}, "responses"
+    )
     area = tuned_tables.area(setting, setting["rows"]["grpo"], "responses")
     assert area[1] == pytest.approx((0.55 + 0.77) / 2, abs=1e-3), "0.4 to 0.7 to 0.84"
     still = tuned_tables.area(setting, setting["rows"]["vapo"], "responses")
-    assert still == {1: 0.4, 2: 0.4}, "VAPO's value pretraining draws more than that, and moves no policy"
+    assert still == {1: 0.4, 2: 0.4}, (
+        "VAPO's value pretraining draws more than that, and moves no policy"
+    )
     lead = tuned_tables.lead(setting, "grpo", "vapo")
-    assert lead is not None and lead.mean == pytest.approx(0.26, abs=1e-3) and lead.half == pytest.approx(0, abs=1e-9)
+    assert (
+        lead is not None
+        and lead.mean == pytest.approx(0.26, abs=1e-3)
+        and lead.half == pytest.approx(0, abs=1e-9)
+    )
 
 
 @pytest.mark.parametrize("tuned", [False, True])
@@ -365,34 +454,55 @@ def test_the_command_ends_with_the_tables_of_the_page(
     present(config, tmp_path, execution.Outcome(skipped=sorted(names)), "as run", None, 0.0, tuned)
     told = capsys.readouterr().out
     assert (
-        "| GRPO |" in told and ("area by responses" in told) == tuned and ("seconds of the processor" in told) != tuned
+        "| GRPO |" in told
+        and ("area by responses" in told) == tuned
+        and ("seconds of the processor" in told) != tuned
     )
     measured = read_figures(MEASURED / "tuned.json")
-    report = tuned_tables.tuned_report(measured["settings"]["steps"], measured["steps"]).splitlines()
-    page = (ROOT / "docs" / "ablation.md").read_text().splitlines()
-    assert [line for line in report if line not in page] == [], "what it prints of the measured figures is on the page"
-    assert sum(line.startswith("- ") for line in report) == 5 and sum(line.startswith("|---") for line in report) >= 1
+    report = tuned_tables.tuned_report(
+        measured["settings"]["steps"], measured["steps"]
+    ).splitlines()
+    page = (ROOT / "results" / "ablation.md").read_text().splitlines()
+    assert [line for line in report if line not in page] == [], (
+        "the printed figures are on the page"
+    )
+    assert (
+        sum(line.startswith("- ") for line in report) == 5
+        and sum(line.startswith("|---") for line in report) >= 1
+    )
 
 
 def test_the_page_says_what_was_not_run_and_what_is_missing(tmp_path: Path) -> None:
     config, names = finished_runs(tmp_path, explained=0.1)
     refused = {"steps/seed2/vapo": "its critic explains 0.100 held out, below 0.2"}
     figures = collect(config, tmp_path, names - {"steps/seed2/vapo", "steps/seed2/grpo"}, refused)
-    tables = [read_figures(MEASURED / f"{name}.json") for name in ("tabular", "sweep", "price", "forks")]
-    page = render(*tables, figures | {"command": "as run"}, None)
-    assert "- GRPO: after equally many steps VAPO is ahead in none, behind in none" in page, "one seed has no interval"
+    tables = [
+        read_figures(MEASURED / f"{name}.json") for name in ("tabular", "sweep", "price", "forks")
+    ]
+    page = render("results.md.j2", *tables, figures | {"command": "as run"}, None)
+    assert "- GRPO: after equally many steps VAPO is ahead in none, behind in none" in page, (
+        "one seed has no interval"
+    )
     assert "not run: VAPO, seed 2: its critic explains 0.100" in page
     assert "steps, GRPO: seeds 2" in page and "`as run`" in page
     assert (
-        "without clip-higher: fewer than 3 seeds, which tell nothing; clipped high 1.000 % of tokens, VAPO's 1.000 %"
-        in page
+        "without clip-higher: fewer than 3 seeds, which tell nothing; clipped high 1.000 % of "
+        "tokens, VAPO's 1.000 %" in page
     )
     jobs = {job.name: job for job in plan_jobs(config, tmp_path)}
-    assert "below 0.2" in jobs["steps/seed1/vapo"].refusal() and not jobs["steps/seed1/grpo"].refusal()
+    assert (
+        "below 0.2" in jobs["steps/seed1/vapo"].refusal() and not jobs["steps/seed1/grpo"].refusal()
+    )
 
 
-def test_the_page_is_what_the_figures_give() -> None:
-    tables = [read_figures(MEASURED / f"{name}.json") for name in ("tabular", "sweep", "price", "forks")]
-    paths = (MEASURED / f"{name}.json" for name in ("transformer", "tuned"))
-    wanted = render(*tables, *(read_figures(path) if path.is_file() else None for path in paths))
-    assert (ROOT / "docs" / "ablation.md").read_text() == wanted, "python -m examples.ablation.page writes it anew"
+def test_the_pages_are_rendered_from_the_figures() -> None:
+    for page, text in render_pages().items():
+        assert (ROOT / page).read_text() == text, "python -m examples.ablation.page writes it"
+
+
+def test_the_short_page_says_when_a_stage_was_not_run(tmp_path: Path) -> None:
+    for name in ("tabular", "sweep", "price", "forks"):
+        shutil.copy(MEASURED / f"{name}.json", tmp_path)
+    pages = render_pages(tmp_path)
+    assert "With transformers**, every row" not in pages["docs/ablation.md"]
+    assert "Not measured with these settings yet" in pages["results/ablation.md"]

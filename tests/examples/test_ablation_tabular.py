@@ -1,4 +1,5 @@
-"""The tabular stage: what a seed gives is its own, what is finished is not run again, and its optimum is reachable."""
+"""The tabular stage: seeds are independent, finished runs are not repeated, and its
+optimum is reachable."""
 
 import json
 from pathlib import Path
@@ -15,7 +16,14 @@ from examples.ablation.tabular import sweep, tables
 from examples.ablation.tabular.price import accuracy_at, area, choose_rate
 from examples.ablation.tabular.price import main as price_command
 from examples.ablation.tabular.run import change, main, parse_seeds, run_row
-from examples.ablation.tabular.settings import INSIGHT, PAPER_ROWS, PRICE_ROWS, ROWS, SETTINGS, STEPS
+from examples.ablation.tabular.settings import (
+    INSIGHT,
+    PAPER_ROWS,
+    PRICE_ROWS,
+    ROWS,
+    SETTINGS,
+    STEPS,
+)
 from examples.ablation.tabular.summary import summarise
 from examples.ablation.tabular.task import Rollout, exact_accuracy, make_tasks, sample
 from examples.ablation.tabular.training import Course, Training
@@ -24,19 +32,25 @@ from vapo_megatron.algorithms.gae import length_adaptive_lambda
 from vapo_megatron.algorithms.segments import place_terminal
 from vapo_megatron.config.algorithm import AdvantageConfig
 from vapo_megatron.errors import BadInput
-from vapo_megatron.training.advantages import ReturnHistory, calibrated_advantages
+from vapo_megatron.training.advantages import calibrated_advantages
+from vapo_megatron.training.return_history import ReturnHistory
 
-SMALL = change(STEPS, ["steps=6", "prompts=20", "prompts_per_step=4", "rollouts=2", "pretraining=1", "minibatches=4"])
+SMALL = change(
+    STEPS,
+    ["steps=6", "prompts=20", "prompts_per_step=4", "rollouts=2", "pretraining=1", "minibatches=4"],
+)
 
 
-def test_what_a_seed_gives_does_not_depend_on_the_seeds_beside_it() -> None:
+def test_a_seeds_results_do_not_depend_on_the_seeds_beside_it() -> None:
     together = Training(SMALL, ROWS["vapo"], [3, 4, 5]).run()
     alone = Training(SMALL, ROWS["vapo"], [4]).run()
     assert together[1].accuracy == pytest.approx(alone[0].accuracy, abs=1e-6)
     assert together[0].accuracy != together[1].accuracy
 
 
-def test_finished_seeds_are_not_run_again_and_another_setting_is(tmp_path: Path, monkeypatch) -> None:
+def test_finished_seeds_are_not_run_again_and_another_setting_is(
+    tmp_path: Path, monkeypatch
+) -> None:
     first = run_row(SMALL, "vapo", [0, 1], tmp_path)
     ran: list[list[int]] = []
     start = Training.__init__
@@ -68,11 +82,14 @@ def test_the_optimum_is_reachable() -> None:
         assert float(exact_accuracy(setting, tasks, best)[0]) == pytest.approx(1.0)
 
 
-def test_a_row_that_is_better_at_every_seed_is_ahead_by_the_right_amount() -> None:
-    better, worse = Training(SMALL, ROWS["vapo"], [0, 1, 2]).run(), Training(SMALL, ROWS["vapo"], [0, 1, 2]).run()
+def test_row_better_at_every_seed_is_ahead_by_the_right_amount() -> None:
+    better = Training(SMALL, ROWS["vapo"], [0, 1, 2]).run()
+    worse = Training(SMALL, ROWS["vapo"], [0, 1, 2]).run()
     for shift, course in enumerate(worse):
         course.accuracy = [value - 0.1 - 0.01 * shift for value in course.accuracy]
-    rows = summarise({"vapo": dict(enumerate(better)), "grpo": dict(enumerate(worse))}, SMALL.rollouts)
+    rows = summarise(
+        {"vapo": dict(enumerate(better)), "grpo": dict(enumerate(worse))}, SMALL.rollouts
+    )
     assert rows["grpo"]["final_less"].mean == pytest.approx(0.11)
     assert rows["grpo"]["final_less"].half == pytest.approx(4.3027 * 0.01 / 3**0.5, rel=1e-3)
 
@@ -82,7 +99,9 @@ def test_intervals_are_those_of_students_t() -> None:
     less = paired({1: 0.5, 2: 0.7, 3: 0.9}, {2: 0.6, 3: 0.7, 9: 0.0})
     assert less is not None and less.mean == pytest.approx(0.15)
     assert paired({1: 0.5}, {2: 0.5}) is None and shown(None) == "–"
-    assert shown(interval([0.1, 0.1, 0.1001])).startswith("**+") and "one seed" in shown(interval([0.1]))
+    assert shown(interval([0.1, 0.1, 0.1001])).startswith("**+") and "one seed" in shown(
+        interval([0.1])
+    )
     assert shown(interval([-0.1, -0.1, -0.1001])).startswith("_-")
 
 
@@ -109,22 +128,44 @@ def test_every_probe_of_the_sweep_is_among_the_measured_ones() -> None:
 
 
 def test_a_probe_compares_with_its_first_row() -> None:
-    sizes = ("steps=4", "prompts=10", "prompts_per_step=4", "rollouts=1", "pretraining=1", "minibatches=4")
+    sizes = (
+        "steps=4",
+        "prompts=10",
+        "prompts_per_step=4",
+        "rollouts=1",
+        "pretraining=1",
+        "minibatches=4",
+    )
     found = sweep.run_probe(sweep.Probe("x", "steps", sizes, ("vapo", "policy_1")), [0, 1])
-    first, other = found["rows"]["vapo"], found["rows"]["policy_1"]
-    assert first["less"] is None and other["less"].mean == pytest.approx(first["final"].mean - other["final"].mean)
+    first = found["rows"]["vapo"]
+    other = found["rows"]["policy_1"]
+    assert first["less"] is None and other["less"].mean == pytest.approx(
+        first["final"].mean - other["final"].mean
+    )
 
 
 def test_the_command_writes_a_summary_and_ends_with_its_tables(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    small = ["steps=4", "prompts=10", "prompts_per_step=4", "rollouts=1", "pretraining=1", "minibatches=4"]
+    small = [
+        "steps=4",
+        "prompts=10",
+        "prompts_per_step=4",
+        "rollouts=1",
+        "pretraining=1",
+        "minibatches=4",
+    ]
     main(small, ["steps"], ["grpo"], "0-1", tmp_path)
     found = json.loads((tmp_path / "summary.json").read_text())
     assert set(found["settings"]["steps"]["rows"]) == {"vapo", "grpo"} and found["seeds"] == [0, 1]
-    said, steps = capsys.readouterr().out, found["settings"]["steps"]
+    said = capsys.readouterr().out
+    steps = found["settings"]["steps"]
     lead = shown(tables.as_interval(steps["rows"]["grpo"]["final_less"]))
-    assert "±" in lead and f"| GRPO | {steps['rows']['grpo']['final'][0]:.3f} |" in said and f"| {lead} |" in said
+    assert (
+        "±" in lead
+        and f"| GRPO | {steps['rows']['grpo']['final'][0]:.3f} |" in said
+        and f"| {lead} |" in said
+    )
     assert "At equal numbers of responses" in said and said.count("\n| VAPO |") == 1
 
 
@@ -133,7 +174,9 @@ def test_calibrated_advantages_are_those_of_the_trainer() -> None:
     training = Training(SMALL, PRICE_ROWS["direct"], [3, 4])
     history = [ReturnHistory(), ReturnHistory()]
     for _ in range(2):
-        rollout = sample(SMALL, training.tasks, training.tasks.logits, training.generators, groups=False)
+        rollout = sample(
+            SMALL, training.tasks, training.tasks.logits, training.generators, groups=False
+        )
         values = torch.randn(len(rollout.state), generator=torch.Generator().manual_seed(5))
         lam = length_adaptive_lambda(rollout.tokens.flatten(), 0.05, floor=0.95)
         rewards = place_terminal(rollout.rewards, rollout.bounds, len(rollout.state))
@@ -144,23 +187,29 @@ def test_calibrated_advantages_are_those_of_the_trainer() -> None:
 
 
 def from_trainer(
-    seed: int, rollout: Rollout, values: Tensor, rewards: Tensor, lam: Tensor, history: ReturnHistory
+    seed: int,
+    rollout: Rollout,
+    values: Tensor,
+    rewards: Tensor,
+    lam: Tensor,
+    history: ReturnHistory,
 ) -> Tensor:
     """What training/advantages.py makes of a seed's responses, held by one rank."""
     samples = rollout.group.shape[1]
     bounds = rollout.bounds[seed * samples : (seed + 1) * samples + 1]
-    tokens, responses = slice(int(bounds[0]), int(bounds[-1])), slice(seed * samples, (seed + 1) * samples)
+    tokens = slice(int(bounds[0]), int(bounds[-1]))
+    responses = slice(seed * samples, (seed + 1) * samples)
     table = SimpleNamespace(
         shaped_rewards=rollout.rewards[responses],
         group_ids=rollout.group[seed],
         response_lengths=rollout.tokens[seed],
     )
     batch = SimpleNamespace(
-        own=SimpleNamespace(values=values[tokens], response_cu_seqlens=bounds - bounds[0]),
+        local=SimpleNamespace(values=values[tokens], response_cu_seqlens=bounds - bounds[0]),
         table=table,
         samples=samples,
-        at_home=torch.arange(samples),
-        everywhere=lambda per_response: per_response,
+        local_slice=torch.arange(samples),
+        gather_samples=lambda per_response: per_response,
     )
     known = torch.ones(samples, dtype=torch.bool)
     advantages, _ = calibrated_advantages(
@@ -170,7 +219,9 @@ def from_trainer(
 
 
 def test_the_learning_rate_grid_grows_until_the_best_is_inside() -> None:
-    assert max(choose_rate(lambda rate: -abs(rate - 2))) == 8 and 0.5 not in choose_rate(lambda rate: -abs(rate - 2))
+    assert max(choose_rate(lambda rate: -abs(rate - 2))) == 8 and 0.5 not in choose_rate(
+        lambda rate: -abs(rate - 2)
+    )
     assert sorted(choose_rate(lambda rate: -abs(rate - 30))) == [1, 2, 4, 8, 16, 32, 64]
     assert sorted(choose_rate(lambda rate: -abs(rate - 0.4)))[:2] == [0.25, 0.5]
 
@@ -178,20 +229,37 @@ def test_the_learning_rate_grid_grows_until_the_best_is_inside() -> None:
 def test_area_counts_responses_and_not_rollouts() -> None:
     course = Course(accuracy=[0.2, 0.4, 0.6], responses=[100, 200, 300])
     assert accuracy_at(course, 50) == 0.2 and accuracy_at(course, 250) == pytest.approx(0.5)
-    assert accuracy_at(course, 900) == 0.6 and area(course, 300) == pytest.approx((0.2 + 0.3 + 0.5) / 3, abs=0.005)
+    assert accuracy_at(course, 900) == 0.6 and area(course, 300) == pytest.approx(
+        (0.2 + 0.3 + 0.5) / 3, abs=0.005
+    )
 
 
 def test_a_tracked_value_is_of_the_past_alone_and_fades() -> None:
     sums, weights = torch.zeros(2, 3, dtype=torch.float64)
     assert tracked_values(sums, weights, 0.3).tolist() == [0.3] * 3, "nobody has answered yet"
-    sums, weights = with_responses(sums, weights, torch.tensor([2.0, -1.0, 0.0]), torch.tensor([2.0, 1.0, 0.0]))
+    sums, weights = with_responses(
+        sums, weights, torch.tensor([2.0, -1.0, 0.0]), torch.tensor([2.0, 1.0, 0.0])
+    )
     assert tracked_values(sums, weights, 0.0).tolist() == pytest.approx([2 / 3, -0.5, 0.0])
-    sums, weights = with_responses(sums, weights, torch.tensor([-1.0, 0, 0]), torch.tensor([1.0, 0, 0]))
-    assert float(tracked_values(sums, weights, 0.0)[0]) == pytest.approx((0.875 * 2 - 1) / (0.875 * 2 + 2))
+    sums, weights = with_responses(
+        sums, weights, torch.tensor([-1.0, 0, 0]), torch.tensor([1.0, 0, 0])
+    )
+    assert float(tracked_values(sums, weights, 0.0)[0]) == pytest.approx(
+        (0.875 * 2 - 1) / (0.875 * 2 + 2)
+    )
 
 
-def test_the_price_of_a_small_task_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    small = ["steps=4", "prompts=10", "prompts_per_step=4", "rollouts=2", "pretraining=1", "minibatches=4"]
+def test_the_price_of_a_small_task_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = [
+        "steps=4",
+        "prompts=10",
+        "prompts_per_step=4",
+        "rollouts=2",
+        "pretraining=1",
+        "minibatches=4",
+    ]
     rows = ["direct", "direct_tracker", "tracker", "reinforce_direct", "without_critic"]
     price_command(small, ["steps"], rows, "0-1", tmp_path / "price.json")
     figures = json.loads((tmp_path / "price.json").read_text())["settings"]["steps"]
@@ -201,13 +269,19 @@ def test_the_price_of_a_small_task_is_told(tmp_path: Path, capsys: pytest.Captur
     for kind in ("tuned", "common"):
         less = shown(tables.as_interval(figures["tables"][kind]["direct"]["less_reinforce_direct"]))
         assert "±" in less and f"| {less} |" in said, "the tables of the page, with intervals"
-    assert said.count("| vapo_direct |") == 2 and "| VAPO |" not in said, "rows that were not run are left out"
+    assert said.count("| vapo_direct |") == 2 and "| VAPO |" not in said, (
+        "rows that were not run are left out"
+    )
 
 
 @pytest.mark.parametrize("name", ["price", "forks"])
-def test_what_the_command_prints_of_the_measured_figures_is_what_the_page_shows(name: str) -> None:
-    page = " ".join((ROOT / "docs" / "ablation.md").read_text().split())
-    lines = [line for line in tables.price_report(read_figures(MEASURED / f"{name}.json")).splitlines() if line]
+def test_command_prints_the_measured_figures_of_the_page(name: str) -> None:
+    page = " ".join((ROOT / "results" / "ablation.md").read_text().split())
+    lines = [
+        line
+        for line in tables.price_report(read_figures(MEASURED / f"{name}.json")).splitlines()
+        if line
+    ]
     assert [line for line in lines if " ".join(line.split()) not in page] in (
         [],
         ["forks, each row at its own learning rate:"],

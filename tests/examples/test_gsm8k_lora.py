@@ -1,4 +1,5 @@
-"""examples/gsm8k/vapo_lora.yaml as a user runs it, in small: VAPO with adapters on a CPU, its data made on the spot."""
+"""examples/gsm8k/vapo_lora.yaml as a user runs it, in small: VAPO with adapters on a CPU, its data
+made on the spot."""
 
 import json
 import subprocess
@@ -32,7 +33,7 @@ SMALL = {
 
 
 @pytest.mark.full
-def test_vapo_with_adapters_learns_on_a_cpu_and_is_exported_in_both_forms(tmp_path: Path) -> None:
+def test_vapo_with_adapters_learns_on_cpu_and_exports_both_forms(tmp_path: Path) -> None:
     model = make_model(tmp_path / "model")
     settings = SMALL | {
         "model.path": model,
@@ -41,19 +42,31 @@ def test_vapo_with_adapters_learns_on_a_cpu_and_is_exported_in_both_forms(tmp_pa
         "run.root": tmp_path,
     }
     command = ["-m", "vapo_megatron.cli", "train", ROOT / "examples" / "gsm8k" / "vapo_lora.yaml"]
-    arguments = [sys.executable, *map(str, command), *(f"{key}={value}" for key, value in settings.items())]
+    arguments = [
+        sys.executable,
+        *map(str, command),
+        *(f"{key}={value}" for key, value in settings.items()),
+    ]
     done = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
     run_dir = tmp_path / "gsm8k_lora"
     rows = {row["step"]: row for row in map(json.loads, (run_dir / "metrics.jsonl").open())}
     assert sorted(rows) == [0, 1, 2]
     for step in (1, 2):
-        assert rows[step]["actor/train_infer_logprob_diff_max"] < 1e-4, "engine and trainer disagree on sampled tokens"
+        assert rows[step]["actor/train_infer_logprob_diff_max"] < 1e-4, (
+            "engine and trainer disagree on sampled tokens"
+        )
         assert rows[step]["actor/grad_norm"] > 0 and rows[step]["critic/grad_norm"] > 0
-    before, after = (load_file(path / "model.safetensors") for path in (model, run_dir / "hf" / "final" / "actor"))
+    before, after = (
+        load_file(path / "model.safetensors")
+        for path in (model, run_dir / "hf" / "final" / "actor")
+    )
     halves = load_file(run_dir / "hf" / "final" / "actor_adapter" / "adapter_model.safetensors")
     moved = {name for name, tensor in after.items() if not torch.equal(tensor, before[name])}
     assert moved == {name for name in before if name.endswith("_proj.weight")}
     for name in moved:
-        a, b = (halves[f"base_model.model.{name.removesuffix('.weight')}.lora_{half}.weight"] for half in "AB")
+        a, b = (
+            halves[f"base_model.model.{name.removesuffix('.weight')}.lora_{half}.weight"]
+            for half in "AB"
+        )
         torch.testing.assert_close(after[name], before[name] + 32 / 4 * b @ a, rtol=0, atol=1e-6)

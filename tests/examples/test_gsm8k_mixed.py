@@ -1,4 +1,5 @@
-"""examples/gsm8k/vapo_mixed.yaml as a user runs it: several files, one of the Hub, and a verifier for each row."""
+"""examples/gsm8k/vapo_mixed.yaml as a user runs it: several files, one of the Hub, and a verifier
+for each row."""
 
 import json
 import os
@@ -38,14 +39,20 @@ SMALL = {
 
 @pytest.fixture
 def judge() -> Iterator[tuple[str, list[str]]]:
-    """The address of a judge to whom every response is worth half, and what it was asked."""
+    """The address of a judge to whom every response is worth half, and its requests."""
     asked: list[str] = []
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
-            asked.append(json.loads(self.rfile.read(int(self.headers["Content-Length"])))["messages"][0]["content"])
+            asked.append(
+                json.loads(self.rfile.read(int(self.headers["Content-Length"])))["messages"][0][
+                    "content"
+                ]
+            )
             message = {"role": "assistant", "content": "Score: 0.5"}
-            body = json.dumps({"choices": [{"index": 0, "message": message, "finish_reason": "stop"}]}).encode()
+            body = json.dumps(
+                {"choices": [{"index": 0, "message": message, "finish_reason": "stop"}]}
+            ).encode()
             self.send_response(200)
             self.send_header("Content-Type", "application/json")
             self.send_header("Content-Length", str(len(body)))
@@ -73,20 +80,29 @@ def hub_cache(folder: Path, repository: str) -> Path:
     return folder
 
 
-def test_each_row_is_drawn_by_its_weight_and_graded_by_its_verifier(
+def test_each_row_is_drawn_by_weight_and_graded_by_its_verifier(
     tmp_path: Path, judge: tuple[str, list[str]]
 ) -> None:
     url, asked = judge
     data = tmp_path / "data"
     for name in ("gsm8k", "mixed"):
         (data / name).mkdir(parents=True)
-    write_rows(data / "gsm8k" / "train.jsonl", [{"problem": "7 plus 8", "answer": 15, "verifier": "judge"}])
+    write_rows(
+        data / "gsm8k" / "train.jsonl", [{"problem": "7 plus 8", "answer": 15, "verifier": "judge"}]
+    )
     write_rows(data / "gsm8k" / "eval.jsonl", problems(2))
     write_rows(data / "mixed" / "code.jsonl", [{"text": "1 plus 2", "tests": "assert f(1) == 2"}])
     write_rows(data / "mixed" / "questions.jsonl", [{"problem": "3 plus 4", "answer": "seven"}])
-    settings = SMALL | {"model.path": make_model(tmp_path / "model"), "reward.judge.url": url, "run.root": tmp_path}
+    settings = SMALL | {
+        "model.path": make_model(tmp_path / "model"),
+        "reward.judge.url": url,
+        "run.root": tmp_path,
+    }
     command = [sys.executable, "-m", "vapo_megatron.cli", "train", str(MIXED)]
-    environment = {"PYTHONPATH": str(ROOT), "HF_HOME": str(hub_cache(tmp_path / "cache", "somebody/sums"))}
+    environment = {
+        "PYTHONPATH": str(ROOT),
+        "HF_HOME": str(hub_cache(tmp_path / "cache", "somebody/sums")),
+    }
     done = subprocess.run(
         [*command, *(f"{key}={value}" for key, value in settings.items())],
         cwd=tmp_path,
@@ -105,10 +121,13 @@ def test_each_row_is_drawn_by_its_weight_and_graded_by_its_verifier(
         "two responses to each of 8 prompts"
     )
     for sample in samples:
-        file, grade = files.get(sample["problem"], "hub"), (sample["grade_reason"], sample["reward"])
+        file = files.get(sample["problem"], "hub")
+        grade = (sample["grade_reason"], sample["reward"])
         if file == "hub":
             assert grade[0] in ("equal", "different", "no_answer", "truncated")
         elif grade[0] != "truncated":
             # A judge's half is half of the way from -1 to 1.
             assert grade == (("no_answer", -1.0) if file == "code" else ("scored", 0.0))
-    assert any("seven" in prompt for prompt in asked) and not any("assert f" in prompt for prompt in asked)
+    assert any("seven" in prompt for prompt in asked) and not any(
+        "assert f" in prompt for prompt in asked
+    )

@@ -1,4 +1,4 @@
-"""The Kubernetes example says to torchrun and to vapo-megatron what they understand."""
+"""The Kubernetes example uses options that torchrun and vapo-megatron accept."""
 
 import os
 import subprocess
@@ -32,7 +32,8 @@ def test_the_pods_command_is_a_torchrun_of_a_valid_config(tmp_path: Path) -> Non
     dockerfile = (ROOT / "docker" / "h100.Dockerfile").read_text()
     assert f"\nWORKDIR {container['workingDir']}\n" in dockerfile
     (stop,) = container["lifecycle"]["preStop"]["exec"]["command"][2:]
-    # Only the ranks are asked, which are children of torchrun, the pod's first process: nothing is ended by its name.
+    # Only the ranks are asked, which are children of torchrun, the pod's first process: nothing is
+    # ended by its name.
     assert stop.startswith("pkill -USR1 -P 1; ") and " procps " in dockerfile
     options = dict(zip(said[0:10:2], said[1:10:2], strict=True))
     assert options["--nnodes"] == str(job["spec"]["completions"]) == str(job["spec"]["parallelism"])
@@ -40,11 +41,16 @@ def test_the_pods_command_is_a_torchrun_of_a_valid_config(tmp_path: Path) -> Non
     # A pod's name below the headless service, whose selector finds the pods of this job.
     name, _, domain = options["--master-addr"].partition(".")
     assert (name, domain) == (f"{job['metadata']['name']}-0", service["metadata"]["name"])
-    assert (pod["subdomain"], service["spec"]["selector"]) == (domain, {"job-name": job["metadata"]["name"]})
+    assert (pod["subdomain"], service["spec"]["selector"]) == (
+        domain,
+        {"job-name": job["metadata"]["name"]},
+    )
     assert said[10:13] == ["-m", "vapo_megatron.cli", "train"]
     config = load_config(TrainConfig, ROOT / said[13], said[14:], PRESETS)
     assert config.run.resume == "auto"
     # What the config calls data/ is the folder that all pods see, evaluation sets included.
     assert (tmp_path / "data").readlink() == Path(environment["DATA"])
-    assert {path.parts[0] for path in (config.data.train, *(entry.path for entry in config.data.eval))} == {"data"}
+    assert {
+        path.parts[0] for path in (config.data.train, *(entry.path for entry in config.data.eval))
+    } == {"data"}
     assert container["resources"]["limits"]["nvidia.com/gpu"] == int(options["--nproc-per-node"])

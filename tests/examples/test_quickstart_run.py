@@ -48,15 +48,27 @@ def test_the_quickstart_keeps_the_papers_proportions() -> None:
     assert config.value_pretraining.stop_explained_variance == 0.25
 
 
-def test_the_last_lines_say_what_the_critic_explains_beside_what_is_free(script: ModuleType) -> None:
+def test_last_lines_compare_the_critic_with_free_baselines(
+    script: ModuleType,
+) -> None:
     measured = [
-        {"critic/explained_variance": ev, "critic/baseline_loo_ev": loo, "critic/baseline_position_ev": -0.01}
+        {
+            "critic/explained_variance": ev,
+            "critic/baseline_loo_ev": loo,
+            "critic/baseline_position_ev": -0.01,
+        }
         for ev, loo in ((0.25, -0.11), *[(0.9, 0.9)] * 5, *[(0.1, 0.0), (0.3, 0.2)] * 5)
     ]
     before, last = script.what_the_critic_explains([{"step": 0}, *measured]).splitlines()[1:]
-    assert "0.25 (mean of the other responses to the prompt -0.11," in before and "before the policy moves" in before
+    assert (
+        "0.25 (mean of the other responses to the prompt -0.11," in before
+        and "before the policy moves" in before
+    )
     # Ten values of 0.2 on average, 0.1 beside it: t(9) 2.262 * 0.1054 / sqrt(10).
-    assert "0.20 ± 0.08 (mean of the other responses to the prompt 0.10 ± 0.08," in last and "last 10 steps" in last
+    assert (
+        "0.20 ± 0.08 (mean of the other responses to the prompt 0.10 ± 0.08," in last
+        and "last 10 steps" in last
+    )
 
 
 @pytest.mark.parametrize(
@@ -73,22 +85,24 @@ def test_the_last_lines_say_what_the_critic_explains_beside_what_is_free(script:
         ),
     ],
 )
-def test_the_last_lines_say_how_many_responses_were_drawn_to_learn_from(
+def test_last_lines_say_how_many_responses_were_drawn(
     script: ModuleType, overrides: list[str], prompts: float | None, told: str, tmp_path: Path
 ) -> None:
     config = load_config(TrainConfig, FOLDER / "vapo.yaml", overrides, PRESETS)
     dump_config(config, tmp_path / "config.yaml")
     read = load_config(TrainConfig, tmp_path / "config.yaml", [], PRESETS)
     drawn = {} if prompts is None else {"dynamic_sampling/prompts": prompts}
-    rows = [{"step": 0, "value_pretraining/updates": n} for n in range(3)] + [{"step": n} | drawn for n in (1, 2)]
+    rows = [{"step": 0, "value_pretraining/updates": n} for n in range(3)] + [
+        {"step": n} | drawn for n in (1, 2)
+    ]
     assert script.responses_used(read, rows) == f"Responses used: {told}"
 
 
-def test_a_folder_of_others_is_never_touched_and_files_beside_the_quickstarts_stay(
+def test_foreign_folder_is_untouched_and_files_beside_ours_stay(
     script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The commands are stood in for by what they do to the folder: make run directories, as `sft` and `train` do. The
-    task is made in this process."""
+    """The commands are replaced by their effect on the folder: make run directories, as `sft`
+    and `train` do. The task is made in this process."""
 
     def run(out: Path) -> int:
         runner = CliRunner()
@@ -98,7 +112,9 @@ def test_a_folder_of_others_is_never_touched_and_files_beside_the_quickstarts_st
 
     def make_run(_: str, kind: str, _config: str, *overrides: str) -> None:
         keys = dict(override.split("=", 1) for override in overrides)
-        place = RunPlace(root=keys["run.root"], name={"sft": "sft", "train": "vapo"}[kind], overwrite=True)
+        place = RunPlace(
+            root=keys["run.root"], name={"sft": "sft", "train": "vapo"}[kind], overwrite=True
+        )
         assert keys["run.overwrite"] == "true"
         make_run_dir(place, place)
         row = {"step": 1, "evaluation/unseen_avg@4": 0.5} | dict.fromkeys(FIGURES, 0.1)
@@ -117,7 +133,12 @@ def test_a_folder_of_others_is_never_touched_and_files_beside_the_quickstarts_st
     monkeypatch.setattr(script, "command", make_run)
     monkeypatch.setattr(script, "subprocess", SimpleNamespace(run=make_task_here))
     mine = tmp_path / "mine"
-    decoys = [mine / "task/model/config.json", mine / "task/train.jsonl", mine / "sft/.vapo_run", mine / "thesis.tex"]
+    decoys = [
+        mine / "task/model/config.json",
+        mine / "task/train.jsonl",
+        mine / "sft/.vapo_run",
+        mine / "thesis.tex",
+    ]
     for decoy in decoys:
         decoy.parent.mkdir(parents=True, exist_ok=True)
         decoy.write_text("mine")
@@ -126,7 +147,12 @@ def test_a_folder_of_others_is_never_touched_and_files_beside_the_quickstarts_st
 
     out = tmp_path / "out"
     assert run(out) == 0
-    kept = [out / "thesis.tex", out / "task" / "notes.md", out / "vapo" / "paper.pdf", out / "other" / "metrics.jsonl"]
+    kept = [
+        out / "thesis.tex",
+        out / "task" / "notes.md",
+        out / "vapo" / "paper.pdf",
+        out / "other" / "metrics.jsonl",
+    ]
     for decoy in kept:
         decoy.parent.mkdir(exist_ok=True)
         decoy.write_text("mine")
@@ -140,21 +166,34 @@ def test_a_folder_of_others_is_never_touched_and_files_beside_the_quickstarts_st
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGKILL, -signal.SIGKILL)])
-def test_a_quickstart_that_is_ended_leaves_no_process(number: signal.Signals, code: int, tmp_path: Path) -> None:
-    command = [sys.executable, str(FOLDER / "run.py"), "--out", str(tmp_path / "q"), "--set", "data.steps=100000"]
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, 75), (signal.SIGKILL, -signal.SIGKILL)]
+)
+def test_a_quickstart_that_is_ended_leaves_no_process(
+    number: signal.Signals, code: int, tmp_path: Path
+) -> None:
+    command = [
+        sys.executable,
+        str(FOLDER / "run.py"),
+        "--out",
+        str(tmp_path / "q"),
+        "--set",
+        "data.steps=100000",
+    ]
     with (tmp_path / "output").open("w") as output:
         process = subprocess.Popen(command, stdout=output, stderr=output)
     deadline = time.monotonic() + 120
     try:
         while not (tmp_path / "q/sft/metrics.jsonl").exists():
-            assert process.poll() is None and time.monotonic() < deadline, (tmp_path / "output").read_text()
+            assert process.poll() is None and time.monotonic() < deadline, (
+                tmp_path / "output"
+            ).read_text()
             time.sleep(0.1)
         family = psutil.Process(process.pid).children(recursive=True)
         assert len(family) >= 3, "the cold start and its two ranks"
         process.send_signal(number)
         assert process.wait(60) == code, (tmp_path / "output").read_text()
-        _, alive = psutil.wait_procs(family, timeout=20)
+        _, alive = psutil.wait_procs(family, timeout=120)
         assert not alive
     finally:
         process.kill()

@@ -40,7 +40,7 @@ def _files(directory: Path) -> list[Path]:
     return sorted(path.relative_to(directory) for path in directory.rglob("*") if path.is_file())
 
 
-def test_a_seed_gives_the_same_bytes_and_another_seed_another_task(
+def test_seed_gives_the_same_bytes_and_another_seed_another_task(
     script: ModuleType, task: Path, tmp_path: Path
 ) -> None:
     script.make_task(tmp_path / "again", seed=3, sft_rows=4_000)
@@ -54,7 +54,8 @@ def test_a_seed_gives_the_same_bytes_and_another_seed_another_task(
 
 def test_the_permutation_is_one_cycle(script: ModuleType) -> None:
     successor = script.single_cycle(random.Random(0))
-    state, seen = 0, []
+    state = 0
+    seen = []
     for _ in range(script.STATES):
         seen.append(state)
         state = successor[state]
@@ -84,7 +85,7 @@ def test_neither_state_nor_count_alone_gives_the_answer_away(task: Path) -> None
         assert best / len(rows) < 0.35
 
 
-def test_a_faithful_chain_is_graded_correct_and_its_text_survives_the_tokenizer(
+def test_faithful_chain_is_correct_and_survives_the_tokenizer(
     script: ModuleType, task: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(script, "DIRECT_SHARE", 0.0)
@@ -101,12 +102,16 @@ def test_a_faithful_chain_is_graded_correct_and_its_text_survives_the_tokenizer(
         assert not grade_response(row["answer"], tokenizer.decode(ids[:-1]), "hash").correct
 
 
-def test_cold_start_solutions_guess_and_slip_as_often_as_stated(script: ModuleType, task: Path) -> None:
+def test_cold_start_solutions_guess_and_slip_as_often_as_stated(
+    script: ModuleType, task: Path
+) -> None:
     answers = {row["problem"]: row["answer"] for row in _rows(task / "train.jsonl")}
     rows = _rows(task / "sft.jsonl")
     direct = [row for row in rows if row["response"].startswith("####")]
     chains = [row for row in rows if not row["response"].startswith("####")]
-    correct = sum(grade_response(answers[row["problem"]], row["response"], "hash").correct for row in chains)
+    correct = sum(
+        grade_response(answers[row["problem"]], row["response"], "hash").correct for row in chains
+    )
     assert abs(len(direct) / len(rows) - script.DIRECT_SHARE) < 0.03
     # 17 steps on average without a slip: 0.97 ** 17 = 0.60
     assert 0.5 < correct / len(chains) < 0.7

@@ -1,4 +1,4 @@
-"""docs/tour.md runs as it stands, and what it says of the run is so."""
+"""docs/tour.md runs as written, and its statements about the run hold."""
 
 import json
 import os
@@ -17,7 +17,9 @@ def test_the_notebook_is_the_page() -> None:
     page = (ROOT / "docs" / "tour.md").read_text(encoding="utf-8")
     cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
     code = ["".join(cell["source"]) + "\n" for cell in cells if cell["cell_type"] == "code"]
-    assert code == re.findall(r"^```python\n(.*?)^```", page, re.M | re.S), "python docs/make_notebook.py writes it"
+    assert code == re.findall(r"^```python\n(.*?)^```", page, re.M | re.S), (
+        "python docs/make_notebook.py writes it"
+    )
 
 
 @pytest.mark.full
@@ -29,7 +31,12 @@ def test_the_tour_runs_block_after_block(tmp_path: Path) -> None:
     (tmp_path / "tour.py").write_text("\n".join(blocks), encoding="utf-8")
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, "tour.py"]
-    found = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=580, env=environment)
+    found = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, timeout=580, env=environment
+    )
     assert found.returncode == 0, found.stderr[-3000:]
     assert "length_adaptive 0.28" in found.stdout
-    assert len(re.findall(r"^'.*' +value [+-]\d\.\d{3}  advantage [+-]\d\.\d{3}$", found.stdout, re.M)) > 1
+    assert (
+        len(re.findall(r"^'.*' +value [+-]\d\.\d{3}  advantage [+-]\d\.\d{3}$", found.stdout, re.M))
+        > 1
+    )

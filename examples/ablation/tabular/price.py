@@ -1,11 +1,13 @@
-"""What a critic costs and brings by responses drawn: vapo_direct and methods without a critic, each at its own rate.
+"""What a critic costs and brings by responses drawn: vapo_direct and methods without a critic, each
+at its own rate.
 
     python -m examples.ablation.tabular.price
-    python -m examples.ablation.tabular.price --setting forks --seeds 3000-3009 --out runs/ablation_forks.json
+    python -m examples.ablation.tabular.price --setting forks --seeds 3000-3009 --out
+    runs/ablation_forks.json
 
-Learning rates are chosen on seeds 1000 to 1004 by the mean accuracy over the responses drawn, from a grid that grows
-until the best is not at its edge; the seeds that are reported were not run before. Value pretraining's responses count:
-every row has as many as VAPO in all.
+Learning rates are chosen on seeds 1000 to 1004 by the mean accuracy over the responses drawn, from
+a grid that grows until the best is not at its edge; the seeds that are reported were not run
+before. Value pretraining's responses count: every row has as many as VAPO in all.
 """
 
 import json
@@ -18,8 +20,8 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from vapo_megatron.config.atomic import atomic_write
 from vapo_megatron.errors import told_in_one_line
+from vapo_megatron.files import atomic_write
 from vapo_megatron.monitoring.facts import environment_facts
 
 from ..intervals import interval
@@ -34,7 +36,8 @@ CHOOSING = list(range(1000, 1005))
 
 
 def accuracy_at(course: Course, responses: float) -> float:
-    """Accuracy at a number of responses, in a straight line between measurements; the start before the first."""
+    """Accuracy at a number of responses, in a straight line between measurements; the start before
+    the first."""
     for i in range(len(course.responses) - 1, -1, -1):
         here = course.responses[i]
         if here <= responses:
@@ -51,7 +54,8 @@ def area(course: Course, total: int) -> float:
 
 
 def choose_rate(score: Callable[[float], float]) -> dict[float, float]:
-    """Scores by learning rate: of the grid, and on beyond an edge of it as long as the best is there."""
+    """Scores by learning rate: of the grid, and on beyond an edge of it as long as the best is
+    there."""
     scores = {rate: score(rate) for rate in GRID}
     while len(scores) < 10:
         rates, best = sorted(scores), max(scores, key=scores.__getitem__)
@@ -66,7 +70,8 @@ def choose_rate(score: Callable[[float], float]) -> dict[float, float]:
 
 
 def compare(setting: Setting, seeds: list[int], only: list[str]) -> dict[str, Any]:
-    """Each row at the setting's learning rate and at its own: area and final accuracy, and its lead over references."""
+    """Each row at the setting's learning rate and at its own: area and final accuracy, and its lead
+    over references."""
     total = (setting.rollouts + setting.pretraining) * setting.samples
     scores: dict[str, dict[str, dict[int, tuple[float, float]]]] = {"common": {}, "tuned": {}}
     rates: dict[str, Any] = {}
@@ -90,19 +95,28 @@ def compare(setting: Setting, seeds: list[int], only: list[str]) -> dict[str, An
             row["final"] = interval([final for _, final in by_seed.values()])
             for other in REFERENCES:
                 if other in rows and other != name:
-                    row[f"less_{other}"] = interval([by_seed[seed][0] - rows[other][seed][0] for seed in seeds])
+                    row[f"less_{other}"] = interval(
+                        [by_seed[seed][0] - rows[other][seed][0] for seed in seeds]
+                    )
             tables[kind][name] = row
     return {"responses": total, "rates": rates, "tables": tables}
 
 
 def main(
-    overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=JSON]...", help="over every setting")] = None,
-    settings: Annotated[list[str] | None, typer.Option("--setting", help="default: all but forks")] = None,
-    only: Annotated[list[str] | None, typer.Option(help="a row; may be given again; default: all")] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=JSON]...", help="over every setting")
+    ] = None,
+    settings: Annotated[
+        list[str] | None, typer.Option("--setting", help="default: all but forks")
+    ] = None,
+    only: Annotated[
+        list[str] | None, typer.Option(help="a row; may be given again; default: all")
+    ] = None,
     seeds: Annotated[str, typer.Option(help="such as 3 or 2000-2009")] = "2000-2009",
     out: Annotated[Path, typer.Option(help="the JSON to write")] = Path("runs/ablation_price.json"),
 ) -> None:
-    """Choose learning rates, run the reported seeds, write all figures, and print them as docs/ablation.md does."""
+    """Choose learning rates, run the reported seeds, write all figures, and print them as
+    results/ablation.md does."""
     with told_in_one_line("ablation"):
         torch.set_num_threads(1)
         wanted = parse_seeds(seeds)

