@@ -1,10 +1,12 @@
-"""How much longer a rollout takes through the agents' endpoint than directly, with a real engine on two cores.
+"""How much longer a rollout takes through the agents' endpoint than directly, with a real engine on
+two cores.
 
-    python -m benchmarks.agents_beside_direct [--responses 256] [--tokens 128] [--repeats 7] [--json FILE]
+    python -m benchmarks.agents_beside_direct [--responses 256] [--tokens 128] [--repeats 7] [--json
+    FILE]
 
-Each response is an episode of one turn, or is asked of the engine directly; both draw the same tokens of a random model
-of the quickstart's size. The engine is a process of its own on the same cores, as in a run on a laptop; both ways take
-turns, round by round.
+Each response is an episode of one turn, or is asked of the engine directly; both draw the same
+tokens of a random model of the quickstart's size. The engine is a process of its own on the same
+cores, as in a run on a laptop; both ways take turns, round by round.
 """
 
 from functools import partial
@@ -22,9 +24,9 @@ from vapo_megatron.config.rollout import EpisodeConfig, RolloutConfig, SamplingC
 from vapo_megatron.config.tiny_model import TinyModel
 from vapo_megatron.data.sample import Prompt, Sample
 from vapo_megatron.data.tokenizer import TextTokenizer
-from vapo_megatron.engines.dispatcher import Dispatcher
-from vapo_megatron.engines.request import GenerationRequest
 from vapo_megatron.engines.server.process import EngineServer
+from vapo_megatron.rollout.dispatcher import Dispatcher
+from vapo_megatron.rollout.request import GenerationRequest
 from vapo_megatron.weights.tiny import save_tiny_model, word_tokenizer
 
 GROUP = 8
@@ -32,14 +34,21 @@ GROUP = 8
 
 async def run(task: dict[str, Any], base_url: str, http_client: Any) -> float:
     """An agent of one turn."""
-    answer = await http_client.post(f"{base_url}/chat/completions", json={"messages": task["messages"]})
+    answer = await http_client.post(
+        f"{base_url}/chat/completions", json={"messages": task["messages"]}
+    )
     answer.raise_for_status()
     return 1.0
 
 
 def same_tokens(episodes: list[Sample], responses: list[Sample]) -> bool:
     """Whether both ways drew the same; the end token of a turn is a token of its response."""
-    return all(map(np.array_equal, *([sample.response_ids for sample in side] for side in (episodes, responses))))
+    return all(
+        map(
+            np.array_equal,
+            *([sample.response_ids for sample in side] for side in (episodes, responses)),
+        )
+    )
 
 
 def main() -> None:
@@ -58,7 +67,9 @@ def main() -> None:
     )
     with TemporaryDirectory() as folder:
         model = Path(folder) / "model"
-        shape = TinyModel(vocab_size=256, layers=4, hidden_size=128, intermediate_size=384, max_positions=8192)
+        shape = TinyModel(
+            vocab_size=256, layers=4, hidden_size=128, intermediate_size=384, max_positions=8192
+        )
         save_tiny_model(shape, word_tokenizer(WORDS, 8192, TEMPLATE), model)
         tokenizer = TextTokenizer(model, PromptTemplate(chat_template=True))
         with (
@@ -69,7 +80,8 @@ def main() -> None:
             sampling = SamplingConfig(max_new_tokens=given.tokens)
             words = [f"w{n} w{n + 1}" for n in range(given.responses // GROUP)]
             prompts = [
-                Prompt(str(n), text, "", tuple(tokenizer.encode_prompt(text)), cursor=n) for n, text in enumerate(words)
+                Prompt(str(n), text, "", tuple(tokenizer.encode_prompt(text)), cursor=n)
+                for n, text in enumerate(words)
             ]
             request = GenerationRequest(prompts, GROUP, sampling, seed=1, weight_version=0)
             ways = (
@@ -86,7 +98,9 @@ def main() -> None:
         "direct s": float(np.median(directly)),
         "through the endpoint s": float(np.median(through_endpoint)),
     }
-    figure = ratio_figure("a rollout through the endpoint over a direct one", through_endpoint, directly)
+    figure = ratio_figure(
+        "a rollout through the endpoint over a direct one", through_endpoint, directly
+    )
     publish("episodes of one turn beside direct responses", [row], given.json, [figure])
 
 

@@ -1,15 +1,19 @@
-"""What a crowd of agents costs rank 0: episodes at once, with tools that take their time, on stub engines.
+"""What a crowd of agents costs rank 0: episodes at once, with tools that take their time, on stub
+engines.
 
-    python -m benchmarks.agents_load [--episodes 1000] [--turns 8] [--slots 512] [--response-s 2.0] [--json FILE]
+    python -m benchmarks.agents_load [--episodes 1000] [--turns 8] [--slots 512] [--response-s 2.0]
+    [--json FILE]
 
-The stub engines have so many slots in all; each holds a response for --response-s, which costs no processor, and takes
-the next one of the engine's own queue then, as an engine in a process of its own does. A tool takes 50 to 500 ms.
-Agents, endpoint and stubs share this process, as agents and endpoint do in a run. Columns:
+The stub engines have so many slots in all; each holds a response for --response-s, which costs no
+processor, and takes the next one of the engine's own queue then, as an engine in a process of its
+own does. A tool takes 50 to 500 ms. Agents, endpoint and stubs share this process, as agents and
+endpoint do in a run. Columns:
 
-    added ms              what a request took beyond its time at the engines, on average: HTTP, the template, rank 0
-    loop ms, agents ms    CPU time of a request in the endpoint's thread (the stub's is in it), and in the agents'
-                          thread (their HTTP client)
-    idle                  share of the slots' seconds without a response; unavoidable: where rank 0 takes no time
+    added ms              what a request took beyond its time at the engines, on average: HTTP, the
+    template, rank 0 loop ms, agents ms    CPU time of a request in the endpoint's thread (the
+                          stub's is in it), and in the agents' thread (their HTTP client)
+    idle                  share of the slots' seconds without a response; unavoidable: where rank 0
+    takes no time
 """
 
 import asyncio
@@ -28,17 +32,19 @@ from vapo_megatron.config.data import PromptTemplate
 from vapo_megatron.config.rollout import EpisodeConfig, RolloutConfig, SamplingConfig
 from vapo_megatron.data.sample import Prompt
 from vapo_megatron.data.tokenizer import TextTokenizer
-from vapo_megatron.engines.dispatcher import Dispatcher
-from vapo_megatron.engines.request import GroupRequest
 from vapo_megatron.engines.server.client import Completion
 from vapo_megatron.engines.server.process import EngineAddress
+from vapo_megatron.rollout.dispatcher import Dispatcher
+from vapo_megatron.rollout.request import GroupRequest
 from vapo_megatron.weights.tiny import word_tokenizer
 
 WORDS, WRITTEN, GROUP = [f"w{n}" for n in range(200)], 64, 8
 IDS, LOGPROBS = np.arange(4, 4 + WRITTEN, dtype=np.int32), -np.ones(WRITTEN, np.float32)
 IDS[-1] = 2  # the end token
 TEMPLATE = (
-    "{% for m in messages %}{{ '' if m['role'] == 'assistant' else '<bos> ' }}{{ m['content'] }} <eos> {% endfor %}"
+    "{% for m in messages %}"
+    "{{ '' if m['role'] == 'assistant' else '<bos> ' }}{{ m['content'] }} <eos> "
+    "{% endfor %}"
 )
 _FASTEST_TOOL, _SLOWEST_TOOL = 0.05, 0.5
 
@@ -79,14 +85,18 @@ async def run(task: dict[str, Any], base_url: str, http_client: Any) -> float:
         answer = await http_client.post(f"{base_url}/chat/completions", json={"messages": messages})
         Load.took.append(time.monotonic() - start)
         answer.raise_for_status()
-        messages += [answer.json()["choices"][0]["message"], {"role": "tool", "content": f"w{turn}"}]
+        messages += [
+            answer.json()["choices"][0]["message"],
+            {"role": "tool", "content": f"w{turn}"},
+        ]
         await asyncio.sleep(chance.uniform(_FASTEST_TOOL, _SLOWEST_TOOL))
         Load.agents_cpu = time.thread_time()
     return 1.0
 
 
 def unavoidable(episodes: int, slots: int) -> float:
-    """Idle share of the slots where rank 0 takes no time: episodes in a queue for slots, tools between turns."""
+    """Idle share of the slots where rank 0 takes no time: episodes in a queue for slots, tools
+    between turns."""
     chance, free = random.Random(0), [0.0] * slots
     ready = [(0.0, number, 0) for number in range(episodes)]
     end = 0.0
@@ -96,7 +106,9 @@ def unavoidable(episodes: int, slots: int) -> float:
         heapq.heappush(free, done)
         end = max(end, done)
         if turn + 1 < Load.turns:
-            heapq.heappush(ready, (done + chance.uniform(_FASTEST_TOOL, _SLOWEST_TOOL), number, turn + 1))
+            heapq.heappush(
+                ready, (done + chance.uniform(_FASTEST_TOOL, _SLOWEST_TOOL), number, turn + 1)
+            )
     return 1 - episodes * Load.turns * Load.response_s / (slots * end)
 
 
@@ -109,10 +121,15 @@ def main() -> None:
     arguments = parser(__doc__)
     arguments.add_argument("--episodes", type=int, default=1000)
     arguments.add_argument("--turns", type=int, default=8)
-    arguments.add_argument("--slots", type=int, default=512, help="responses that the engines write at once")
+    arguments.add_argument(
+        "--slots", type=int, default=512, help="responses that the engines write at once"
+    )
     arguments.add_argument("--response-s", type=float, default=2.0, help="seconds of a response")
     given = arguments.parse_args()
-    from benchmarks.agents_load import Load, StubClient  # of the module that the agent is imported from
+    from benchmarks.agents_load import (  # of the module that the agent is imported from
+        Load,
+        StubClient,
+    )
 
     Load.turns, Load.response_s, Load.took = given.turns, given.response_s, []
     Load.free = [0.0] * given.slots
@@ -128,7 +145,10 @@ def main() -> None:
     with Dispatcher([EngineAddress("http://stub", "")], config, [2], client=stub) as dispatcher:
         agents = Agents(dispatcher, tokenizer, config)
         sampling = SamplingConfig(max_new_tokens=WRITTEN)
-        prompts = [Prompt(str(n), "w1 w2", "", (1, 5, 6, 2), cursor=n) for n in range(-(-given.episodes // GROUP))]
+        prompts = [
+            Prompt(str(n), "w1 w2", "", (1, 5, 6, 2), cursor=n)
+            for n in range(-(-given.episodes // GROUP))
+        ]
 
         async def play() -> int:
             groups = [GroupRequest(prompt, GROUP, sampling, WRITTEN, 0, 0) for prompt in prompts]
@@ -151,7 +171,11 @@ def main() -> None:
         "idle": 1 - requests * given.response_s / (given.slots * wall),
         "unavoidable": unavoidable(episodes, given.slots),
     }
-    publish(f"{given.turns} turns, {given.slots} slots, {given.response_s:g} s a response", [row], given.json)
+    publish(
+        f"{given.turns} turns, {given.slots} slots, {given.response_s:g} s a response",
+        [row],
+        given.json,
+    )
 
 
 if __name__ == "__main__":

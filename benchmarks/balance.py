@@ -1,21 +1,24 @@
-"""Plans of micro-batches for a heavy-tailed batch, against the largest-differencing method, in one run.
+"""Plans of micro-batches for a heavy-tailed batch, against the largest-differencing method, in one
+run.
 
     python -m benchmarks.balance [--samples 8192] [--ranks 64] [--budget 32768] [--json FILE]
 
-The peer is Karmarkar and Karp's largest-differencing method, which verl and slime balance with: samples over ranks,
-then each rank's samples over micro-batches. It knows no budget: "LDM" has as many micro-batches as the fullest rank's
-tokens need and may exceed the budget, "LDM within budget" as many more as it takes to keep it. Columns:
+The peer is Karmarkar and Karp's largest-differencing method, which verl and slime balance with:
+samples over ranks, then each rank's samples over micro-batches. It knows no budget: "LDM" has as
+many micro-batches as the fullest rank's tokens need and may exceed the budget, "LDM within budget"
+as many more as it takes to keep it. Columns:
 
     worst rank      work of the rank with most, over the mean of all ranks, minus 1
-    lock step       sum over micro-batches of the slowest rank's work, over the mean, minus 1: what ranks lose that wait
-                    for each other in every micro-batch (expert parallelism)
-    uneven          a rank's largest micro-batch over its mean one, minus 1, mean over ranks: what a pipeline loses
-    unfilled        room of the budget in which no token is
+    lock step       sum over micro-batches of the slowest rank's work, over the mean, minus 1: what
+                    ranks lose that wait for each other in every micro-batch (expert parallelism)
+    uneven          a rank's largest micro-batch over its mean one, minus 1, mean over ranks: what a
+    pipeline loses unfilled        room of the budget in which no token is
     padding         padded positions beyond real ones
     fullest         tokens of the fullest micro-batch; above the budget a job may run out of memory
-    seconds         median, until one rank has its micro-batches: ours shares all samples out and packs that rank's
-                    alone, the peer's packs those of all, as its ranks do
-    growth          of our seconds with the samples (to eight times as many, over eight times the ranks): 1 is linear
+    seconds         median, until one rank has its micro-batches: ours shares all samples out and
+                    packs that rank's alone, the peer's packs those of all, as its ranks do
+    growth          of our seconds with the samples (to eight times as many, over eight times the
+    ranks): 1 is linear
 """
 
 import heapq
@@ -24,15 +27,24 @@ from functools import partial
 
 import numpy as np
 
-from benchmarks.common import SHAPES, growth, heavy_tailed_lengths, in_turns, parser, publish, ratio_figure
+from benchmarks.common import (
+    SHAPES,
+    growth,
+    heavy_tailed_lengths,
+    in_turns,
+    parser,
+    publish,
+    ratio_figure,
+)
 from vapo_megatron.data.balance import Cost, plan_microbatches
 
 Plan = list[list[list[int]]]
 
 
 def largest_differencing(work: Sequence[float], bins: int) -> list[list[int]]:
-    """Indices of `work` over bins: the partitions whose sums differ most are joined first, largest with smallest
-    (Karmarkar and Karp, 1982; Michiels, Korst and Aarts, 2003, for more than two bins)."""
+    """Indices of `work` over bins: the partitions whose sums differ most are joined first, largest
+    with smallest (Karmarkar and Karp, 1982; Michiels, Korst and Aarts, 2003, for more than two
+    bins)."""
     heap: list[tuple[float, int, list[tuple[float, list[int]]]]] = []
     for index, amount in enumerate(work):
         empty: list[tuple[float, list[int]]] = [(0.0, []) for _ in range(bins - 1)]
@@ -46,14 +58,19 @@ def largest_differencing(work: Sequence[float], bins: int) -> list[list[int]]:
     return [members for _, members in heap[0][2]] if heap else [[] for _ in range(bins)]
 
 
-def peer_plan(lengths: Sequence[int], ranks: int, budget: int, cost: Cost, within_budget: bool) -> Plan:
+def peer_plan(
+    lengths: Sequence[int], ranks: int, budget: int, cost: Cost, within_budget: bool
+) -> Plan:
     """[rank][micro-batch] -> samples, by largest differencing."""
     work = [cost(n) for n in lengths]
     held = largest_differencing(work, ranks)
     count = max(-(-sum(lengths[s] - 1 for s in members) // budget) for members in held)
     while True:
         plan = [
-            [[members[i] for i in part] for part in largest_differencing([work[s] for s in members], count)]
+            [
+                [members[i] for i in part]
+                for part in largest_differencing([work[s] for s in members], count)
+            ]
             for members in held
         ]
         if not within_budget or fullest(plan, lengths) <= budget:
@@ -71,7 +88,9 @@ def fullest(plan: Plan, lengths: Sequence[int], alignment: int = 1) -> int:
     return max(positions(micro, lengths, alignment) for rank in plan for micro in rank)
 
 
-def quality(plan: Plan, lengths: Sequence[int], cost: Cost, budget: int, alignment: int = 1) -> dict[str, float]:
+def quality(
+    plan: Plan, lengths: Sequence[int], cost: Cost, budget: int, alignment: int = 1
+) -> dict[str, float]:
     """How good a plan is, see the columns above."""
     work = np.array([[sum(cost(lengths[s]) for s in micro) for micro in rank] for rank in plan])
     ranks = work.sum(1)
@@ -103,11 +122,15 @@ def main() -> None:
     rows, figures = [], []
     for shape in ("1.5b", "7b"):
         spec = SHAPES[shape].spec()
-        cost = Cost(float(spec.parameter_count()), float(spec.num_layers * spec.num_heads * spec.head_dim))
+        cost = Cost(float(spec.parameter_count()), float(spec.attention_width))
 
         def ours(factor: int = 1, cost: Cost = cost) -> Sequence[list[list[int]]]:
             many = lengths * factor
-            sizes = {"dp_size": given.ranks * factor, "max_tokens": given.budget, "alignment": given.alignment}
+            sizes = {
+                "dp_size": given.ranks * factor,
+                "max_tokens": given.budget,
+                "alignment": given.alignment,
+            }
             plans = plan_microbatches(range(len(many)), many, cost=cost, **sizes)
             plans[0]
             return plans
@@ -115,16 +138,30 @@ def main() -> None:
         def peer(within_budget: bool, cost: Cost = cost) -> Plan:
             return peer_plan(lengths, given.ranks, given.budget, cost, within_budget)
 
-        methods = {"ours": ours, "LDM": partial(peer, False), "LDM within budget": partial(peer, True)}
+        methods = {
+            "ours": ours,
+            "LDM": partial(peer, False),
+            "LDM within budget": partial(peer, True),
+        }
         seconds = in_turns(list(methods.values()), given.repeats)
         alignments = {"ours": given.alignment}
         for (name, method), took in zip(methods.items(), seconds, strict=True):
             found = quality(list(method()), lengths, cost, given.budget, alignments.get(name, 1))
-            rows.append({"model": shape, "method": name, "seconds": float(np.median(took)), **found, "growth": ""})
+            rows.append(
+                {
+                    "model": shape,
+                    "method": name,
+                    "seconds": float(np.median(took)),
+                    **found,
+                    "growth": "",
+                }
+            )
         factors = (1, 2, 4, 8)
         more = [float(np.median(in_turns([partial(ours, factor)], 1)[0])) for factor in factors]
         rows[-3]["growth"] = growth(factors, more)
-        figures.append(ratio_figure(f"{shape}, LDM within budget over our planner", seconds[2], seconds[0]))
+        figures.append(
+            ratio_figure(f"{shape}, LDM within budget over our planner", seconds[2], seconds[0])
+        )
     title = f"{given.samples} samples over {given.ranks} ranks, budget {given.budget} tokens"
     publish(title, rows, given.json, figures)
 

@@ -1,15 +1,18 @@
-"""What a batch costs the ranks of a machine: bytes per token on each, and seconds until all have their part.
+"""What a batch costs the ranks of a machine: bytes per token on each, and seconds until all have
+their part.
 
     python -m benchmarks.batch_copies [--ranks 2 4] [--tokens 4000000] [--length 6000] [--json FILE]
 
-Ranks are processes of this machine, of which rank 0 has the rollout; each trains a part of the samples (data-parallel).
-"a copy a rank" sends every tensor to every rank, which keeps it, as most trainers do; "shards" is what the trainer does
-(training/shards.py): a sample has one home rank, and a rank is sent what it computes. Tokens, the engine's log-probs
-and per-sample fields are sent. Scoring and advantages then add these fields: old log-probs, entropies, values,
-advantages, returns and importance weights, four bytes per response token each. "shards" also counts the fields of the
-first mini-batch in eight that a rank is sent to train on. Memory is the growth of a process's proportional set size.
-`copies` is that growth over all ranks, in units of the batch. It takes half a minute; a whole rollout of 512 x 16 x
-20,000 tokens is --tokens 168000000 --length 20000 --ranks 2 (minutes, 20 GB).
+Ranks are processes of this machine, of which rank 0 has the rollout; each trains a part of the
+samples (data-parallel). "a copy a rank" sends every tensor to every rank, which keeps it, as most
+trainers do; "shards" is what the trainer does (training/shards.py): a sample has one home rank, and
+a rank is sent what it computes. Tokens, the engine's log-probs and per-sample fields are sent.
+Scoring and advantages then add these fields: old log-probs, entropies, values, advantages, returns
+and importance weights, four bytes per response token each. "shards" also counts the fields of the
+first mini-batch in eight that a rank is sent to train on. Memory is the growth of a process's
+proportional set size. `copies` is that growth over all ranks, in units of the batch. It takes half
+a minute; a whole rollout of 512 x 16 x 20,000 tokens is --tokens 168000000 --length 20000 --ranks 2
+(minutes, 20 GB).
 """
 
 import gc
@@ -20,7 +23,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.common import Planner, heavy_tailed_lengths, over_ranks, parser, publish, sample_batch
+from benchmarks.common import (
+    Planner,
+    heavy_tailed_lengths,
+    over_ranks,
+    parser,
+    publish,
+    sample_batch,
+)
 from vapo_megatron.collectives import broadcast_value
 from vapo_megatron.data.batch import ExperienceBatch
 from vapo_megatron.training.shards import scatter
@@ -39,15 +49,20 @@ def proportional_bytes() -> int:
 def a_copy_a_rank(batch: ExperienceBatch | None) -> ExperienceBatch:
     """Collective: rank 0's batch, sent to each rank and held by each."""
     sent = None if batch is None else batch.tensors()
-    shapes = broadcast_value(None if sent is None else {n: (t.shape, t.dtype) for n, t in sent.items()})
-    held = sent or {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in shapes.items()}
+    shapes = broadcast_value(
+        None if sent is None else {n: (t.shape, t.dtype) for n, t in sent.items()}
+    )
+    held = sent or {
+        name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in shapes.items()
+    }
     for tensor in held.values():
         dist.broadcast(tensor.view(-1).view(torch.uint8), src=0)
     return ExperienceBatch(**held)
 
 
 def measure(way: str, tokens: int, length: int) -> dict[str, Any]:
-    """Collective: seconds, and bytes by which the ranks' memory has grown once all of them hold their part."""
+    """Collective: seconds, and bytes by which the ranks' memory has grown once all of them hold
+    their part."""
     planner = Planner(dist.get_world_size(), max_tokens=4 * length + 16)
     scatter(make(1000, 100) if dist.get_rank() == 0 else None)  # what is set up once
     torch.zeros(1 << 20)
@@ -62,7 +77,7 @@ def measure(way: str, tokens: int, length: int) -> dict[str, Any]:
         shards = scatter(sent)
         del sent
         dist.barrier()
-        seconds, own = time.perf_counter() - start, shards.own
+        seconds, own = time.perf_counter() - start, shards.local
         whole = shards.response_tokens + shards.samples
     else:
         own = a_copy_a_rank(sent)
@@ -72,7 +87,7 @@ def measure(way: str, tokens: int, length: int) -> dict[str, Any]:
     for name in FILLED_IN:
         setattr(own, name, torch.ones(own.response_tokens))
     if way == "shards":
-        held = own, shards.part(planner, range(0, shards.samples, MINIBATCHES), *FILLED_IN)  # type: ignore[arg-type]
+        held = own, shards.model_input(planner, range(0, shards.samples, MINIBATCHES), *FILLED_IN)  # type: ignore[arg-type]
     else:
         held = own, own.select(range(0, own.samples, MINIBATCHES))
     for tensor in own.tensors().values():
@@ -92,7 +107,9 @@ def measure(way: str, tokens: int, length: int) -> dict[str, Any]:
 
 def make(tokens: int, length: int) -> ExperienceBatch:
     """Responses of so many tokens in all."""
-    return sample_batch(heavy_tailed_lengths(max(1, tokens // length), length, 4 * length), vocab=1000)
+    return sample_batch(
+        heavy_tailed_lengths(max(1, tokens // length), length, 4 * length), vocab=1000
+    )
 
 
 def main() -> None:

@@ -2,14 +2,16 @@
 
     python -m benchmarks.collection [--prompts 32] [--group 8] [--engines 2] [--json FILE]
 
-A random model (0.85 M parameters) on real engines of this machine. "bare" sends requests for the responses, as many at
-once, and reads only the length of each answer; "collected" is what a step does: groups are drawn by the ledger, spread
-over the engines, decoded and graded by the verifier while others are generated, and put in order. "not graded" is the
-same without grading. All send the same prompts with the same seeds, again and again: each gets the same tokens, and
-engines have read the prompts before. Every response gives a number as its answer. With "a straggler" one engine answers
-each group --delay seconds late, on both sides. With "a failing engine" one of them refuses its first request and gets
-nothing more: its groups move to the remaining engines; the "bare" baseline uses only those from the start. Sides take
-turns. "s of rank 0" is CPU time of the collecting process per step.
+A random model (0.85 M parameters) on real engines of this machine. "bare" sends requests for the
+responses, as many at once, and reads only the length of each answer; "collected" is what a step
+does: groups are drawn by the ledger, spread over the engines, decoded and graded by the verifier
+    while others are generated, and put in order. "not graded" is the
+same without grading. All send the same prompts with the same seeds, again and again: each gets the
+same tokens, and engines have read the prompts before. Every response gives a number as its answer.
+With "a straggler" one engine answers each group --delay seconds late, on both sides. With "a
+failing engine" one of them refuses its first request and gets nothing more: its groups move to the
+remaining engines; the "bare" baseline uses only those from the start. Sides take turns. "s of rank
+0" is CPU time of the collecting process per step.
 """
 
 import argparse
@@ -31,15 +33,15 @@ from vapo_megatron.config.rollout import RolloutConfig, SamplingConfig
 from vapo_megatron.data.prompts import PromptSource, train_prompts
 from vapo_megatron.data.sample import Prompt, Sample
 from vapo_megatron.data.tokenizer import TextTokenizer
-from vapo_megatron.engines.dispatcher import Dispatcher
-from vapo_megatron.engines.ledger import Ledger, StepRule
-from vapo_megatron.engines.request import GroupRequest, response_seed
 from vapo_megatron.engines.server.client import Completion, EngineClient
 from vapo_megatron.engines.server.process import EngineServer
-from vapo_megatron.engines.stream import GroupStream, Work
 from vapo_megatron.errors import TryAgain
 from vapo_megatron.rewards.grading import grade_samples
 from vapo_megatron.rewards.pool import VerifierPool
+from vapo_megatron.rollout.dispatcher import Dispatcher
+from vapo_megatron.rollout.ledger import Ledger, StepRule
+from vapo_megatron.rollout.request import GroupRequest, response_seed
+from vapo_megatron.rollout.stream import GroupStream, Work
 
 EOS, SEED = 2, 1
 FAILS = float("inf")
@@ -59,10 +61,16 @@ class Late(EngineClient):
 
 
 class Bench:
-    """The ways to get the responses to the first prompts. tokens, cores: what each got, and seconds of cores."""
+    """The ways to get the responses to the first prompts. tokens, cores: what each got, and seconds
+    of cores."""
 
-    def __init__(self, servers: list[EngineServer], given: argparse.Namespace, folder: Path) -> None:
-        self.given, self.config = given, RolloutConfig(num_engines=given.engines, context_length=512)
+    def __init__(
+        self, servers: list[EngineServer], given: argparse.Namespace, folder: Path
+    ) -> None:
+        self.given, self.config = (
+            given,
+            RolloutConfig(num_engines=given.engines, context_length=512),
+        )
         self.addresses = [server.address for server in servers]
         self.sampling = SamplingConfig(max_new_tokens=given.longest)
         data = DataConfig(train=folder / "train.jsonl", max_prompt_tokens=given.prompt)
@@ -88,13 +96,22 @@ class Bench:
         async def run() -> int:
             clients = [Late(address, 600) for address in self.addresses[int(delay == FAILS) :]]
             clients[0].delay = 0.0 if delay == FAILS else delay
-            params = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "max_new_tokens": self.given.longest}
+            params = {
+                "temperature": 1.0,
+                "top_p": 1.0,
+                "top_k": -1,
+                "max_new_tokens": self.given.longest,
+            }
             params["stop_token_ids"] = [EOS]
 
             async def group(number: int, prompt: Prompt) -> int:
-                seeds = [response_seed(SEED, prompt.cursor, index) for index in range(self.given.group)]
+                seeds = [
+                    response_seed(SEED, prompt.cursor, index) for index in range(self.given.group)
+                ]
                 seeded = [params | {"sampling_seed": seed} for seed in seeds]
-                found = await clients[number % len(clients)].generate([prompt.token_ids] * self.given.group, seeded)
+                found = await clients[number % len(clients)].generate(
+                    [prompt.token_ids] * self.given.group, seeded
+                )
                 return sum(len(one.token_ids) for one in found)
 
             counts = await asyncio.gather(*(group(*pair) for pair in enumerate(prompts)))
@@ -108,7 +125,9 @@ class Bench:
         """A step's collection; without a pool nothing is graded."""
 
         def request(prompt: Prompt) -> GroupRequest:
-            return GroupRequest(prompt, self.given.group, self.sampling, self.given.longest, SEED, 0)
+            return GroupRequest(
+                prompt, self.given.group, self.sampling, self.given.longest, SEED, 0
+            )
 
         def grade(group: list[Sample]) -> None:
             if pool is not None:
@@ -129,7 +148,10 @@ class Bench:
 @contextmanager
 def engines(folder: Path, count: int, config: RolloutConfig) -> Iterator[list[EngineServer]]:
     """So many servers of the model of make_inputs."""
-    servers = [EngineServer(folder / "model", config, "float32", folder / f"engine{n}.log") for n in range(count)]
+    servers = [
+        EngineServer(folder / "model", config, "float32", folder / f"engine{n}.log")
+        for n in range(count)
+    ]
     try:
         for server in servers:
             server.start()
@@ -161,7 +183,11 @@ def main() -> None:
         config = RolloutConfig(num_engines=given.engines, context_length=512)
         with engines(folder, given.engines, config) as servers:
             bench = Bench(servers, given, folder)
-            for what, delay in (("", 0.0), (", a straggler", given.delay), (", a failing engine", FAILS)):
+            for what, delay in (
+                ("", 0.0),
+                (", a straggler", given.delay),
+                (", a failing engine", FAILS),
+            ):
                 ways: dict[str, Callable[[], int]] = {
                     "bare": lambda d=delay: bench.bare(d),
                     "collected": lambda d=delay: bench.collected(d, pool),
@@ -173,15 +199,27 @@ def main() -> None:
                 seconds = dict(zip(ways, in_turns(steps, given.repeats), strict=True))
                 tokens = float(np.median(list(bench.tokens)))
                 for way, took in seconds.items():
-                    speed, cores = float(tokens / np.median(took)), float(np.median(bench.cores[way + what][1:]))
-                    rows.append({"responses": way + what, "response tokens/s": speed, "s of rank 0": cores})
+                    speed, cores = (
+                        float(tokens / np.median(took)),
+                        float(np.median(bench.cores[way + what][1:])),
+                    )
+                    rows.append(
+                        {"responses": way + what, "response tokens/s": speed, "s of rank 0": cores}
+                    )
                 figures.append(
-                    ratio_figure(f"seconds a token{what}, bare over collected", seconds["bare"], seconds["collected"])
+                    ratio_figure(
+                        f"seconds a token{what}, bare over collected",
+                        seconds["bare"],
+                        seconds["collected"],
+                    )
                 )
                 if not delay:
                     graded = seconds["not graded"], seconds["collected"]
                     figures.append(ratio_figure("seconds a token, not graded over graded", *graded))
-    title = f"{given.prompts} x {given.group} responses of at most {given.longest} tokens, {given.engines} engines"
+    title = (
+        f"{given.prompts} x {given.group} responses of at most {given.longest} tokens, "
+        f"{given.engines} engines"
+    )
     publish(title, rows, given.json, figures)
 
 

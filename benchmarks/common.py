@@ -1,4 +1,5 @@
-"""What the benchmarks share: timing, tables that can be kept as JSON, lengths, model shapes, batches, ranks."""
+"""What the benchmarks share: timing, tables that can be kept as JSON, lengths, model shapes,
+batches, ranks."""
 
 import argparse
 import json
@@ -22,17 +23,18 @@ import transformers
 from rich.console import Console
 from rich.table import Table
 
-from vapo_megatron.config.atomic import atomic_write
 from vapo_megatron.config.model import ActorConfig, ModelConfig
 from vapo_megatron.data.balance import Cost, MicrobatchPlan, plan_microbatches
 from vapo_megatron.data.batch import ExperienceBatch
 from vapo_megatron.engines.weight_sync.logprob_difference import probe_batch
+from vapo_megatron.files import atomic_write
 from vapo_megatron.megatron.mesh import make_mesh
 from vapo_megatron.megatron.platform import current_platform
 from vapo_megatron.megatron.trainable import Trainable
+from vapo_megatron.models.registry import read_spec
+from vapo_megatron.models.spec import ModelSpec
 from vapo_megatron.monitoring.timers import MemoryGauge, host_gauge
 from vapo_megatron.training.losses import NegativeLogLikelihood
-from vapo_megatron.weights.spec import ModelSpec, read_spec
 
 
 @dataclass(frozen=True)
@@ -82,14 +84,19 @@ SHAPES = {
 
 def parser(doc: str | None) -> argparse.ArgumentParser:
     """An argument parser that every benchmark adds its own arguments to."""
-    made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--json", type=Path, help="file to write the results to, with date and hardware")
+    made = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    made.add_argument(
+        "--json", type=Path, help="file to write the results to, with date and hardware"
+    )
     return made
 
 
 @dataclass(frozen=True)
 class Figure:
-    """A ratio that releases are compared by, above 1 where ours is better; low and high: its quartiles over rounds."""
+    """A ratio that releases are compared by, above 1 where ours is better; low and high: its
+    quartiles over rounds."""
 
     name: str
     ratio: float
@@ -108,8 +115,11 @@ def growth(sizes: Sequence[float], seconds: Sequence[float]) -> float:
     return float(np.polyfit(np.log(sizes), np.log(seconds), 1)[0])
 
 
-def publish(title: str, rows: Sequence[dict[str, Any]], file: Path | None, figures: Sequence[Figure] = ()) -> None:
-    """Print rows of equal keys as a table, then figures; write them with date and hardware where a file is named."""
+def publish(
+    title: str, rows: Sequence[dict[str, Any]], file: Path | None, figures: Sequence[Figure] = ()
+) -> None:
+    """Print rows of equal keys as a table, then figures; write them with date and hardware where a
+    file is named."""
     table = Table(title=title)
     for index, heading in enumerate(rows[0]):
         table.add_column(heading, justify="right" if index else "left")
@@ -120,7 +130,10 @@ def publish(title: str, rows: Sequence[dict[str, Any]], file: Path | None, figur
     console.print("   ".join(f"{name}: {value}" for name, value in facts.items()))
     console.print(table)
     for figure in figures:
-        console.print(f"{figure.name}: {figure.ratio:.3g} ({figure.low:.3g} to {figure.high:.3g})", highlight=False)
+        console.print(
+            f"{figure.name}: {figure.ratio:.3g} ({figure.low:.3g} to {figure.high:.3g})",
+            highlight=False,
+        )
     if file is not None:
         found = {
             "title": title,
@@ -136,7 +149,13 @@ def shown(value: Any) -> str:
     """A cell of a table: 17,100 and not 1.71e+04."""
     if isinstance(value, float) and 1000 <= abs(value) < 1e15:
         return f"{float(f'{value:.3g}'):,.0f}"
-    return f"{value:,.4g}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
+    return (
+        f"{value:,.4g}"
+        if isinstance(value, float)
+        else f"{value:,}"
+        if isinstance(value, int)
+        else str(value)
+    )
 
 
 def machine() -> dict[str, str]:
@@ -146,7 +165,9 @@ def machine() -> dict[str, str]:
     cuda = current_platform().is_cuda
     return {
         "date": datetime.now(UTC).date().isoformat(),
-        "hardware": torch.cuda.get_device_name() if cuda else f"{_cpu_name()}, {os.cpu_count()} cores",
+        "hardware": torch.cuda.get_device_name()
+        if cuda
+        else f"{_cpu_name()}, {os.cpu_count()} cores",
         # What runs now that the benchmark is over, processes of others among it.
         "other work": f"{psutil.cpu_percent(interval=1.0) / 100 * (os.cpu_count() or 1):.1f} cores",
         "threads": str(torch.get_num_threads()),
@@ -162,7 +183,8 @@ def _cpu_name() -> str:
 
 
 def in_turns(steps: Sequence[Callable[[], object]], repeats: int) -> list[list[float]]:
-    """Seconds of each step, round by round, after one round that does not count: what disturbs one disturbs all."""
+    """Seconds of each step, round by round, after one round that does not count: what disturbs one
+    disturbs all."""
     found: list[list[float]] = [[] for _ in steps]
     for repeat in range(repeats + 1):
         for step, seconds in zip(steps, found, strict=True):
@@ -187,8 +209,11 @@ def anonymous_bytes(process: int | str = "self") -> int:
     return next((int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon:")), 0)
 
 
-def heavy_tailed_lengths(count: int, mean: float, longest: int, seed: int = 0, sigma: float = 0.8) -> list[int]:
-    """Lengths of reasoning responses, as they are drawn: log-normal, cut at `longest`, with the mean asked for."""
+def heavy_tailed_lengths(
+    count: int, mean: float, longest: int, seed: int = 0, sigma: float = 0.8
+) -> list[int]:
+    """Lengths of reasoning responses, as they are drawn: log-normal, cut at `longest`, with the
+    mean asked for."""
     draws = np.exp(np.random.default_rng(seed).normal(0.0, sigma, count))
     low, high = 0.0, float(longest) / float(draws.min())
     for _ in range(60):
@@ -201,9 +226,12 @@ def heavy_tailed_lengths(count: int, mean: float, longest: int, seed: int = 0, s
 
 
 def sample_batch(lengths: Sequence[int], vocab: int, seed: int = 0) -> ExperienceBatch:
-    """Samples of random tokens, a prompt of one token and responses for the rest: every position has a loss."""
+    """Samples of random tokens, a prompt of one token and responses for the rest: every position
+    has a loss."""
     generator = torch.Generator().manual_seed(seed)
-    return probe_batch([torch.randint(0, vocab, (length,), generator=generator).tolist() for length in lengths])
+    return probe_batch(
+        [torch.randint(0, vocab, (length,), generator=generator).tolist() for length in lengths]
+    )
 
 
 @contextmanager
@@ -215,7 +243,9 @@ def one_rank() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def over_ranks(world_size: int, function: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any]:
+def over_ranks(
+    world_size: int, function: Callable[..., dict[str, Any]], *args: Any
+) -> dict[str, Any]:
     """function(*args) on world_size ranks of this machine; what rank 0 returned."""
     with tempfile.TemporaryDirectory() as folder:
         multiprocessing.start_processes(
@@ -224,7 +254,9 @@ def over_ranks(world_size: int, function: Callable[..., dict[str, Any]], *args: 
         return dict(json.loads((Path(folder) / "answer.json").read_text()))
 
 
-def _rank(rank: int, world_size: int, folder: str, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _rank(
+    rank: int, world_size: int, folder: str, function: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
     _join(rank, world_size, folder)
     answer = function(*args)
     if rank == 0:
@@ -237,11 +269,14 @@ def _join(rank: int, world_size: int, folder: str) -> None:
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron's schedules count on it
     current_platform().bind(rank)
     store = f"file://{Path(folder) / 'store'}"
-    dist.init_process_group(current_platform().world_backend, init_method=store, rank=rank, world_size=world_size)
+    dist.init_process_group(
+        current_platform().world_backend, init_method=store, rank=rank, world_size=world_size
+    )
 
 
 class Planner:
-    """What training/shards.py asks of a model: a plan for so many data-parallel ranks, at the costs of 7B."""
+    """What training/shards.py asks of a model: a plan for so many data-parallel ranks, at the costs
+    of 7B."""
 
     replays = False
 
@@ -249,14 +284,18 @@ class Planner:
         """Not more ranks than there are in the world, unless plans alone are asked for."""
         self._max_tokens = max_tokens
         spec = SHAPES["7b"].spec()
-        self._cost = Cost(float(spec.parameter_count()), float(spec.num_layers * spec.num_heads * spec.head_dim))
+        self._cost = Cost(float(spec.parameter_count()), float(spec.attention_width))
         self.mesh = _Line(dp_size)
 
     def plan(
         self, lengths: torch.Tensor, samples: Sequence[int], segments: torch.Tensor | None = None
     ) -> MicrobatchPlan:
         """As Trainable.plan."""
-        settings: dict[str, Any] = {"max_tokens": self._max_tokens, "cost": self._cost, "alignment": 16}
+        settings: dict[str, Any] = {
+            "max_tokens": self._max_tokens,
+            "cost": self._cost,
+            "alignment": 16,
+        }
         return plan_microbatches(samples, lengths.numpy(), dp_size=self.mesh.dp_size, **settings)
 
 
@@ -287,8 +326,9 @@ def sft_loss(batch: ExperienceBatch) -> Any:
 def random_model(
     shape: Shape, config: ActorConfig, dtype: str, optimizer: bool = True, gradients: bool = False
 ) -> Trainable:
-    """Collective: a policy with Megatron's own random weights: with its optimizer, ready to be trained; without one,
-    frozen unless gradients are wanted, which then are in bfloat16 and of this rank's samples alone."""
+    """Collective: a policy with Megatron's own random weights: with its optimizer, ready to be
+    trained; without one, frozen unless gradients are wanted, which then are in bfloat16 and of this
+    rank's samples alone."""
     mesh = make_mesh(config.layout)
     model = ModelConfig(path="none", dtype=dtype)  # type: ignore[arg-type]
     trainable = Trainable(shape.spec(), model, config, mesh, "lm", name="actor", seed=1)

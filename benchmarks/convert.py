@@ -1,10 +1,12 @@
-"""What a conversion takes: seconds, and the most memory that the converter holds, beside the size of the model.
+"""What a conversion takes: seconds, and the most memory that the converter holds, beside the size
+of the model.
 
     python -m benchmarks.convert [--shape 0.7b] [--shard-size 0.25] [--folder DIR] [--json FILE]
 
-A Qwen2 model of random bfloat16 weights is written file by file. tools/convert_hf_to_megatron.py makes a checkpoint of
-it and tools/convert_megatron_to_hf.py a Hugging Face directory of that, each as a program of its own. Both do the same
-with a tiny model before: that is what the programs take whatever they convert.
+A Qwen2 model of random bfloat16 weights is written file by file. tools/convert_hf_to_megatron.py
+makes a checkpoint of it and tools/convert_megatron_to_hf.py a Hugging Face directory of that, each
+as a program of its own. Both do the same with a tiny model before: that is what the programs take
+whatever they convert.
 
 Columns:
 
@@ -13,7 +15,8 @@ Columns:
     MiB beyond   the same, less that of the tiny model's conversion
     of the model MiB beyond over the bytes of the model
 
-A model of this size would be one file of the default of 2 GiB: --shard-size is lower here, to show what memory follows.
+A model of this size would be one file of the default of 2 GiB: --shard-size is lower here, to show
+what memory follows.
 """
 
 import argparse
@@ -36,7 +39,8 @@ TOOLS = Path(__file__).parents[1] / "tools"
 
 
 def write_model(shape: Shape, folder: Path, shard_bytes: int) -> int:
-    """Write a Hugging Face directory of random weights; the bytes of its tensors. Memory: one file of it."""
+    """Write a Hugging Face directory of random weights; the bytes of its tensors. Memory: one file
+    of it."""
     config = shape.hf_config()
     config.architectures, config.dtype = ["Qwen2ForCausalLM"], torch.bfloat16
     with torch.device("meta"):
@@ -46,7 +50,10 @@ def write_model(shape: Shape, folder: Path, shard_bytes: int) -> int:
     generator = torch.Generator().manual_seed(0)
     with hf_writer(folder, json.loads(config.to_json_string()), folder, (), shard_bytes) as writer:
         for name, like in tensors.items():
-            writer.add(name, torch.empty(like.shape, dtype=torch.bfloat16).normal_(0, 0.02, generator=generator))
+            writer.add(
+                name,
+                torch.empty(like.shape, dtype=torch.bfloat16).normal_(0, 0.02, generator=generator),
+            )
     return sum(like.numel() * torch.bfloat16.itemsize for like in tensors.values())
 
 
@@ -61,7 +68,10 @@ def watched(command: Sequence[str]) -> tuple[float, int]:
         seconds = time.perf_counter() - start
         if process.returncode:
             output.seek(0)
-            raise SystemExit(f"{' '.join(command)}: ended with code {process.returncode}\n{output.read()[-2000:]}")
+            raise SystemExit(
+                f"{' '.join(command)}: ended with code "
+                f"{process.returncode}\n{output.read()[-2000:]}"
+            )
     return seconds, most
 
 
@@ -77,7 +87,13 @@ def there_and_back(name: str, root: Path, given: argparse.Namespace) -> list[dic
         command += ["--out", str(root / target), "--shard-size", str(given.shard_size)]
         seconds, most = watched(command)
         rows.append(
-            {"program": tool, "model": name, "GB": total / 1e9, "seconds": seconds, "MiB at most": most / 2**20}
+            {
+                "program": tool,
+                "model": name,
+                "GB": total / 1e9,
+                "seconds": seconds,
+                "MiB at most": most / 2**20,
+            }
         )
     return rows
 
@@ -85,9 +101,15 @@ def there_and_back(name: str, root: Path, given: argparse.Namespace) -> list[dic
 def main() -> None:
     """Print a row for each program and model."""
     arguments = parser(__doc__)
-    arguments.add_argument("--shape", choices=[name for name in SHAPES if name != "tiny"], default="0.7b")
-    arguments.add_argument("--shard-size", type=float, default=0.25, help="GiB of tensors in a file")
-    arguments.add_argument("--folder", type=Path, help="on a disk with three times the model's size; default: /tmp")
+    arguments.add_argument(
+        "--shape", choices=[name for name in SHAPES if name != "tiny"], default="0.7b"
+    )
+    arguments.add_argument(
+        "--shard-size", type=float, default=0.25, help="GiB of tensors in a file"
+    )
+    arguments.add_argument(
+        "--folder", type=Path, help="on a disk with three times the model's size; default: /tmp"
+    )
     given = arguments.parse_args()
     found = {}
     for name in ("tiny", given.shape):
@@ -97,7 +119,9 @@ def main() -> None:
     for program, tiny in zip(found[given.shape], found["tiny"], strict=True):
         for row in (tiny, program):
             beyond = row["MiB at most"] - tiny["MiB at most"]
-            rows.append(row | {"MiB beyond": beyond, "of the model": beyond * 2**20 / 1e9 / row["GB"]})
+            rows.append(
+                row | {"MiB beyond": beyond, "of the model": beyond * 2**20 / 1e9 / row["GB"]}
+            )
     verified = "verified" if given.verify else "not verified"
     publish(f"files of at most {given.shard_size:g} GiB, {verified}", rows, given.json)
 

@@ -1,10 +1,12 @@
 """GAE over packed responses against the usual loop over a padded batch, in one run.
 
-    python -m benchmarks.gae [--responses 512] [--longest 4096] [--largest 64000000] [--device cpu] [--json FILE]
+    python -m benchmarks.gae [--responses 512] [--longest 4096] [--largest 64000000] [--device cpu]
+    [--json FILE]
 
-A row for each distribution of lengths: medians over rounds of the loop, of segmented_gae and of copying the arrays
-that it reads and writes, and the largest difference relative to the largest advantage. Below them decoupled_gae (both
-lambdas) over more and more tokens; growth is the exponent of its time against tokens; 1 means linear.
+A row for each distribution of lengths: medians over rounds of the loop, of segmented_gae and of
+copying the arrays that it reads and writes, and the largest difference relative to the largest
+advantage. Below them decoupled_gae (both lambdas) over more and more tokens; growth is the exponent
+of its time against tokens; 1 means linear.
 """
 
 import argparse
@@ -23,7 +25,9 @@ Lengths = Callable[[int, int, torch.Generator], Tensor]
 
 DISTRIBUTIONS: dict[str, Lengths] = {
     "all longest": lambda count, longest, _: torch.full((count,), longest),
-    "uniform": lambda count, longest, random: torch.randint(1, longest + 1, (count,), generator=random),
+    "uniform": lambda count, longest, random: torch.randint(
+        1, longest + 1, (count,), generator=random
+    ),
     "log-normal": lambda count, longest, random: (
         ((torch.randn(count, generator=random) * 0.6).exp() * longest / 5).long().clamp(1, longest)
     ),
@@ -31,7 +35,8 @@ DISTRIBUTIONS: dict[str, Lengths] = {
 
 
 def padded_loop(rewards: Tensor, values: Tensor, mask: Tensor, lam: Tensor, gamma: float) -> Tensor:
-    """The loop that PPO trainers have, over [S, L], with one lambda a response and padding stepped over."""
+    """The loop that PPO trainers have, over [S, L], with one lambda a response and padding stepped
+    over."""
     following = torch.zeros_like(values[:, 0])
     advantage = torch.zeros_like(following)
     columns = []
@@ -43,7 +48,9 @@ def padded_loop(rewards: Tensor, values: Tensor, mask: Tensor, lam: Tensor, gamm
     return torch.stack(columns[::-1], dim=1)
 
 
-def batch(lengths: Tensor, device: torch.device, random: torch.Generator) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def batch(
+    lengths: Tensor, device: torch.device, random: torch.Generator
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """rewards [T] with 0 or 1 at each end, values [T], cu_seqlens, length-adaptive lambda [S]."""
     cu_seqlens = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
     values = torch.rand(int(cu_seqlens[-1]), generator=random)
@@ -53,7 +60,9 @@ def batch(lengths: Tensor, device: torch.device, random: torch.Generator) -> tup
     return rewards.to(device), values.to(device), cu_seqlens.to(device), lam.to(device)
 
 
-def compare(given: argparse.Namespace, device: torch.device) -> tuple[list[dict[str, Any]], list[Figure]]:
+def compare(
+    given: argparse.Namespace, device: torch.device
+) -> tuple[list[dict[str, Any]], list[Figure]]:
     """One row a distribution of lengths, and how many times as long the loop takes."""
     rows, figures = [], []
     for name, draw in DISTRIBUTIONS.items():
@@ -61,7 +70,10 @@ def compare(given: argparse.Namespace, device: torch.device) -> tuple[list[dict[
         lengths = draw(given.responses, given.longest, random)
         rewards, values, cu_seqlens, lam = batch(lengths, device, random)
         inside = (torch.arange(int(lengths.max())) < lengths[:, None]).to(device)
-        padded = [torch.zeros(inside.shape, device=device).masked_scatter_(inside, x) for x in (rewards, values)]
+        padded = [
+            torch.zeros(inside.shape, device=device).masked_scatter_(inside, x)
+            for x in (rewards, values)
+        ]
         copies = [torch.empty_like(rewards) for _ in range(3)]
         steps = (
             partial(padded_loop, *padded, inside.float(), lam, 1.0),
@@ -73,7 +85,15 @@ def compare(given: argparse.Namespace, device: torch.device) -> tuple[list[dict[
         loop, ours, copy = in_turns(steps, given.repeats)
         milliseconds = {"loop ms": loop, "segmented_gae ms": ours, "copy ms": copy}
         medians = {heading: float(np.median(took)) * 1e3 for heading, took in milliseconds.items()}
-        rows.append({"lengths": name, "tokens": rewards.numel(), **medians, "error": float(error), "growth": ""})
+        rows.append(
+            {
+                "lengths": name,
+                "tokens": rewards.numel(),
+                **medians,
+                "error": float(error),
+                "growth": "",
+            }
+        )
         figures.append(ratio_figure(f"{name} lengths, padded loop over segmented_gae", loop, ours))
     return rows, figures
 
@@ -85,7 +105,12 @@ def grown(given: argparse.Namespace, device: torch.device) -> list[dict[str, Any
         random = torch.Generator().manual_seed(0)
         arrays = batch(torch.full((size // given.longest,), given.longest), device, random)
         seconds.append(float(np.median(in_turns([partial(decoupled_gae, *arrays, 1.0)], 3)[0])))
-        row = {"lengths": "decoupled_gae", "tokens": arrays[0].numel(), "loop ms": "", "segmented_gae ms": ""}
+        row = {
+            "lengths": "decoupled_gae",
+            "tokens": arrays[0].numel(),
+            "loop ms": "",
+            "segmented_gae ms": "",
+        }
         rows.append(row | {"copy ms": "", "error": "", "growth": ""})
         rows[-1]["segmented_gae ms"] = seconds[-1] * 1e3
     rows[-1]["growth"] = growth(sizes, seconds)
@@ -97,7 +122,9 @@ def main() -> None:
     arguments = parser(__doc__)
     arguments.add_argument("--responses", type=int, default=512)
     arguments.add_argument("--longest", type=int, default=4096)
-    arguments.add_argument("--largest", type=int, default=64_000_000, help="tokens of the largest batch")
+    arguments.add_argument(
+        "--largest", type=int, default=64_000_000, help="tokens of the largest batch"
+    )
     arguments.add_argument("--device", default="cpu")
     arguments.add_argument("--repeats", type=int, default=5)
     given = arguments.parse_args()

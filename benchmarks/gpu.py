@@ -1,18 +1,21 @@
-"""One GPU: seconds of forward and backward, and of the optimizer; tokens a second; model FLOP/s utilisation (MFU). BF16
-against FP8, for 1.5B, 7B and a slice of 32B.
+"""One GPU: seconds of forward and backward, and of the optimizer; tokens a second; model FLOP/s
+utilisation (MFU). BF16 against FP8, for 1.5B, 7B and a slice of 32B.
 
-    python -m benchmarks.gpu [--shapes 1.5b 7b 32b-slice] [--length 4096] [--json FILE]     on an H100 or H200
-    python -m benchmarks.gpu --tiny                                                         the same code on a CPU
+    python -m benchmarks.gpu [--shapes 1.5b 7b 32b-slice] [--length 4096] [--json FILE]     on an
+    H100 or H200 python -m benchmarks.gpu --tiny
+        the same code on a CPU
 
-Training steps over a packed micro-batch, no layer recomputed; every trainable parameter must have got a gradient, or
-the benchmark ends with an error. `optimizer` is the rest of a step: gradient norm and AdamW on float32 states. With
-its optimizer (18 bytes a parameter) 7B does not fit one GPU of 80 or 141 GB: such a row is measured without, gradients
-in bfloat16 and no update (`none` under optimizer). A row that does not fit even so says so: take fewer --sequences.
-The 32B slice is 6 of 64 layers at full width, what a rank of a pipeline holds. FLOPs of a token: 6 for each weight that
-multiplies it (word embeddings do not, the output layer does), and 12 x layers x heads x head size x half the length for
-causal attention; logits computed again are not counted. MFU is that of the whole step, `MFU f+b` without the optimizer;
-the peak is that of dense BF16, for FP8 rows too, so that rows compare. `linear` is what a plan has to assume as
-hardware.efficiency.linear to get these seconds.
+Training steps over a packed micro-batch, no layer recomputed; every trainable parameter must have
+got a gradient, or the benchmark ends with an error. `optimizer` is the rest of a step: gradient
+norm and AdamW on float32 states. With its optimizer (18 bytes a parameter) 7B does not fit one GPU
+of 80 or 141 GB: such a row is measured without, gradients in bfloat16 and no update (`none` under
+optimizer). A row that does not fit even so says so: take fewer --sequences. The 32B slice is 6 of
+64 layers at full width, what a rank of a pipeline holds. FLOPs of a token: 6 for each weight that
+multiplies it (word embeddings do not, the output layer does), and 12 x layers x heads x head size x
+half the length for causal attention; logits computed again are not counted. MFU is that of the
+whole step, `MFU f+b` without the optimizer; the peak is that of dense BF16, for FP8 rows too, so
+that rows compare. `linear` is what a plan has to assume as hardware.efficiency.linear to get these
+seconds.
 """
 
 import argparse
@@ -57,12 +60,12 @@ def flops_per_token(shape: Shape, length: int) -> float:
     """Of forward and backward, see above."""
     spec = shape.spec()
     weights = spec.parameter_count() - (0 if spec.tied else spec.vocab_size * spec.hidden_size)
-    return 6 * weights + 12 * spec.num_layers * spec.num_heads * spec.head_dim * length / 2
+    return 6 * weights + 12 * spec.attention_width * length / 2
 
 
 def planned_efficiency(shape: Shape, length: int, sequences: int, seconds: float) -> float:
-    """The share of the peak with which a plan's linear layers take these seconds of forward and backward, attention
-    keeping its assumed ratio to it."""
+    """The share of the peak with which a plan's linear layers take these seconds of forward and
+    backward, attention keeping its assumed ratio to it."""
     assumed, peak, spec = EfficiencyConfig(), peak_flops(), shape.spec()
     assert peak is not None, "the rate of this GPU is not known"
     tokens = sequences * (length - 1)
@@ -88,7 +91,8 @@ def fits_with_optimizer(shape: Shape) -> bool:
 
 
 def check_gradients(trainable: Trainable) -> None:
-    """Raises RunFailed where a parameter has no gradient after the backward pass, or only zeros, or none is trained."""
+    """Raises RunFailed where a parameter has no gradient after the backward pass, or only zeros, or
+    none is trained."""
     missing, trained = [], 0
     for chunk in trainable.chunks:
         for name, parameter in chunk.named_parameters():
@@ -103,9 +107,11 @@ def check_gradients(trainable: Trainable) -> None:
         )
 
 
-def step_seconds(trainable: Trainable, batch: ExperienceBatch, repeats: int, update: bool) -> tuple[float, float]:
-    """Least seconds of forward and backward, and of the update (0 without), of `repeats` steps after one that does not
-    count."""
+def step_seconds(
+    trainable: Trainable, batch: ExperienceBatch, repeats: int, update: bool
+) -> tuple[float, float]:
+    """Least seconds of forward and backward, and of the update (0 without), of `repeats` steps
+    after one that does not count."""
     loss, samples, platform = sft_loss(batch), range(batch.samples), current_platform()
     passes = updates = float("inf")
     for repeat in range(repeats + 1):
@@ -132,7 +138,8 @@ def measure(shape: Shape, recipe: str, given: argparse.Namespace) -> dict[str, A
     config = ActorConfig(
         max_tokens_per_microbatch=given.length * given.sequences,
         precision=PrecisionConfig(fp8=recipe),  # type: ignore[arg-type]
-        # The update is timed apart: the gather of its weights must not wait for the next forward pass.
+        # The update is timed apart: the gather of its weights must not wait for the next forward
+        # pass.
         optimizer=OptimizerSettings(overlap=False),
     )
     batch = sample_batch([given.length] * given.sequences, shape.vocab)
@@ -161,12 +168,16 @@ def measure(shape: Shape, recipe: str, given: argparse.Namespace) -> dict[str, A
 def main() -> None:
     """A row for each shape and recipe."""
     arguments = parser(__doc__)
-    arguments.add_argument("--shapes", nargs="+", choices=SHAPES, default=["1.5b", "7b", "32b-slice"])
+    arguments.add_argument(
+        "--shapes", nargs="+", choices=SHAPES, default=["1.5b", "7b", "32b-slice"]
+    )
     arguments.add_argument("--recipes", nargs="+", choices=RECIPES, default=RECIPES)
     arguments.add_argument("--length", type=int, default=4096)
     arguments.add_argument("--sequences", type=int, default=1, help="of a micro-batch")
     arguments.add_argument("--repeats", type=int, default=5)
-    arguments.add_argument("--tiny", action="store_true", help="a tiny shape and short sequences, for the code's sake")
+    arguments.add_argument(
+        "--tiny", action="store_true", help="a tiny shape and short sequences, for the code's sake"
+    )
     given = arguments.parse_args()
     if given.tiny:
         given.shapes, given.length, given.sequences, given.repeats = ["tiny"], 64, 2, 1
@@ -175,7 +186,9 @@ def main() -> None:
         for name in given.shapes:
             for recipe in given.recipes:
                 label = "bf16" if recipe == "none" else f"fp8 {recipe}"
-                rows.append({"shape": name, "precision": label, **measure(SHAPES[name], recipe, given)})
+                rows.append(
+                    {"shape": name, "precision": label, **measure(SHAPES[name], recipe, given)}
+                )
                 gc.collect()  # the model of the row before is a cycle
                 current_platform().empty_cache()
     publish(f"{given.sequences} sequences of {given.length} tokens a micro-batch", rows, given.json)

@@ -1,24 +1,28 @@
-"""What a step costs the host at the sizes of large runs, part by part: made-up responses, no models.
+"""What a step costs the host at the sizes of large runs, part by part: made-up responses, no
+models.
 
-    python -m benchmarks.host_costs [--tokens 12000000] [--length 6000] [--ranks 1024] [--dp 128] [--json FILE]
+    python -m benchmarks.host_costs [--tokens 12000000] [--length 6000] [--ranks 1024] [--dp 128]
+    [--json FILE]
 
-Lengths are log-normal and cut at 20,000. Each part is measured at the size that a rank of such a run has: with all
-samples where it works through all, with its share of them elsewhere. Two ranks of this machine take part and
-communicate over loopback; network time is computed separately, at --gbps per node of eight ranks.
+Lengths are log-normal and cut at 20,000. Each part is measured at the size that a rank of such a
+run has: with all samples where it works through all, with its share of them elsewhere. Two ranks of
+this machine take part and communicate over loopback; network time is computed separately, at --gbps
+per node of eight ranks.
 
-    parse       rank 0: columns of numbers become arrays (server/client.py); requests are in benchmarks.rollout_host
-    batch       rank 0: samples become the batch
-    scatter     rank 0: the batch is sent to the samples' home ranks; the other rank represents all others
-    plan        every rank: all samples are distributed, for actor and critic, and each mini-batch of --minibatches for
-                both; one rank's are put into micro-batches. "plan once" is one such distribution of all samples
-    advantages  every rank, on its own samples: GAE, whitening, the critic's measures; sums are joined over the two
-    pack        every rank: the samples that it scores and trains on become tensors of micro-batches
-    network     computed: rank 0's rollout, then the inputs and outputs of the models
-    GB          peak growth of rank 0's memory, up to the end of scatter
+    parse       rank 0: columns of numbers become arrays (server/client.py); requests are in
+    benchmarks.rollout_host batch       rank 0: samples become the batch
+    scatter     rank 0: the batch is sent to the samples' home ranks; the other rank represents all
+    others plan        every rank: all samples are distributed, for actor and critic, and each
+                mini-batch of --minibatches for both; one rank's are put into micro-batches. "plan
+                once" is one such distribution of all samples
+    advantages  every rank, on its own samples: GAE, whitening, the critic's measures; sums are
+    joined over the two pack        every rank: the samples that it scores and trains on become
+    tensors of micro-batches network     computed: rank 0's rollout, then the inputs and outputs of
+    the models GB          peak growth of rank 0's memory, up to the end of scatter
 
-It takes a minute. The full sizes: --tokens 49000000 168000000 393000000 (minutes, and 16 GB). Growth is the exponent of
-time against tokens over an eighth, a quarter, a half and the whole of the first size; 1 means linear. The figures are
-compared with the targets of large runs below the table.
+It takes a minute. The full sizes: --tokens 49000000 168000000 393000000 (minutes, and 16 GB).
+Growth is the exponent of time against tokens over an eighth, a quarter, a half and the whole of the
+first size; 1 means linear. The figures are compared with the targets of large runs below the table.
 """
 
 import time
@@ -42,7 +46,7 @@ from vapo_megatron.engines.server.process import EngineAddress
 from vapo_megatron.monitoring.recorder import Recorder
 from vapo_megatron.monitoring.timers import MemoryGauge, host_gauge
 from vapo_megatron.training.advantages import estimate_advantages
-from vapo_megatron.training.shards import ShardedBatch, cut, scatter
+from vapo_megatron.training.shards import ShardedBatch, partition_by_tokens, scatter
 
 PROMPT = Prompt("", "", "", tuple(range(200)))
 META = {"finish_reason": {"type": "stop"}, "weight_versions": [{"version": "1"}]}
@@ -53,11 +57,16 @@ BESIDE = ("plan once", "GB")
 GOALS = {
     "GB": (160_000_000, 12.0, "GB of rank 0 at 512 x 16 x 20k tokens, of a node's"),
     "plan once": (390_000_000, 2.0, "seconds to share out 65,536 samples"),
-    "all": (390_000_000, 60.0, "seconds of host time in a step of 65,536 x 6k tokens at 1,024 GPUs"),
+    "all": (
+        390_000_000,
+        60.0,
+        "seconds of host time in a step of 65,536 x 6k tokens at 1,024 GPUs",
+    ),
 }
-# Bytes per token that go over the network: the rollout; token and rollout log-prob for actor and critic to score, and
-# log-prob, entropy and value home; for their updates token and rollout log-prob, with values and returns (critic), with
-# old log-prob, advantage and importance weight (actor).
+# Bytes per token that go over the network: the rollout; token and rollout log-prob for actor and
+# critic to score, and log-prob, entropy and value home; for their updates token and rollout
+# log-prob, with values and returns (critic), with old log-prob, advantage and importance weight
+# (actor).
 SENT_ONCE = 8
 SCORED = 2 * 8 + 3 * 4
 TRAINED = 8 + 2 * 4 + 8 + 3 * 4
@@ -71,7 +80,11 @@ def messages(lengths: list[int], group: int) -> list[bytes]:
         part = lengths[start : start + group]
         ids = [random.integers(0, 150_000, n, dtype=np.int32) for n in part]
         logprobs = [-random.random(n, dtype=np.float32) for n in part]
-        found.append(columns.join([columns.Columns(META, *pair, None) for pair in zip(ids, logprobs, strict=True)]))
+        found.append(
+            columns.join(
+                [columns.Columns(META, *pair, None) for pair in zip(ids, logprobs, strict=True)]
+            )
+        )
     return found
 
 
@@ -80,11 +93,15 @@ def collected(lengths: list[int], group: int, timed: Callable[..., Any]) -> Expe
     client = EngineClient(EngineAddress("http://unused", "no log"), 1.0)
 
     def parse(answers: list[bytes]) -> list[Any]:
-        return [client._completion(answer) for message in answers for answer in columns.unpack(message)]
+        return [
+            client._completion(answer) for message in answers for answer in columns.unpack(message)
+        ]
 
     responses = timed("parse", parse, messages(lengths, group))
     samples = [
-        Sample(PROMPT, i // group, 0, 0, one.token_ids, one.logprobs, "stop", 1, 1, reward=float(i % 2))
+        Sample(
+            PROMPT, i // group, 0, 0, one.token_ids, one.logprobs, "stop", 1, 1, reward=float(i % 2)
+        )
         for i, one in enumerate(responses)
     ]
     del responses
@@ -125,8 +142,9 @@ def measure(
     timed("plan once", lambda: planner.plan(table.lengths, range(table.samples))[0])
     found = timed("plan", plan)
     found[0]
-    # The first two ranks of a run: what is at home with the others is nowhere here, and counts as zeros.
-    homes = cut(table, ranks)
+    # The first two ranks of a run: what is at home with the others is nowhere here, and counts as
+    # zeros.
+    homes = partition_by_tokens(table, ranks)
     mine = torch.arange(int(homes[dist.get_rank()]), int(homes[dist.get_rank() + 1]))
     own = zeros(table.select(mine))
     own.old_logprobs = own.entropies = torch.zeros(own.response_tokens)
@@ -152,7 +170,9 @@ def measure(
 def zeros(table: SampleTable) -> ExperienceBatch:
     """Samples whose tokens and log-probs are zeros."""
     tokens, responses = int(table.lengths.sum()), int(table.response_lengths.sum())
-    return table.batch(tokens=torch.zeros(tokens, dtype=torch.int32), rollout_logprobs=torch.zeros(responses))
+    return table.batch(
+        tokens=torch.zeros(tokens, dtype=torch.int32), rollout_logprobs=torch.zeros(responses)
+    )
 
 
 def measure_all(sizes: list[int], *args: int) -> dict[str, Any]:
@@ -164,7 +184,8 @@ def measure_all(sizes: list[int], *args: int) -> dict[str, Any]:
 
 
 def network_seconds(tokens: int, ranks: int, dp: int, gbps: float) -> float:
-    """Until rank 0's node has sent the rollout, and nodes what others compute; every rank of a share gets a copy."""
+    """Until rank 0's node has sent the rollout, and nodes what others compute; every rank of a
+    share gets a copy."""
     nodes = max(1, ranks // RANKS_PER_NODE)
     copies = ranks / dp
     out_of_a_node = tokens * (SCORED + TRAINED) * copies / nodes
@@ -180,7 +201,9 @@ def main() -> None:
     arguments.add_argument("--ranks", type=int, default=1024, help="of the run")
     arguments.add_argument("--dp", type=int, default=128, help="data-parallel ranks of each model")
     arguments.add_argument("--minibatches", type=int, default=8, help="in a step")
-    arguments.add_argument("--gbps", type=float, default=100.0, help="network of a node, gigabits a second")
+    arguments.add_argument(
+        "--gbps", type=float, default=100.0, help="network of a node, gigabits a second"
+    )
     given = arguments.parse_args()
     first = given.tokens[0]
     sizes = [first // 8, first // 4, first // 2, *given.tokens]

@@ -1,11 +1,14 @@
-"""Log-probs and entropy from chunks of logits against whole logits: time, and the most memory beyond the inputs.
+"""Log-probs and entropy from chunks of logits against whole logits: time, and the most memory
+beyond the inputs.
 
-    python -m benchmarks.logprob_head [--words 151936] [--tokens 8192] [--hidden 1536] [--chunk ROWS] [--json FILE]
+    python -m benchmarks.logprob_head [--words 151936] [--tokens 8192] [--hidden 1536] [--chunk
+    ROWS] [--json FILE]
 
-Forward and backward of both; "plain" is log_softmax over fp32 logits, then gather and entropy, as trainers without a
-fused head do it. On a CPU memory is what the process holds resident at most, beyond what it held before, measured in a
-process of its own; the plain way holds several times tokens x words x 4 bytes (5 GB with the defaults), fewer --tokens
-take in proportion. On a GPU it is what the allocator gave at most.
+Forward and backward of both; "plain" is log_softmax over fp32 logits, then gather and entropy, as
+trainers without a fused head do it. On a CPU memory is what the process holds resident at most,
+beyond what it held before, measured in a process of its own; the plain way holds several times
+tokens x words x 4 bytes (5 GB with the defaults), fewer --tokens take in proportion. On a GPU it is
+what the allocator gave at most.
 """
 
 import argparse
@@ -36,8 +39,17 @@ def measure(name: str, given: argparse.Namespace, entropy: bool) -> tuple[list[f
     """Seconds of forward and backward, round by round, and MiB at most beyond the inputs."""
     device, dtype = current_platform().device, getattr(torch, given.dtype)
     generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(given.tokens, given.hidden, generator=generator).to(device, dtype).requires_grad_()
-    weight = torch.randn(given.words, given.hidden, generator=generator).to(device, dtype).mul_(0.02).requires_grad_()
+    hidden = (
+        torch.randn(given.tokens, given.hidden, generator=generator)
+        .to(device, dtype)
+        .requires_grad_()
+    )
+    weight = (
+        torch.randn(given.words, given.hidden, generator=generator)
+        .to(device, dtype)
+        .mul_(0.02)
+        .requires_grad_()
+    )
     labels = torch.randint(0, given.words, (given.tokens,), generator=generator).to(device)
 
     def chunked(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -72,10 +84,14 @@ def main() -> None:
     arguments.add_argument("--words", type=int, default=151936)
     arguments.add_argument("--tokens", type=int, default=8192)
     arguments.add_argument("--hidden", type=int, default=1536)
-    arguments.add_argument("--chunk", type=int, help="rows of logits held at once; as a run has it where left out")
+    arguments.add_argument(
+        "--chunk", type=int, help="rows of logits held at once; as a run has it where left out"
+    )
     arguments.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
     arguments.add_argument("--repeats", type=int, default=3)
-    arguments.add_argument("--only", choices=("plain", "chunked"), help="where the plain way does not fit")
+    arguments.add_argument(
+        "--only", choices=("plain", "chunked"), help="where the plain way does not fit"
+    )
     given = arguments.parse_args()
     given.chunk = given.chunk or logits_rows(given.words)
     rows, figures = [], []
@@ -88,15 +104,27 @@ def main() -> None:
             worker.start()
             worker.join()
             if worker.exitcode:
-                raise SystemExit(f"{name}: ended with code {worker.exitcode}; it may not have fit, try fewer --tokens")
+                raise SystemExit(
+                    f"{name}: ended with code {worker.exitcode}; it may not have fit, try fewer "
+                    "--tokens"
+                )
             found[name], peak = answers.get()
             told = "yes" if entropy else "no"
-            row = {"head": name, "entropy in the loss": told, "seconds": float(np.median(found[name]))}
+            row = {
+                "head": name,
+                "entropy in the loss": told,
+                "seconds": float(np.median(found[name])),
+            }
             rows.append(row | {"peak MiB": peak})
         if len(found) == 2:
             what = "with entropy" if entropy else "without entropy"
-            figures.append(ratio_figure(f"{what}, whole logits over chunks", found["plain"], found["chunked"]))
-    title = f"{given.tokens} tokens, {given.words} words, hidden {given.hidden}, {given.dtype}, chunk {given.chunk}"
+            figures.append(
+                ratio_figure(f"{what}, whole logits over chunks", found["plain"], found["chunked"])
+            )
+    title = (
+        f"{given.tokens} tokens, {given.words} words, hidden {given.hidden}, {given.dtype}, chunk "
+        f"{given.chunk}"
+    )
     publish(title, rows, given.json, figures)
 
 

@@ -1,10 +1,13 @@
-"""What packing is worth: tokens a second of a heavy-tailed batch, packed against padded to the longest.
+"""What packing is worth: tokens a second of a heavy-tailed batch, packed against padded to the
+longest.
 
-    python -m benchmarks.packing [--shape 10m] [--samples 64] [--mean 150] [--longest 512] [--json FILE]
+    python -m benchmarks.packing [--shape 10m] [--samples 64] [--mean 150] [--longest 512] [--json
+    FILE]
 
-Both train the same model on the same samples with the same budget of a micro-batch. The padded way is that of trainers
-without packing: samples in random order, as many to a micro-batch as fit when each takes the room of the longest; its
-padding is computed like any token. "by length" sorts first, the best a padded batch can do. Only real tokens count.
+Both train the same model on the same samples with the same budget of a micro-batch. The padded way
+is that of trainers without packing: samples in random order, as many to a micro-batch as fit when
+each takes the room of the longest; its padding is computed like any token. "by length" sorts first,
+the best a padded batch can do. Only real tokens count.
 """
 
 import random
@@ -58,8 +61,12 @@ def main() -> None:
     }
     shape = SHAPES[given.shape]
     with one_rank():
-        model = random_model(shape, ActorConfig(max_tokens_per_microbatch=given.budget), given.dtype)
-        steps = [gradient_step(model, sample_batch(computed, shape.vocab)) for computed in ways.values()]
+        model = random_model(
+            shape, ActorConfig(max_tokens_per_microbatch=given.budget), given.dtype
+        )
+        steps = [
+            gradient_step(model, sample_batch(computed, shape.vocab)) for computed in ways.values()
+        ]
         seconds = in_turns(steps, given.repeats)
     rows = [
         {
@@ -73,7 +80,12 @@ def main() -> None:
         ratio_figure(f"forward and backward, {name} over packed", took, seconds[0])
         for name, took in zip(ways, seconds, strict=True)
     ][1:]
-    publish(f"{given.shape}, {given.samples} samples of {given.mean:.0f} tokens on average", rows, given.json, figures)
+    publish(
+        f"{given.shape}, {given.samples} samples of {given.mean:.0f} tokens on average",
+        rows,
+        given.json,
+        figures,
+    )
 
 
 if __name__ == "__main__":

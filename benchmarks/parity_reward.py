@@ -1,4 +1,5 @@
-"""The reward of benchmarks.step_beside_trl: is the number of words odd? Any model gets some of them."""
+"""The reward of benchmarks.step_beside_trl: is the number of words odd? Any model gets some of
+them."""
 
 from collections.abc import Mapping
 from typing import Any

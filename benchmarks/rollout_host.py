@@ -1,16 +1,19 @@
-"""What rank 0 pays for the responses of a rollout: requests, parsing and batch building, in seconds of its core.
+"""What rank 0 pays for the responses of a rollout: requests, parsing and batch building, in seconds
+of its core.
 
-    python -m benchmarks.rollout_host [--tokens 3000000] [--length 6000] [--group 16] [--engines 2] [--json FILE]
+    python -m benchmarks.rollout_host [--tokens 3000000] [--length 6000] [--group 16] [--engines 2]
+    [--json FILE]
 
-Stub engines, separate processes on loopback, answer each request at once with made-up responses. "columns" is what the
-trainer does: engines/server/client.py asks for columns of numbers (engines/inside/columns.py), from which samples and
-the batch are made. "JSON" is what it did before: SGLang's own answers become Python numbers, with the cyclic garbage
-collector off, and these become arrays.
+Stub engines, separate processes on loopback, answer each request at once with made-up responses.
+"columns" is what the trainer does: engines/server/client.py asks for columns of numbers
+(engines/inside/columns.py), from which samples and the batch are made. "JSON" is what it did
+before: SGLang's own answers become Python numbers, with the cyclic garbage collector off, and these
+    become arrays.
 Columns of the table, per million tokens:
 
-    s to fetch    CPU seconds of rank 0 for requests, answers and parsing; s to batch: for building the batch
-    ms held       the longest time for which the event loop was blocked (not per million tokens)
-    MB held       growth of the process's heap once all responses have arrived
+    s to fetch    CPU seconds of rank 0 for requests, answers and parsing; s to batch: for building
+    the batch ms held       the longest time for which the event loop was blocked (not per million
+    tokens) MB held       growth of the process's heap once all responses have arrived
 
 Growth is the exponent of time against tokens; 1 means linear.
 """
@@ -36,7 +39,13 @@ from vapo_megatron.engines.server.client import EngineClient
 from vapo_megatron.engines.server.process import EngineAddress
 
 PROMPT = Prompt("", "", "", tuple(range(200)))
-PARAMS = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "max_new_tokens": 20_000, "stop_token_ids": [151_643]}
+PARAMS = {
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": -1,
+    "max_new_tokens": 20_000,
+    "stop_token_ids": [151_643],
+}
 IN_FLIGHT = 32
 
 
@@ -49,7 +58,9 @@ def made_up(length: int, group: int) -> list[dict[str, Any]]:
         logprobs = (-random.exponential(1.0, length)).astype(np.float32).tolist()
         meta = {
             "finish_reason": {"type": "stop"},
-            "output_token_logprobs": [[value, token, None] for value, token in zip(logprobs, ids, strict=True)],
+            "output_token_logprobs": [
+                [value, token, None] for value, token in zip(logprobs, ids, strict=True)
+            ],
             "weight_versions": [{"version": "1"}],
         }
         answers.append({"output_ids": ids, "meta_info": meta})
@@ -59,13 +70,18 @@ def made_up(length: int, group: int) -> list[dict[str, Any]]:
 def serve(length: int, group: int, port: Any) -> None:
     """A stub engine, until it is killed; puts its port."""
     answers = made_up(length, group)
-    bodies = {columns.PATH: (columns.pack(answers), columns.MEDIA_TYPE), "generate": (json.dumps(answers), "text/json")}
+    bodies = {
+        columns.PATH: (columns.pack(answers), columns.MEDIA_TYPE),
+        "generate": (json.dumps(answers), "text/json"),
+    }
 
     async def run() -> None:
         application = web.Application(client_max_size=1 << 30)
         for path, (body, kind) in bodies.items():
 
-            async def answer(request: web.Request, body: Any = body, kind: str = kind) -> web.Response:
+            async def answer(
+                request: web.Request, body: Any = body, kind: str = kind
+            ) -> web.Response:
                 await request.read()
                 return web.Response(body=body, content_type=kind)
 
@@ -88,7 +104,11 @@ async def by_columns(session: aiohttp.ClientSession, client: EngineClient, group
 
 async def by_json(session: aiohttp.ClientSession, client: EngineClient, group: int) -> list[Any]:
     """Likewise, as it did before."""
-    body = {"input_ids": [list(PROMPT.token_ids)] * group, "sampling_params": [PARAMS] * group, "return_logprob": True}
+    body = {
+        "input_ids": [list(PROMPT.token_ids)] * group,
+        "sampling_params": [PARAMS] * group,
+        "return_logprob": True,
+    }
     async with session.post(f"{client.address.url}/generate", json=body) as answer:
         text = await answer.text()
     gc.disable()
@@ -97,7 +117,10 @@ async def by_json(session: aiohttp.ClientSession, client: EngineClient, group: i
     return [
         (
             np.array(answer.pop("output_ids"), dtype=np.int32),
-            np.array([entry[0] for entry in answer["meta_info"].pop("output_token_logprobs")], dtype=np.float32),
+            np.array(
+                [entry[0] for entry in answer["meta_info"].pop("output_token_logprobs")],
+                dtype=np.float32,
+            ),
         )
         for answer in answers
     ]
@@ -108,7 +131,9 @@ WAYS = {"JSON": by_json, "columns": by_columns}
 
 async def fetch(way: str, ports: list[int], groups: int, group: int) -> tuple[list[Any], float]:
     """All responses, and the longest time in seconds for which the loop was held."""
-    clients = [EngineClient(EngineAddress(f"http://127.0.0.1:{port}", "no log"), 600) for port in ports]
+    clients = [
+        EngineClient(EngineAddress(f"http://127.0.0.1:{port}", "no log"), 600) for port in ports
+    ]
     held, room = 0.0, asyncio.Semaphore(IN_FLIGHT)
 
     async def watch() -> None:
@@ -179,7 +204,9 @@ def main() -> None:
         stub.start()
     ports = [queue.get() for _ in stubs]
     found: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
-    steps = [lambda way=way: found[way].append(rollout(way, ports, given.tokens, given)) for way in WAYS]
+    steps = [
+        lambda way=way: found[way].append(rollout(way, ports, given.tokens, given)) for way in WAYS
+    ]
     in_turns(steps, given.repeats)
     sizes = [given.tokens * factor // 2 for factor in (1, 2, 4, 8)]
     grown = growth(sizes, [rollout("columns", ports, size, given)["seconds"] for size in sizes])
@@ -187,10 +214,16 @@ def main() -> None:
         stub.kill()
     rows = []
     for way, runs in found.items():
-        medians = {name: float(np.median([run[name] for run in runs[1:]])) for name in runs[0] if name != "seconds"}
+        medians = {
+            name: float(np.median([run[name] for run in runs[1:]]))
+            for name in runs[0]
+            if name != "seconds"
+        }
         rows.append({"responses as": way, **medians, "growth": grown if way == "columns" else ""})
     seconds = {way: [run["seconds"] for run in runs[1:]] for way, runs in found.items()}
-    figures = [ratio_figure("rank 0's seconds, JSON over columns", seconds["JSON"], seconds["columns"])]
+    figures = [
+        ratio_figure("rank 0's seconds, JSON over columns", seconds["JSON"], seconds["columns"])
+    ]
     title = f"for a million response tokens; {given.tokens:,} of them, {given.length} a response"
     publish(title, rows, given.json, figures)
 

@@ -3,11 +3,14 @@
     python -m benchmarks.save_beside_steps [--shape 50m] [--ranks 1] [--tokens 4096] [--json FILE]
 
     step s     forward, backward and update of so many tokens per rank
-    saved s    the same step with a whole save begun before it, as in training (checkpoint/state_saver.py): the part
-               that the step waits for, and the part that is written during the step
-    left s     how much of the save remains when the step ends; training would wait for it only at its next save
+    saved s    the same step with a whole save begun before it, as in training
+               (checkpoint/state_saver.py): the part that the step waits for, and the part that is
+               written during the step
+    left s     how much of the save remains when the step ends; training would wait for it only at
+    its next save
 
-A rank computes on one thread, and the save needs part of another: with as many ranks as cores, it slows them down.
+A rank computes on one thread, and the save needs part of another: with as many ranks as cores, it
+slows them down.
 """
 
 import tempfile
@@ -21,7 +24,16 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
-from benchmarks.common import SHAPES, over_ranks, parser, publish, random_model, ratio_figure, sample_batch, sft_loss
+from benchmarks.common import (
+    SHAPES,
+    over_ranks,
+    parser,
+    publish,
+    random_model,
+    ratio_figure,
+    sample_batch,
+    sft_loss,
+)
 from vapo_megatron.checkpoint.manifest import Progress
 from vapo_megatron.checkpoint.resume import SavedModel
 from vapo_megatron.checkpoint.state_saver import Outcome, SavedRun, Snapshot, StateSaver
@@ -35,11 +47,15 @@ PARTS = ("step", "saved", "left")
 def measure(shape: str, root: str, tokens: int, repeats: int) -> dict[str, Any]:
     """Collective: seconds of each part, round by round."""
     model = random_model(SHAPES[shape], ActorConfig(), "float32")
-    batch = sample_batch([SAMPLE_TOKENS] * (tokens // SAMPLE_TOKENS * dist.get_world_size()), SHAPES[shape].vocab)
+    batch = sample_batch(
+        [SAMPLE_TOKENS] * (tokens // SAMPLE_TOKENS * dist.get_world_size()), SHAPES[shape].vocab
+    )
     loss, source, run_dir = sft_loss(batch), Path(root) / "hf", Path(root) / "run"
     if dist.get_rank() == 0:
         SHAPES[shape].hf_config().save_pretrained(source)
-    run = SavedRun(ActorConfig(), "train", run_dir, {"actor": SavedModel(model, source)}, "benchmark")
+    run = SavedRun(
+        ActorConfig(), "train", run_dir, {"actor": SavedModel(model, source)}, "benchmark"
+    )
     saver = StateSaver(run, run_dir, RetentionConfig(last=1))
 
     def step() -> None:
@@ -60,7 +76,9 @@ def measure(shape: str, root: str, tokens: int, repeats: int) -> dict[str, Any]:
             for name, seconds in zip(PARTS, took, strict=True):
                 found[name].append(seconds)
     (checkpoint,) = (run_dir / "checkpoints").iterdir()
-    return found | {"bytes": sum(path.stat().st_size for path in checkpoint.rglob("*") if path.is_file())}
+    return found | {
+        "bytes": sum(path.stat().st_size for path in checkpoint.rglob("*") if path.is_file())
+    }
 
 
 def timed(work: Callable[[], object]) -> float:
@@ -86,7 +104,11 @@ def main() -> None:
             found = over_ranks(ranks, measure, given.shape, root, given.tokens, given.repeats)
         medians = {f"{name} s": float(np.median(found[name])) for name in PARTS}
         rows.append({"ranks": ranks, "GB": found["bytes"] / 1e9, **medians})
-        figures.append(ratio_figure(f"{ranks} ranks, a step over one beside a save", found["step"], found["saved"]))
+        figures.append(
+            ratio_figure(
+                f"{ranks} ranks, a step over one beside a save", found["step"], found["saved"]
+            )
+        )
     publish(f"{given.shape}, steps of {given.tokens} tokens a rank", rows, given.json, figures)
 
 

@@ -1,12 +1,15 @@
-"""Saving a model's training state and loading it again, against torch.save and torch.load of as many bytes, in one run.
+"""Saving a model's training state and loading it again, against torch.save and torch.load of as
+many bytes, in one run.
 
     python -m benchmarks.saving [--shape 50m] [--ranks 1 2] [--json FILE]
 
-What a checkpoint of one model takes: float32 weights and both moments of AdamW, cut over data-parallel ranks. Files are
-in memory (/dev/shm), so that no disk shows. The two take turns, round by round.
+What a checkpoint of one model takes: float32 weights and both moments of AdamW, cut over
+data-parallel ranks. Files are in memory (/dev/shm), so that no disk shows. The two take turns,
+round by round.
 
-    plan s     training stands still: agreeing on who writes what, copying to the host; write s: while training goes on,
-               digests included; load s: a resume, every file compared with its digest first
+    plan s     training stands still: agreeing on who writes what, copying to the host; write s:
+               while training goes on, digests included; load s: a resume, every file compared with
+               its digest first
     save, load GB/s a rank: of its part, from write s and load s
     torch s    rank 0 writes as many bytes alone, by torch.save; torch load s: it reads them
 """
@@ -96,11 +99,22 @@ def main() -> None:
             found = over_ranks(ranks, measure, given.shape, root, given.repeats)
         medians = {f"{name} s": float(np.median(found[name])) for name in PARTS}
         share = found["bytes"] / 1e9 / ranks
-        rates = {f"{done} GB/s": share / medians[f"{name} s"] for done, name in (("save", "write"), ("load", "load"))}
+        rates = {
+            f"{done} GB/s": share / medians[f"{name} s"]
+            for done, name in (("save", "write"), ("load", "load"))
+        }
         rows.append({"ranks": ranks, "GB": found["bytes"] / 1e9, **medians, **rates})
         whole = np.add(found["plan"], found["write"])
-        figures.append(ratio_figure(f"{ranks} ranks, torch.save over a checkpoint's model", found["torch"], whole))
-        figures.append(ratio_figure(f"{ranks} ranks, torch.load over a resume's", found["torch load"], found["load"]))
+        figures.append(
+            ratio_figure(
+                f"{ranks} ranks, torch.save over a checkpoint's model", found["torch"], whole
+            )
+        )
+        figures.append(
+            ratio_figure(
+                f"{ranks} ranks, torch.load over a resume's", found["torch load"], found["load"]
+            )
+        )
     publish(f"{given.shape}, weights and AdamW", rows, given.json, figures)
 
 

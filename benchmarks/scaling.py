@@ -1,9 +1,10 @@
 """Tokens a second as ranks are added, for each way to cut the work.
 
-    python -m benchmarks.scaling [--shape 10m] [--ranks 1 2] [--samples 32] [--length 512] [--json FILE]
+    python -m benchmarks.scaling [--shape 10m] [--ranks 1 2] [--samples 32] [--length 512] [--json
+    FILE]
 
-The batch stays the same. "of ideal" is the speed over that of one rank times the ranks. Ranks beyond the cores (or
-GPUs) of the machine can show nothing but the cost of communication.
+The batch stays the same. "of ideal" is the speed over that of one rank times the ranks. Ranks
+beyond the cores (or GPUs) of the machine can show nothing but the cost of communication.
 """
 
 from typing import Any
@@ -42,7 +43,9 @@ def measure(
     """On every rank: seconds of forward and backward, round by round."""
     cut = LayoutConfig(**layout)
     budget = max(4 * length // cut.cp, length)
-    model = random_model(SHAPES[shape], ActorConfig(layout=cut, max_tokens_per_microbatch=budget), dtype)
+    model = random_model(
+        SHAPES[shape], ActorConfig(layout=cut, max_tokens_per_microbatch=budget), dtype
+    )
     batch = sample_batch([length] * samples, SHAPES[shape].vocab)
     return {"seconds": in_turns([gradient_step(model, batch)], repeats)[0]}
 
@@ -63,12 +66,18 @@ def main() -> None:
     for ranks in given.ranks:
         for name, layout in layouts(ranks, given.shape).items():
             sizes = given.samples, given.length, given.dtype, given.repeats
-            seconds = over_ranks(ranks, measure, given.shape, layout.model_dump(), *sizes)["seconds"]
+            seconds = over_ranks(ranks, measure, given.shape, layout.model_dump(), *sizes)[
+                "seconds"
+            ]
             found[f"{name} x {ranks}"] = seconds
-            rows.append({"layout": f"{name} x {ranks}", "tok/s": tokens / float(np.median(seconds))})
+            rows.append(
+                {"layout": f"{name} x {ranks}", "tok/s": tokens / float(np.median(seconds))}
+            )
             rows[-1]["of ideal"] = rows[-1]["tok/s"] / rows[0]["tok/s"] * given.ranks[0] / ranks
     alone = next(iter(found.values()))
-    figures = [ratio_figure(f"one rank over {name}", alone, seconds) for name, seconds in found.items()][1:]
+    figures = [
+        ratio_figure(f"one rank over {name}", alone, seconds) for name, seconds in found.items()
+    ][1:]
     title = f"{given.shape}, {given.samples} samples of {given.length} tokens, {given.dtype}"
     publish(title, rows, given.json, figures)
 

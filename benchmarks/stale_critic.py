@@ -1,10 +1,13 @@
-"""What the age of responses does to advantages, value targets and the critic, with and without corrections.
+"""What the age of responses does to advantages, value targets and the critic, with and without
+corrections.
 
-    python -m benchmarks.stale_critic [--seeds 8] [--kl 1e-4 4e-4] [--image FILE.png] [--json FILE.json]
+    python -m benchmarks.stale_critic [--seeds 8] [--kl 1e-4 4e-4] [--image FILE.png] [--json
+    FILE.json]
 
-A policy drifts by gradient steps of a given size on a token MDP whose values are counted. Responses of the policy of
-`age` steps ago teach the critic of today's. Prints, for every age and way to correct: bias and standard deviation of
-value targets and advantages where the critic knows the old policy exactly, and the error of a critic that has
+A policy drifts by gradient steps of a given size on a token MDP whose values are counted. Responses
+of the policy of `age` steps ago teach the critic of today's. Prints, for every age and way to
+correct: bias and standard deviation of value targets and advantages where the critic knows the old
+    policy exactly, and the error of a critic that has
 learnt from responses of that age for many steps. Intervals are 95 % over seeds (Student's t).
 """
 
@@ -27,7 +30,7 @@ from benchmarks.token_mdp import LONGEST, STATES, WORDS, Responses, TokenMdp
 from vapo_megatron.algorithms.gae import length_adaptive_lambda
 from vapo_megatron.algorithms.importance import corrected_gae, mis, tis
 from vapo_megatron.algorithms.segments import segment_mean, segment_sum, to_tokens
-from vapo_megatron.config.atomic import atomic_write
+from vapo_megatron.files import atomic_write
 
 AGES = (0, 1, 2, 4, 8, 16)
 ALPHA = 1.5  # SAO's, of length-adaptive lambda_policy
@@ -59,7 +62,8 @@ def truncated(cap: float) -> Weights:
 
 
 def block_bounds(cu_seqlens: Tensor, size: int) -> Tensor:
-    """cu_seqlens of blocks of `size` tokens, the last of a response shorter: int [S + 1] -> int64 [B + 1]."""
+    """cu_seqlens of blocks of `size` tokens, the last of a response shorter: int [S + 1] -> int64
+    [B + 1]."""
     bounds = cu_seqlens.long()
     starts = torch.arange(int(bounds[-1]))
     starts = starts[(starts - to_tokens(bounds[:-1], bounds)) % size == 0]
@@ -107,11 +111,16 @@ def log_ratios(found: Responses, policy: Tensor, behaviour: Tensor) -> Tensor:
     return difference[found.states, found.words].float()
 
 
-def estimate(found: Responses, log_ratio: Tensor, critic: Tensor, way: Way) -> tuple[Tensor, Tensor, Tensor]:
-    """Advantages, value targets and the tokens that are learnt from, [T] each; critic is a table [LONGEST, STATES]."""
+def estimate(
+    found: Responses, log_ratio: Tensor, critic: Tensor, way: Way
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Advantages, value targets and the tokens that are learnt from, [T] each; critic is a table
+    [LONGEST, STATES]."""
     lam = length_adaptive_lambda(found.cu_seqlens.diff(), ALPHA)
     values, weights = critic.flatten()[found.cells].float(), way.weigh(log_ratio, found.cu_seqlens)
-    both = corrected_gae(found.rewards, values, found.cu_seqlens, lam, way.lam_critic, weights, weights)
+    both = corrected_gae(
+        found.rewards, values, found.cu_seqlens, lam, way.lam_critic, weights, weights
+    )
     return *both, way.accept(log_ratio, found.cu_seqlens)
 
 
@@ -121,10 +130,14 @@ def cell_means(x: Tensor, cells: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return torch.bincount(cells, x.double(), minlength=count) / counts.clamp(min=1), counts
 
 
-def squared_bias_and_variance(halves: list[tuple[Tensor, Tensor]], truth: Tensor) -> tuple[float, float]:
-    """Of estimates of a table, from two independent halves of (estimates, cells), averaged over tokens.
+def squared_bias_and_variance(
+    halves: list[tuple[Tensor, Tensor]], truth: Tensor
+) -> tuple[float, float]:
+    """Of estimates of a table, from two independent halves of (estimates, cells), averaged over
+    tokens.
 
-    The product of both halves' errors has the squared bias for its mean, however few samples a cell has.
+    The product of both halves' errors has the squared bias for its mean, however few samples a cell
+    has.
     """
     (first, n), (second, m) = (cell_means(x, cells, truth.numel()) for x, cells in halves)
     seen = (n > 0) & (m > 0)
@@ -137,7 +150,9 @@ def squared_bias_and_variance(halves: list[tuple[Tensor, Tensor]], truth: Tensor
     return bias, float(sum(error.sum() for error in errors)) / sum(counted) - bias
 
 
-def at_age(mdp: TokenMdp, policies: list[Tensor], age: int, responses: int) -> dict[str, dict[str, float]]:
+def at_age(
+    mdp: TokenMdp, policies: list[Tensor], age: int, responses: int
+) -> dict[str, dict[str, float]]:
     """Bias and variance of each way, by its name; the drift itself under the name "drift"."""
     policy, behaviour = policies[-1], policies[-1 - age]
     q, truth = mdp.q_values(policy), mdp.values(policy)
@@ -161,22 +176,27 @@ def at_age(mdp: TokenMdp, policies: list[Tensor], age: int, responses: int) -> d
 
 
 def drift(found: Responses, log_ratio: Tensor, critic: Tensor, truth: Tensor) -> dict[str, float]:
-    """How far the policies are from each other, as a run would see it, and the error of the old policy's values."""
+    """How far the policies are from each other, as a run would see it, and the error of the old
+    policy's values."""
     whole = segment_sum(log_ratio, found.cu_seqlens)
     return {
         "KL per token": -float(log_ratio.mean()),
         "outside 0.8-1.28": float((mis(log_ratio, 0.8, 1.28) == 0).float().mean()),
         "std of a response's log ratio": float(whole.std()),
         "trace lost per token": -float(tis(log_ratio, 1.0).log().mean()),
-        "V of old policy off by": float((critic - truth).flatten()[found.cells].square().mean().sqrt()),
+        "V of old policy off by": float(
+            (critic - truth).flatten()[found.cells].square().mean().sqrt()
+        ),
         "length": float(found.cu_seqlens.diff().float().mean()),
     }
 
 
 def tracked(mdp: TokenMdp, policies: list[Tensor], steps: int, responses: int) -> Tensor:
-    """Mean squared error of critics that start exact and have learnt for `steps` steps, over the last quarter.
+    """Mean squared error of critics that start exact and have learnt for `steps` steps, over the
+    last quarter.
 
-    float64 [AGES, WAYS]. All ways see the same responses; a step is one batch of every way at every age.
+    float64 [AGES, WAYS]. All ways see the same responses; a step is one batch of every way at every
+    age.
     """
     first, ways = len(policies) - steps, list(WAYS.values())
     critics = mdp.values(policies[first - 1]).expand(len(AGES), len(ways), -1, -1).clone()
@@ -194,7 +214,9 @@ def tracked(mdp: TokenMdp, policies: list[Tensor], steps: int, responses: int) -
         bounds = torch.cat([drawn.cu_seqlens[:-1] + way * tokens for way in range(count)])
         bounds = torch.nn.functional.pad(bounds, (0, 1), value=count * tokens)
         w = weights.flatten()
-        _, targets = corrected_gae(drawn.rewards.repeat(count), values.flatten(), bounds, lam, lam, w, w)
+        _, targets = corrected_gae(
+            drawn.rewards.repeat(count), values.flatten(), bounds, lam, lam, w, w
+        )
         accepted = torch.stack([way.accept(log_ratio, drawn.cu_seqlens) for way in ways]).flatten()
         tables = (ages * count + torch.arange(count)[:, None]) * (LONGEST * STATES) + drawn.cells
         means, counts = cell_means(targets[accepted], tables.flatten()[accepted], critics.numel())
@@ -202,11 +224,15 @@ def tracked(mdp: TokenMdp, policies: list[Tensor], steps: int, responses: int) -
         critics = critics + (rate * (means - critics.flatten())).view_as(critics)
         if now >= len(policies) - steps // 4:
             difference = (critics - mdp.values(policies[now])).flatten(2)
-            errors += difference[..., mdp.draw(policies[now], 512).cells].square().mean(-1) / (steps // 4)
+            errors += difference[..., mdp.draw(policies[now], 512).cells].square().mean(-1) / (
+                steps // 4
+            )
     return errors
 
 
-def one_seed(seed: int, kl: float, arguments: argparse.Namespace) -> dict[int, dict[str, dict[str, float]]]:
+def one_seed(
+    seed: int, kl: float, arguments: argparse.Namespace
+) -> dict[int, dict[str, dict[str, float]]]:
     """Everything that is measured of one task, by age and way."""
     mdp = TokenMdp(seed)
     policies = [mdp.first_policy()]
@@ -230,16 +256,23 @@ LOGARITHMS = {"critic error by uncorrected"}
 
 
 def interval(samples: list[float], key: str) -> list[float]:
-    """Mean and its 95 % bounds over seeds; of squares, roots of all three, of logarithms, exponentials."""
+    """Mean and its 95 % bounds over seeds; of squares, roots of all three, of logarithms,
+    exponentials."""
     x = np.array([sample for sample in samples if np.isfinite(sample)])
-    half = scipy.stats.t.ppf(0.975, len(x) - 1) * x.std(ddof=1) / np.sqrt(len(x)) if len(x) > 1 else 0.0
+    half = (
+        scipy.stats.t.ppf(0.975, len(x) - 1) * x.std(ddof=1) / np.sqrt(len(x))
+        if len(x) > 1
+        else 0.0
+    )
     bounds = np.array([x.mean(), x.mean() - half, x.mean() + half])
     if key in SQUARED:
         bounds = np.sqrt(bounds.clip(0))
     return [float(bound) for bound in (np.exp(bounds) if key in LOGARITHMS else bounds)]
 
 
-def summary(seeds: list[dict[int, dict[str, dict[str, float]]]]) -> dict[int, dict[str, dict[str, list[float]]]]:
+def summary(
+    seeds: list[dict[int, dict[str, dict[str, float]]]],
+) -> dict[int, dict[str, dict[str, list[float]]]]:
     """Per age, way and figure: mean, lower and upper bound."""
     return {
         age: {
@@ -258,7 +291,9 @@ def show(console: Console, kl: float, found: dict[int, dict[str, dict[str, list[
         for heading in ("", *(f"age {age}" for age in found)):
             table.add_column(heading, justify="right" if heading else "left")
         for name in rows or WAYS:
-            cells = [found[age]["drift"][name] if rows else found[age][name][title] for age in found]
+            cells = [
+                found[age]["drift"][name] if rows else found[age][name][title] for age in found
+            ]
             table.add_row(name, *(f"{mid:.3f} ({low:.3f}-{high:.3f})" for mid, low, high in cells))
         console.print(table)
 
@@ -275,7 +310,9 @@ def draw(found: dict[float, dict[int, dict[str, dict[str, list[float]]]]], file:
                 middle, low, high = np.array([ages[age][name][key] for age in ages]).T
                 style = {"color": f"C{index}", "marker": "o", "markersize": 3, "linewidth": 1.2}
                 axis.plot(range(len(ages)), middle, label=name, **style)
-                axis.fill_between(range(len(ages)), low, high, color=f"C{index}", alpha=0.12, linewidth=0)
+                axis.fill_between(
+                    range(len(ages)), low, high, color=f"C{index}", alpha=0.12, linewidth=0
+                )
             top = max(ages[age][name][key][0] for age in ages for name in WAYS if name != "not cut")
             axis.set_ylim(0, 1.1 * top)
             axis.set_xticks(range(len(ages)), [str(age) for age in ages])
@@ -288,16 +325,31 @@ def draw(found: dict[float, dict[int, dict[str, dict[str, list[float]]]]], file:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seeds", type=int, default=8)
-    parser.add_argument("--kl", type=float, nargs="+", default=[1e-4, 4e-4], help="nats per token of a policy update")
-    parser.add_argument("--responses", type=int, default=4096, help="that bias and deviation are measured on")
-    parser.add_argument("--steps", type=int, default=24, help="policy updates that a critic follows")
+    parser.add_argument(
+        "--kl",
+        type=float,
+        nargs="+",
+        default=[1e-4, 4e-4],
+        help="nats per token of a policy update",
+    )
+    parser.add_argument(
+        "--responses", type=int, default=4096, help="that bias and deviation are measured on"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=24, help="policy updates that a critic follows"
+    )
     parser.add_argument("--batch", type=int, default=256, help="responses of each of them")
     parser.add_argument("--image", type=Path)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    found = {kl: summary([one_seed(seed, kl, arguments) for seed in range(arguments.seeds)]) for kl in arguments.kl}
+    found = {
+        kl: summary([one_seed(seed, kl, arguments) for seed in range(arguments.seeds)])
+        for kl in arguments.kl
+    }
     console = Console(width=190)
     for kl, ages in found.items():
         show(console, kl, ages)
@@ -305,7 +357,11 @@ def main() -> None:
         draw(found, arguments.image)
     if arguments.json is not None:
         with atomic_write(arguments.json) as out:
-            json.dump({"arguments": {k: str(v) for k, v in vars(arguments).items()}, "found": found}, out, indent=1)
+            json.dump(
+                {"arguments": {k: str(v) for k, v in vars(arguments).items()}, "found": found},
+                out,
+                indent=1,
+            )
 
 
 if __name__ == "__main__":

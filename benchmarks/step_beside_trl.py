@@ -1,18 +1,23 @@
-"""A whole GRPO step beside TRL's: the same model, prompts, sampling and numbers of tokens, on all cores of a machine.
+"""A whole GRPO step beside TRL's: the same model, prompts, sampling and numbers of tokens, on all
+cores of a machine.
 
-    make bench ONLY=step_beside_trl                 # installs TRL beside the packages of .venv, in .venv-trl
-    python -m benchmarks.step_beside_trl [--model 1m] [--longest 64] [--steps 10] [--rounds 2] [--json FILE]
+    make bench ONLY=step_beside_trl                 # installs TRL beside the packages of .venv, in
+    .venv-trl python -m benchmarks.step_beside_trl [--model 1m] [--longest 64] [--steps 10]
+    [--rounds 2] [--json FILE]
 
-A random Qwen3 of 0.85 M parameters (4 layers, hidden 128, 256 words; --model 30m: 29 M, 9 layers, hidden 512), float32,
-16 prompts x 16 responses of at most 64 tokens at temperature 1, one optimizer step, no reference, no critic. A response
-ends by chance, after 256 tokens on average: --longest 400 makes lengths unequal. Ours is `vapo-megatron train` with the
-preset grpo on two ranks and two engines; TRL's is its GRPOTrainer on two threads. They take turns; the first steps of
-each do not count. A figure is their seconds over ours for the same number of response tokens; medians over steps,
-quartiles in brackets. TRL 1.16 no longer has PPO, so a step with a critic has nothing to be compared with.
+A random Qwen3 of 0.85 M parameters (4 layers, hidden 128, 256 words; --model 30m: 29 M, 9 layers,
+hidden 512), float32, 16 prompts x 16 responses of at most 64 tokens at temperature 1, one optimizer
+step, no reference, no critic. A response ends by chance, after 256 tokens on average: --longest 400
+makes lengths unequal. Ours is `vapo-megatron train` with the preset grpo on two ranks and two
+engines; TRL's is its GRPOTrainer on two threads. They take turns; the first steps of each do not
+count. A figure is their seconds over ours for the same number of response tokens; medians over
+steps, quartiles in brackets. TRL 1.16 no longer has PPO, so a step with a critic has nothing to be
+compared with.
 
     generation    from the requests until all responses have arrived
     update        forward, backward and optimizer, including the scoring of old log-probs, if any
-    rest          everything else: grading, batch, weight sync, logging. TRL generates with the weights it trains
+    rest          everything else: grading, batch, weight sync, logging. TRL generates with the
+    weights it trains
 """
 
 import argparse
@@ -27,8 +32,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.common import parser, publish, ratio_figure
-from vapo_megatron.config.atomic import atomic_write
 from vapo_megatron.config.tiny_model import TinyModel
+from vapo_megatron.files import atomic_write
 from vapo_megatron.monitoring.metrics import read_metrics
 from vapo_megatron.weights.tiny import save_tiny_model, word_tokenizer
 
@@ -37,7 +42,14 @@ SKIPPED = 3
 PARTS = ("generation", "update", "rest", "step")
 MODELS: dict[str, dict[str, int]] = {
     "1m": {"layers": 4, "intermediate_size": 384},
-    "30m": {"layers": 9, "hidden_size": 512, "head_dim": 64, "heads": 8, "kv_heads": 4, "intermediate_size": 1536},
+    "30m": {
+        "layers": 9,
+        "hidden_size": 512,
+        "head_dim": 64,
+        "heads": 8,
+        "kv_heads": 4,
+        "intermediate_size": 1536,
+    },
 }
 Steps = list[dict[str, float]]
 
@@ -49,7 +61,9 @@ def make_inputs(folder: Path, prompts: int, tokens: int, model: str = "1m") -> N
     shape = TinyModel(vocab_size=256, tied=False, **MODELS[model])
     save_tiny_model(shape, word_tokenizer(words, 512, template), folder / "model")
     random = np.random.default_rng(0)
-    rows = [{"problem": " ".join(random.choice(words, tokens)), "answer": "7"} for _ in range(prompts)]
+    rows = [
+        {"problem": " ".join(random.choice(words, tokens)), "answer": "7"} for _ in range(prompts)
+    ]
     with atomic_write(folder / "train.jsonl") as out:
         out.writelines(json.dumps(row) + "\n" for row in rows)
 
@@ -86,20 +100,32 @@ def ours(folder: Path, given: argparse.Namespace, number: int) -> Steps:
     run([*command, *(f"{key}={value}" for key, value in settings.items())], OMP_NUM_THREADS="1")
     steps = []
     for row in read_metrics(folder / "runs" / f"ours{number}"):
-        times = {name.removeprefix("time/"): value for name, value in row.items() if name.startswith("time/")}
-        update = sum(value for name, value in times.items() if name in ("update_policy", "score_policy"))
-        steps.append(told(row["rollout/tokens"], times["rollout"], update, times["step"]) | {"phases": times})
+        times = {
+            name.removeprefix("time/"): value
+            for name, value in row.items()
+            if name.startswith("time/")
+        }
+        update = sum(
+            value for name, value in times.items() if name in ("update_policy", "score_policy")
+        )
+        steps.append(
+            told(row["rollout/tokens"], times["rollout"], update, times["step"]) | {"phases": times}
+        )
     return steps[SKIPPED:]
 
 
 def theirs(folder: Path, given: argparse.Namespace) -> Steps:
     """Seconds by part of each step of TRL."""
     out = folder / "trl.json"
-    sizes = {name: getattr(given, name) for name in ("prompts", "group", "longest")} | {"steps": given.steps + SKIPPED}
+    sizes = {name: getattr(given, name) for name in ("prompts", "group", "longest")} | {
+        "steps": given.steps + SKIPPED
+    }
     command = [str(given.trl), "-W", "ignore", str(Path(__file__).with_name("trl_steps.py"))]
     run([*command, str(folder), str(out), json.dumps(sizes)], OMP_NUM_THREADS=str(os.cpu_count()))
     rows = json.loads(out.read_text())
-    return [told(row["tokens"], row["generation"], row["update"], row["step"]) for row in rows][SKIPPED:]
+    return [told(row["tokens"], row["generation"], row["update"], row["step"]) for row in rows][
+        SKIPPED:
+    ]
 
 
 def told(tokens: float, generation: float, update: float, step: float) -> dict[str, Any]:
@@ -117,18 +143,24 @@ def run(command: list[str], **environment: str) -> None:
     """Run a program; its failure is ours, with the end of what it said."""
     paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH", ""))))
     ended = subprocess.run(
-        command, env={**os.environ, "PYTHONPATH": paths, **environment}, capture_output=True, text=True
+        command,
+        env={**os.environ, "PYTHONPATH": paths, **environment},
+        capture_output=True,
+        text=True,
     )
     if ended.returncode:
         raise SystemExit(
-            f"{' '.join(command)}: ended with code {ended.returncode}\n{(ended.stdout + ended.stderr)[-3000:]}"
+            f"{' '.join(command)}: ended with code "
+            f"{ended.returncode}\n{(ended.stdout + ended.stderr)[-3000:]}"
         )
 
 
 def main() -> None:
     """A row for each side and part, and the ratios."""
     arguments = parser(__doc__)
-    arguments.add_argument("--trl", type=Path, default=ROOT / ".venv-trl" / "bin" / "python", help="its Python")
+    arguments.add_argument(
+        "--trl", type=Path, default=ROOT / ".venv-trl" / "bin" / "python", help="its Python"
+    )
     arguments.add_argument("--model", choices=MODELS, default="1m", help="parameters")
     arguments.add_argument("--prompts", type=int, default=16)
     arguments.add_argument("--prompt", type=int, default=16, help="tokens of a prompt")
@@ -137,7 +169,9 @@ def main() -> None:
     arguments.add_argument("--engines", type=int, default=2)
     arguments.add_argument("--steps", type=int, default=10)
     arguments.add_argument("--rounds", type=int, default=2, help="turns of each side")
-    arguments.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="further settings of our run")
+    arguments.add_argument(
+        "--set", nargs="*", default=[], metavar="KEY=VALUE", help="further settings of our run"
+    )
     given = arguments.parse_args()
     found: dict[str, Steps] = {"ours": [], "TRL": []}
     with tempfile.TemporaryDirectory() as name:
@@ -164,7 +198,8 @@ def main() -> None:
                 }
             )
     per_token = {
-        side: {part: [s[part] / s["tokens"] for s in steps] for part in PARTS} for side, steps in found.items()
+        side: {part: [s[part] / s["tokens"] for s in steps] for part in PARTS}
+        for side, steps in found.items()
     }
     figures = [
         ratio_figure(f"{part}, TRL over ours", per_token["TRL"][part], per_token["ours"][part])
@@ -175,7 +210,10 @@ def main() -> None:
     publish(title, rows, given.json, figures)
     phases = [step["phases"] for step in found["ours"]]
     print(
-        "our phases: " + ", ".join(f"{name} {np.median([p.get(name, 0.0) for p in phases]):.3f}" for name in phases[0])
+        "our phases: "
+        + ", ".join(
+            f"{name} {np.median([p.get(name, 0.0) for p in phases]):.3f}" for name in phases[0]
+        )
     )
 
 

@@ -1,4 +1,5 @@
-"""Stub engines for benchmarks/twin.py: they generate no tokens, but take the time that tokens would at a given rate."""
+"""Stub engines for benchmarks/twin.py: they generate no tokens, but take the time that tokens would
+at a given rate."""
 
 import asyncio
 import time
@@ -37,15 +38,27 @@ class Stub:
         """A request for the responses to one prompt."""
         body, entries = await request.json(), []
         call = {"left": len(body["rid"]), "done": asyncio.Event(), "read": False}
-        for name, prompt, params in zip(body["rid"], body["input_ids"], body["sampling_params"], strict=True):
+        for name, prompt, params in zip(
+            body["rid"], body["input_ids"], body["sampling_params"], strict=True
+        ):
             length = self.length_of(prompt[0], params["sampling_seed"]) - (len(prompt) - PROMPT)
             entries.append(
-                {"name": name, "call": call, "had": len(prompt), "length": length, "spans": [], "reason": "stop"}
+                {
+                    "name": name,
+                    "call": call,
+                    "had": len(prompt),
+                    "length": length,
+                    "spans": [],
+                    "reason": "stop",
+                }
             )
         self.waiting += entries
         self.changed.set()
         await call["done"].wait()
-        return web.Response(body=columns.pack([self.answer(one) for one in entries]), content_type=columns.MEDIA_TYPE)
+        return web.Response(
+            body=columns.pack([self.answer(one) for one in entries]),
+            content_type=columns.MEDIA_TYPE,
+        )
 
     def answer(self, one: dict[str, Any]) -> dict[str, Any]:
         """As SGLang's."""
@@ -54,7 +67,10 @@ class Stub:
             spans.append({"version": str(version), "start": start, "end": start + count})
             start += count
         meta = {"finish_reason": {"type": one["reason"]}, "weight_versions": spans}
-        return {"output_ids": [0] * start, "meta_info": meta | {"output_token_logprobs": [[0.0, 0, None]] * start}}
+        return {
+            "output_ids": [0] * start,
+            "meta_info": meta | {"output_token_logprobs": [[0.0, 0, None]] * start},
+        }
 
     def finish(self, one: dict[str, Any], reason: str) -> None:
         """One response is done."""
@@ -110,7 +126,9 @@ class Stub:
             now = time.monotonic()
             while not self.paused and (self.running or self.waiting):
                 now += self.begin_waiting()
-                tokens = sum(one["had"] + sum(count for _, count in one["spans"]) for one in self.running)
+                tokens = sum(
+                    one["had"] + sum(count for _, count in one["spans"]) for one in self.running
+                )
                 batch = list(self.running)
                 now += decode_seconds(len(batch), tokens / len(batch))
                 await asyncio.sleep(max(0.0, now - time.monotonic()))

@@ -1,15 +1,17 @@
-"""Tokens a second of forward and backward, against plain transformers with the same shapes, type and threads.
+"""Tokens a second of forward and backward, against plain transformers with the same shapes, type
+and threads.
 
     python -m benchmarks.throughput [--shape 10m] [--lengths 128 512] [--tokens 2048] [--json FILE]
 
-Sequences of one length fill a micro-batch, packed on our side and as a batch without padding on theirs, which is the
-best case for transformers: the same attention kernel, no mask. Both compute the mean negative log-likelihood of every
-token from fp32 logits. transformers holds all logits at once; we hold one chunk of them, compute the other chunks a
-second time, and compute every token's entropy with its log-prob, as training needs it. Gradients start from zero on
-both sides; packing, the fp32 sums of gradients and their reduction count on ours.
+Sequences of one length fill a micro-batch, packed on our side and as a batch without padding on
+theirs, which is the best case for transformers: the same attention kernel, no mask. Both compute
+the mean negative log-likelihood of every token from fp32 logits. transformers holds all logits at
+once; we hold one chunk of them, compute the other chunks a second time, and compute every token's
+entropy with its log-prob, as training needs it. Gradients start from zero on both sides; packing,
+the fp32 sums of gradients and their reduction count on ours.
 
-The optimizer's update is left out of "forward+backward"; "whole step" has it (transformers: gradients clipped, torch's
-fused AdamW). Both sides take turns, round by round; medians.
+The optimizer's update is left out of "forward+backward"; "whole step" has it (transformers:
+gradients clipped, torch's fused AdamW). Both sides take turns, round by round; medians.
 """
 
 import argparse
@@ -64,10 +66,16 @@ def peer(given: argparse.Namespace, batch: ExperienceBatch, length: int) -> tupl
 def ours(given: argparse.Namespace, batch: ExperienceBatch) -> tuple[Step, Step]:
     """The same of a Trainable at TP=1."""
     config = ActorConfig(max_tokens_per_microbatch=given.tokens)
-    model, loss, samples = random_model(SHAPES[given.shape], config, given.dtype), sft_loss(batch), range(batch.samples)
+    model, loss, samples = (
+        random_model(SHAPES[given.shape], config, given.dtype),
+        sft_loss(batch),
+        range(batch.samples),
+    )
     if given.chunk:
         model.chunks[-1].output_layer.chunk = given.chunk
-    return lambda: model.gradients(batch, samples, loss), lambda: model.train_step(batch, samples, loss)
+    return lambda: model.gradients(batch, samples, loss), lambda: model.train_step(
+        batch, samples, loss
+    )
 
 
 def main() -> None:
@@ -76,7 +84,9 @@ def main() -> None:
     arguments.add_argument("--shape", choices=SHAPES, default="10m")
     arguments.add_argument("--lengths", type=int, nargs="+", default=[128, 512, 2048])
     arguments.add_argument("--tokens", type=int, default=2048, help="of a micro-batch")
-    arguments.add_argument("--chunk", type=int, help="rows of logits held at once; as a run has it where left out")
+    arguments.add_argument(
+        "--chunk", type=int, help="rows of logits held at once; as a run has it where left out"
+    )
     arguments.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     arguments.add_argument("--repeats", type=int, default=5)
     given = arguments.parse_args()
@@ -86,14 +96,28 @@ def main() -> None:
             tokens = given.tokens // length * length
             batch = sample_batch([length + 1] * (given.tokens // length), SHAPES[given.shape].vocab)
             row: dict[str, Any] = {"length": length}
-            pairs = zip(("forward+backward", "whole step"), ours(given, batch), peer(given, batch, length), strict=True)
+            pairs = zip(
+                ("forward+backward", "whole step"),
+                ours(given, batch),
+                peer(given, batch, length),
+                strict=True,
+            )
             for what, mine, theirs in pairs:
                 seconds = in_turns((mine, theirs), given.repeats)
-                figures.append(ratio_figure(f"{what} of {length} tokens, transformers over ours", *seconds[::-1]))
+                figures.append(
+                    ratio_figure(
+                        f"{what} of {length} tokens, transformers over ours", *seconds[::-1]
+                    )
+                )
                 for side, took in zip(("", ", transformers"), seconds, strict=True):
                     row[f"{what} tok/s{side}"] = tokens / float(np.median(took))
             rows.append(row)
-    publish(f"{given.shape}, {given.tokens} tokens a micro-batch, {given.dtype}", rows, given.json, figures)
+    publish(
+        f"{given.shape}, {given.tokens} tokens a micro-batch, {given.dtype}",
+        rows,
+        given.json,
+        figures,
+    )
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
-"""A task of tokens small enough for every value to be counted: what estimates from samples are measured against.
+"""A task of tokens small enough for every value to be counted: what estimates from samples are
+measured against.
 
-In each of STATES states some words stay, others lead to another state, by a table. After every word the response ends
-with chance 1 / MEAN_LENGTH, whatever the word, with reward 1 in half of the states and -1 in the others. A response
-of LONGEST tokens that has not ended is worth -1. The policy is a table of logits, states by words; a value is one of
-a place in the response and a state.
+In each of STATES states some words stay, others lead to another state, by a table. After every word
+the response ends with chance 1 / MEAN_LENGTH, whatever the word, with reward 1 in half of the
+states and -1 in the others. A response of LONGEST tokens that has not ended is worth -1. The policy
+is a table of logits, states by words; a value is one of a place in the response and a state.
 """
 
 from dataclasses import dataclass
@@ -48,7 +49,9 @@ class TokenMdp:
         self.following = torch.where(moves, elsewhere, torch.arange(STATES)[:, None])
         # A ring through all states: none of them keeps a response for good.
         self.following[:, 0] = torch.arange(1, STATES + 1) % STATES
-        self.reward = torch.where(torch.randperm(STATES, generator=self.random) < STATES // 2, 1.0, -1.0).double()
+        self.reward = torch.where(
+            torch.randperm(STATES, generator=self.random) < STATES // 2, 1.0, -1.0
+        ).double()
 
     def first_policy(self) -> Tensor:
         """Logits, float64 [STATES, WORDS]."""
@@ -70,8 +73,8 @@ class TokenMdp:
     def draw(self, logits: Tensor, responses: int) -> Responses:
         """Responses of a policy to first states that are all equally likely.
 
-        Logits [P, STATES, WORDS] of several policies give `responses` of each, one policy after another, that begin
-        in the same states and end at the same places.
+        Logits [P, STATES, WORDS] of several policies give `responses` of each, one policy after
+        another, that begin in the same states and end at the same places.
         """
         policies = logits.view(-1, STATES, WORDS)
         sums = policies.softmax(-1).cumsum(-1).flatten(0, 1)
@@ -80,7 +83,9 @@ class TokenMdp:
         state = torch.randint(STATES, (responses,), generator=self.random).repeat(copies)
         responses *= copies
         alive = torch.ones(responses, dtype=torch.bool)
-        ends = (torch.rand(responses // copies, LONGEST, generator=self.random) < 1 / MEAN_LENGTH).repeat(copies, 1)
+        ends = (
+            torch.rand(responses // copies, LONGEST, generator=self.random) < 1 / MEAN_LENGTH
+        ).repeat(copies, 1)
         chance = torch.rand(responses, LONGEST, generator=self.random, dtype=torch.float64)
         columns = []
         for place in range(LONGEST):
@@ -98,12 +103,15 @@ class TokenMdp:
         return Responses(bounds, places[inside], states[inside], words[inside], rewards[inside])
 
     def improved(self, logits: Tensor, kl: float, responses: int = 512) -> Tensor:
-        """The policy after a step along its sampled gradient, as long as moves it by `kl` nats per token."""
+        """The policy after a step along its sampled gradient, as long as moves it by `kl` nats per
+        token."""
         found, log_chances = self.draw(logits, responses), logits.log_softmax(-1)
         q = self.q_values(logits)
         advantages = (q - self.values(logits)[..., None])[found.places, found.states, found.words]
         scores = torch.nn.functional.one_hot(found.words, WORDS) - log_chances[found.states].exp()
-        gradient = torch.zeros_like(logits).index_add_(0, found.states, advantages[:, None] * scores)
+        gradient = torch.zeros_like(logits).index_add_(
+            0, found.states, advantages[:, None] * scores
+        )
         step = gradient / gradient.norm()
         scale = 1.0
         for _ in range(8):

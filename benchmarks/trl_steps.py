@@ -1,4 +1,5 @@
-"""TRL's side of benchmarks.step_beside_trl: python trl_steps.py FOLDER OUT SIZES, by the Python of .venv-trl.
+"""TRL's side of benchmarks.step_beside_trl: python trl_steps.py FOLDER OUT SIZES, by the Python of
+.venv-trl.
 
 FOLDER holds model/ and train.jsonl. OUT becomes a list of a step's response tokens and seconds.
 """
@@ -42,7 +43,14 @@ class Clock(TrainerCallback):
         generation, scoring = self.now["generation"], self.now["collection"]
         # training_step holds the collection; the optimizer's step comes after it.
         update = self.now["training_step"] - scoring + self.now["optimizer"]
-        self.steps.append({"tokens": self.now["tokens"], "generation": generation, "update": update, "step": whole})
+        self.steps.append(
+            {
+                "tokens": self.now["tokens"],
+                "generation": generation,
+                "update": update,
+                "step": whole,
+            }
+        )
 
 
 def main(folder: Path, out: Path, sizes: dict[str, int]) -> None:

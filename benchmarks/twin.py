@@ -2,13 +2,14 @@
 
     python -m benchmarks.twin [--only 3] [--side-by-side 5] [--rounds 2] [--json FILE]
 
-Measured is the wall-clock time of a run's own code: its ledger, stream and dispatcher, its client over HTTP to stub
-engines on loopback, in another process. A stub generates no tokens: it goes through a batch token by token and sleeps
-as long as the given rate says, so that twenty runs take minutes and hardly any CPU time. The trainer and the verifiers
-sleep as well. So the scheduling and the arithmetic of the simulation are compared, not the speed of anything. Each run
-is made --rounds times and the fastest counts: other work on the cores can only slow a run down. Rates and lengths are
-known to both sides; nothing is fitted. Runs differ in engines, staleness, treatment of responses at a weight sync,
-lengths, dynamic sampling, grading and updates.
+Measured is the wall-clock time of a run's own code: its ledger, stream and dispatcher, its client
+over HTTP to stub engines on loopback, in another process. A stub generates no tokens: it goes
+through a batch token by token and sleeps as long as the given rate says, so that twenty runs take
+minutes and hardly any CPU time. The trainer and the verifiers sleep as well. So the scheduling and
+the arithmetic of the simulation are compared, not the speed of anything. Each run is made --rounds
+times and the fastest counts: other work on the cores can only slow a run down. Rates and lengths
+are known to both sides; nothing is fitted. Runs differ in engines, staleness, treatment of
+responses at a weight sync, lengths, dynamic sampling, grading and updates.
 """
 
 import argparse
@@ -31,17 +32,22 @@ from benchmarks.common import parser, publish
 from benchmarks.stub_engines import AT_ONCE, PROMPT, decode_seconds, prefill_seconds, serve
 from vapo_megatron.config.algorithm import DynamicSamplingConfig
 from vapo_megatron.config.reward import RewardConfig
-from vapo_megatron.config.rollout import AsynchronousConfig, PartialResponsesConfig, RolloutConfig, SamplingConfig
+from vapo_megatron.config.rollout import (
+    AsynchronousConfig,
+    PartialResponsesConfig,
+    RolloutConfig,
+    SamplingConfig,
+)
 from vapo_megatron.config.run import BatchConfig
 from vapo_megatron.data.prompts import PromptSource
 from vapo_megatron.data.sample import Prompt, Sample
-from vapo_megatron.engines.dispatcher import Dispatcher
-from vapo_megatron.engines.ledger import StepRule, step_rule
-from vapo_megatron.engines.request import response_seed
 from vapo_megatron.engines.server.client import EngineClient, PauseMode
 from vapo_megatron.engines.server.process import EngineAddress
 from vapo_megatron.operations.plan.rollout import BETWEEN_PROMPTS
 from vapo_megatron.operations.plan.simulation import Outcome, Scenario, simulate
+from vapo_megatron.rollout.dispatcher import Dispatcher
+from vapo_megatron.rollout.ledger import StepRule, step_rule
+from vapo_megatron.rollout.request import response_seed
 from vapo_megatron.training.rollouts import Rollouts, age_metrics
 
 LONGEST, STEPS, RESPONSES, GRADERS = 300, 4, 4, 4
@@ -54,20 +60,26 @@ def prompts() -> PromptSource:
     numbers = range(4096)
     informative = [int((number + 1) * 0.6) > int(number * 0.6) for number in numbers]
     ids = [(number, *[0] * (PROMPT - 1)) for number in numbers]
-    made = [Prompt(str(n), "", str(kept), tokens) for n, kept, tokens in zip(numbers, informative, ids, strict=True)]
+    made = [
+        Prompt(str(n), "", str(kept), tokens)
+        for n, kept, tokens in zip(numbers, informative, ids, strict=True)
+    ]
     return PromptSource(made, 0)
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """Lengths of responses. spread: sigma of a log-normal distribution cut at LONGEST; None: LONGEST * u^a."""
+    """Lengths of responses. spread: sigma of a log-normal distribution cut at LONGEST; None:
+    LONGEST * u^a."""
 
     mean: int
     spread: float | None
 
     def draw(self, prompt: int, seed: int) -> int:
         """Tokens of the response to a prompt with a seed; those to one prompt are long together."""
-        place = math.sqrt(BETWEEN_PROMPTS) * _normal(prompt) + math.sqrt(1 - BETWEEN_PROMPTS) * _normal(seed)
+        place = math.sqrt(BETWEEN_PROMPTS) * _normal(prompt) + math.sqrt(
+            1 - BETWEEN_PROMPTS
+        ) * _normal(seed)
         if self.spread is None:
             length = LONGEST * _NORMAL.cdf(place) ** (LONGEST / self.mean - 1)
         else:
@@ -117,12 +129,19 @@ class Case:
         """The section of the config."""
         partial = PartialResponsesConfig(oversampling=1.5 if self.mode == "partial" else None)
         ahead = AsynchronousConfig(max_staleness=self.staleness)
-        return RolloutConfig(max_running_requests=AT_ONCE, asynchronous=ahead, partial_responses=partial)
+        return RolloutConfig(
+            max_running_requests=AT_ONCE, asynchronous=ahead, partial_responses=partial
+        )
 
     def rule(self, steps: int) -> StepRule:
         """What makes a step."""
         sampling = DynamicSamplingConfig(oversampling=1.5, max_rounds=4 if self.filtered else None)
-        return step_rule(BatchConfig(prompts_per_step=16, samples_per_prompt=RESPONSES), sampling, steps, self.rollout)
+        return step_rule(
+            BatchConfig(prompts_per_step=16, samples_per_prompt=RESPONSES),
+            sampling,
+            steps,
+            self.rollout,
+        )
 
     @property
     def sync_mode(self) -> Any:
@@ -136,7 +155,10 @@ class Case:
     def lengths_of(self, number: int) -> np.ndarray:
         """Of the group with this number."""
         prompt = prompts().at(number).token_ids[0]
-        return np.array([self.lengths.draw(prompt, response_seed(0, number, i)) for i in range(RESPONSES)], float)
+        return np.array(
+            [self.lengths.draw(prompt, response_seed(0, number, i)) for i in range(RESPONSES)],
+            float,
+        )
 
     @property
     def scenario(self) -> Scenario:
@@ -185,7 +207,8 @@ CASES = (
 
 
 class MeasuredEngines:
-    """What Rollouts needs of training.engines.Engines, over servers that do not care what weights they get."""
+    """What Rollouts needs of EnginePool and EngineWeights, over servers that do not care what
+    weights they get."""
 
     share_device, failures, collect_timeout_s = False, 0, 600.0
 
@@ -221,7 +244,9 @@ class SleepingRollouts(Rollouts):
     def of(cls, case: Case, engines: MeasuredEngines) -> "SleepingRollouts":
         """Of a case."""
         nobody, sampling = cast(Any, None), SamplingConfig(max_new_tokens=LONGEST)
-        rollouts = cls(cast(Any, engines), nobody, sampling, RewardConfig(), 0, prompts=prompts())
+        pool = cast(Any, engines)
+        rollouts = cls(pool, pool, nobody, sampling, RewardConfig(), 0, prompts=prompts())
+        rollouts.use(engines.dispatcher)
         rollouts._sleep, rollouts._pool = case.grade, ThreadPoolExecutor(GRADERS)
         return rollouts
 
@@ -242,8 +267,14 @@ class _Silent:
 
 def measure(case: Case, ports: Sequence[int]) -> Outcome:
     """The run by the wall clock, as training/loop.py goes through its steps."""
-    engines = MeasuredEngines(case, [EngineAddress(f"http://127.0.0.1:{port}", "no log") for port in ports])
-    rollouts, outcome, settled = SleepingRollouts.of(case, engines), Outcome(), 2 + case.rule(1).oldest
+    engines = MeasuredEngines(
+        case, [EngineAddress(f"http://127.0.0.1:{port}", "no log") for port in ports]
+    )
+    rollouts, outcome, settled = (
+        SleepingRollouts.of(case, engines),
+        Outcome(),
+        2 + case.rule(1).oldest,
+    )
     # There is a step beyond the last one, for which engines work ahead as for any other.
     rollouts.begin(case.rule(2 * (settled + STEPS)), RESPONSES, 0)
     stream, taken = rollouts.stream, time.monotonic()
@@ -288,10 +319,14 @@ def main() -> None:
     """A row for each run."""
     arguments = parser(__doc__)
     arguments.add_argument("--only", type=int, help="number of one run")
-    arguments.add_argument("--side-by-side", type=int, default=5, help="runs at once: they sleep most of the time")
+    arguments.add_argument(
+        "--side-by-side", type=int, default=5, help="runs at once: they sleep most of the time"
+    )
     arguments.add_argument("--rounds", type=int, default=2, help="of which the fastest counts")
     given: argparse.Namespace = arguments.parse_args()
-    chosen = [(number, case) for number, case in enumerate(CASES, 1) if given.only in (None, number)]
+    chosen = [
+        (number, case) for number, case in enumerate(CASES, 1) if given.only in (None, number)
+    ]
     context = multiprocessing.get_context("fork")
     queue = context.SimpleQueue()
     engines = [[case.lengths.draw] * case.engines for _, case in chosen]
@@ -300,11 +335,19 @@ def main() -> None:
     with ThreadPoolExecutor(given.side_by_side) as pool:
         cases, ports = [case for _, case in chosen], queue.get()
         rounds = [list(pool.map(measure, cases, ports)) for _ in range(given.rounds)]
-    measured = [min(outcomes, key=lambda outcome: outcome.step) for outcomes in zip(*rounds, strict=True)]
+    measured = [
+        min(outcomes, key=lambda outcome: outcome.step) for outcomes in zip(*rounds, strict=True)
+    ]
     stubs.kill()
-    rows = [row(n, case, found.step, mean(found.ages)) for (n, case), found in zip(chosen, measured, strict=True)]
+    rows = [
+        row(n, case, found.step, mean(found.ages))
+        for (n, case), found in zip(chosen, measured, strict=True)
+    ]
     worst = max(rows, key=lambda found: abs(float(found["error"].rstrip("%"))))["error"]
-    title = f"seconds of a step in {len(rows)} runs, {STEPS} steps each after the first; the largest error is {worst}"
+    title = (
+        f"seconds of a step in {len(rows)} runs, {STEPS} steps each after the first; the largest "
+        f"error is {worst}"
+    )
     publish(title, rows, given.json)
 
 

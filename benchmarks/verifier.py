@@ -1,15 +1,16 @@
-"""The verifier against math-verify: cases per second, hostile ones included, and how far both agree with labels.
+"""The verifier against math-verify: cases per second, hostile ones included, and how far both agree
+with labels.
 
     python -m benchmarks.verifier [--cases FILE ...] [--workers 2] [--repeats 3] [--json FILE]
 
-Rows of a file have a ground truth, a prediction or response, and what is expected, as those of tests/rewards/data; rows
-with tags (formats, quirks of one library) are left out. Both sides have as many processes; math-verify gets the ground
-truth in a box, which serves it better, and its own time limit of 5 s. "groups" is the shape of training: sixteen
-responses to each ground truth of the first file, many of them alike (half repeat it, a quarter are its prediction and
-a quarter another row's).
+Rows of a file have a ground truth, a prediction or response, and what is expected, as those of
+tests/rewards/data; rows with tags (formats, quirks of one library) are left out. Both sides have as
+many processes; math-verify gets the ground truth in a box, which serves it better, and its own time
+limit of 5 s. "groups" is the shape of training: sixteen responses to each ground truth of the first
+file, many of them alike (half repeat it, a quarter are its prediction and a quarter another row's).
 
-Rows on which ours disagrees are printed for review (docs/verifier.md). For files whose name begins with "unseen", only
-totals are printed, so that nobody writes rules against them.
+Rows on which ours disagrees are printed for review (docs/verifier.md). For files whose name begins
+with "unseen", only totals are printed, so that nobody writes rules against them.
 """
 
 import json
@@ -69,7 +70,10 @@ def told(rows: Sequence[dict[str, Any]], grades: Sequence[Grade]) -> None:
     for row, grade in zip(rows, grades, strict=True):
         if grade.correct != bool(first(row, "expected", "correct")):
             said = f"wanted {not grade.correct}, ours {grade.correct} ({grade.reason})"
-            print(f"  {row.get('id')}: {said}: ground truth {json.dumps(str(first(row, 'gold', 'answer')))}")
+            print(
+                f"  {row.get('id')}: {said}: ground truth "
+                f"{json.dumps(str(first(row, 'gold', 'answer')))}"
+            )
             print(f"    read {json.dumps(grade.extracted[-200:])}")
 
 
@@ -77,7 +81,9 @@ def main() -> None:
     """A row for each file and side."""
     arguments = parser(__doc__)
     files = [DATA / "development.jsonl", DATA / "unseen.jsonl"]
-    arguments.add_argument("--cases", type=Path, nargs="+", default=files, help="JSONL of cases with grades")
+    arguments.add_argument(
+        "--cases", type=Path, nargs="+", default=files, help="JSONL of cases with grades"
+    )
     arguments.add_argument("--workers", type=int, default=2, help="processes of each side")
     arguments.add_argument("--repeats", type=int, default=3)
     given = arguments.parse_args()
@@ -89,7 +95,10 @@ def main() -> None:
         peers.map(by_math_verify, [("1", "2")] * given.workers)
         for path in given.cases:
             rows = [row for _, row in read_rows(path) if not row.get("tags")]
-            pairs = [(str(first(row, "gold", "answer")), str(first(row, "prediction", "response"))) for row in rows]
+            pairs = [
+                (str(first(row, "gold", "answer")), str(first(row, "prediction", "response")))
+                for row in rows
+            ]
             wanted = np.array([bool(first(row, "expected", "correct")) for row in rows])
             grades: list[Grade] = pool.grade_batch(pairs)
             sides = {"ours": np.array([g.correct for g in grades])}
@@ -109,11 +118,15 @@ def main() -> None:
                 figures.append(ratio_figure("each row once, math-verify over ours", *seconds[::-1]))
                 groups = in_groups(pairs)
                 start = time.perf_counter()
-                with ThreadPoolExecutor(2 * given.workers) as graders:  # as training/rollouts grades them
+                with ThreadPoolExecutor(
+                    2 * given.workers
+                ) as graders:  # as training/rollouts grades them
                     list(graders.map(pool.grade_batch, batched(groups)))
                 rate = len(groups) / (time.perf_counter() - start)
                 empty = dict.fromkeys(("agree", "accepted wrongly", "refused wrongly"), "")
-                table.append({"file": "groups", "by": "ours", "cases": len(groups), **empty, "cases/s": rate})
+                table.append(
+                    {"file": "groups", "by": "ours", "cases": len(groups), **empty, "cases/s": rate}
+                )
             if not path.name.startswith("unseen"):
                 told(rows, grades)
     publish(f"{given.workers} processes a side", table, given.json, figures)

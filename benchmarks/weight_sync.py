@@ -1,26 +1,31 @@
 """A weight sync to a real SGLang server against a plain memory copy of the same bytes, in one run.
 
-    python -m benchmarks.weight_sync [--shape 50m] [--dtype bfloat16] [--layouts 1x1,2x1,2x2] [--engine-tp 1]
-                                   [--transport auto] [--bucket-mib 512] [--project-32b] [--json FILE]
+    python -m benchmarks.weight_sync [--shape 50m] [--dtype bfloat16] [--layouts 1x1,2x1,2x2]
+                                   [--engine-tp 1] [--transport auto] [--bucket-mib 512]
+                                   [--project-32b] [--json FILE]
 
 A layout is TP x PP of the trainer. Each row is a layout and what is done:
 
-    stream      the model's shards become whole Hugging Face tensors in two buckets in turn, and nothing else
-    weight sync   the same, and a server takes them: every check of a training run is on
+    stream      the model's shards become whole Hugging Face tensors in two buckets in turn, and
+    nothing else weight sync   the same, and a server takes them: every check of a training run is
+    on
 
 Columns:
 
-    GB/s        bytes of the Hugging Face tensors over the time of the whole, median of several; the first, in which
-                buffers are made, is not among them
-    of a copy   GB/s over that of a memory copy of the same bytes, bucket by bucket, in rank 0 of the same run
-    gather      seconds of collectives and of waiting for other ranks; convert: of copies into place, and of checksums
-                where one rank has all of a bucket; send: of announcing buckets and of answers, and else of checksums;
+    GB/s        bytes of the Hugging Face tensors over the time of the whole, median of several; the
+                first, in which buffers are made, is not among them
+    of a copy   GB/s over that of a memory copy of the same bytes, bucket by bucket, in rank 0 of
+    the same run gather      seconds of collectives and of waiting for other ranks; convert: of
+                copies into place, and of checksums where one rank has all of a bucket; send: of
+                announcing buckets and of answers, and else of checksums;
                 load: of the server's loading, its checksums beside it. On rank 0
-    MiB beyond  most memory of a rank beyond what it held before, over all ranks: RSS without a GPU (pages of shared
-                buckets count in every rank), else allocated device memory
+    MiB beyond  most memory of a rank beyond what it held before, over all ranks: RSS without a GPU
+                (pages of shared buckets count in every rank), else allocated device memory
 
---project-32b, on GPUs, scales load, convert, send and gather by bytes to the 65.5 GB of Qwen2.5-32B in bfloat16 on 8
-GPUs: TP=8 for trainer and engine. It needs a run with tp 8 for its gather; of a run with fewer it says what is missing.
+--project-32b, on GPUs, scales load, convert, send and gather by bytes to the 65.5 GB of Qwen2.5-32B
+in bfloat16 on 8
+GPUs: TP=8 for trainer and engine. It needs a run with tp 8 for its gather; of a run with fewer it
+    says what is missing.
 """
 
 import json
@@ -47,7 +52,8 @@ from benchmarks.common import (
 )
 from vapo_megatron.config.model import ActorConfig, LayoutConfig
 from vapo_megatron.config.rollout import RolloutConfig, SyncConfig
-from vapo_megatron.engines.engines import Engines
+from vapo_megatron.engines.engine_weights import EngineWeights
+from vapo_megatron.engines.pool import EnginePool
 from vapo_megatron.megatron.platform import current_platform
 from vapo_megatron.megatron.trainable import Trainable
 from vapo_megatron.weights.export import make_slots, stream_hf
@@ -60,13 +66,16 @@ _BYTES_32B = 65.5e9
 
 def copy_seconds(total: int, bucket: int, device: torch.device) -> list[float]:
     """Of copying `total` bytes, bucket by bucket, between two buffers that were touched before."""
-    source, target = (torch.ones(min(total, bucket), dtype=torch.uint8, device=device) for _ in range(2))
+    source, target = (
+        torch.ones(min(total, bucket), dtype=torch.uint8, device=device) for _ in range(2)
+    )
     pieces = [min(bucket, total - start) for start in range(0, total, bucket)]
     return in_turns([lambda: [target[:n].copy_(source[:n]) for n in pieces]], REPEATS)[0]
 
 
 def measure(work: Callable[[], dict[str, float]]) -> dict[str, Any]:
-    """Collective: the middle one of several runs after a first, its parts, and the memory of all ranks together."""
+    """Collective: the middle one of several runs after a first, its parts, and the memory of all
+    ranks together."""
     found: list[tuple[float, dict[str, float]]] = []
     gauge = memory_gauge()
     gauge.reset()
@@ -82,7 +91,12 @@ def measure(work: Callable[[], dict[str, float]]) -> dict[str, Any]:
     dist.all_reduce(beyond, op=dist.ReduceOp.MAX)
     rounds = sorted(found[1:], key=lambda one: one[0])
     seconds, parts = rounds[len(rounds) // 2]
-    return {"seconds": seconds, "rounds": [one for one, _ in found[1:]], "parts": parts, "mib": float(beyond)}
+    return {
+        "seconds": seconds,
+        "rounds": [one for one, _ in found[1:]],
+        "parts": parts,
+        "mib": float(beyond),
+    }
 
 
 def stream(actor: Trainable, bucket: int) -> dict[str, Any]:
@@ -91,7 +105,9 @@ def stream(actor: Trainable, bucket: int) -> dict[str, Any]:
 
     def run() -> dict[str, float]:
         times = PartTimes()
-        for _ in stream_hf(actor.chunks, actor.spec, actor.mesh, "lm", bucket, slots=slots, times=times):
+        for _ in stream_hf(
+            actor.chunks, actor.spec, actor.mesh, "lm", bucket, slots=slots, times=times
+        ):
             pass
         return times.seconds
 
@@ -111,15 +127,23 @@ def sync_weights(
         config.save_pretrained(model_dir)
     dist.barrier()
     rollout = RolloutConfig(
-        tp=engine_tp, sync=sync, load_format="dummy", max_running_requests=8, max_total_tokens=4096, context_length=1024
+        tp=engine_tp,
+        sync=sync,
+        load_format="dummy",
+        max_running_requests=8,
+        max_total_tokens=4096,
+        context_length=1024,
     )
-    with Engines(rollout, model_dir, dtype, logs, [0]) as engines:
+    with (
+        EnginePool(rollout, model_dir, dtype, logs) as engines,
+        EngineWeights(engines, rollout, dtype) as weights,
+    ):
         engines.start()
         engines.wait_until_ready()
 
         def run() -> dict[str, float]:
-            engines.update_weights(actor)
-            return engines.sync_seconds
+            weights.update_weights(actor)
+            return weights.sync_seconds
 
         return measure(run)
 
@@ -128,10 +152,14 @@ def one_layout(
     shape: Shape, tp: int, pp: int, sync: SyncConfig, engine_tp: int, dtype: str, logs: str
 ) -> dict[str, Any]:
     """On every rank: the copy, the stream and the weight sync of a layout."""
-    actor = random_model(shape, ActorConfig(layout=LayoutConfig(tp=tp, pp=pp)), dtype, optimizer=False)
+    actor = random_model(
+        shape, ActorConfig(layout=LayoutConfig(tp=tp, pp=pp)), dtype, optimizer=False
+    )
     total = actor.spec.parameter_count() * getattr(torch, dtype).itemsize
     bucket = sync.bucket_mib << 20
-    plain = copy_seconds(total, bucket, current_platform().device) if dist.get_rank() == 0 else [0.0]
+    plain = (
+        copy_seconds(total, bucket, current_platform().device) if dist.get_rank() == 0 else [0.0]
+    )
     dist.barrier()
     return {
         "bytes": total,
@@ -159,10 +187,17 @@ def row(layout: str, what: str, answer: dict[str, Any]) -> dict[str, Any]:
 def projection(answers: dict[str, dict[str, Any]]) -> str:
     """Seconds of a weight sync of 32B parameters, from the widest layout measured."""
     layout, answer = max(answers.items(), key=lambda item: int(item[0].split("x")[0]))
-    parts = {part: answer["weight sync"]["parts"].get(part, 0.0) * _BYTES_32B / answer["bytes"] for part in PARTS}
+    parts = {
+        part: answer["weight sync"]["parts"].get(part, 0.0) * _BYTES_32B / answer["bytes"]
+        for part in PARTS
+    }
     said = ", ".join(f"{part} {seconds:.2f} s" for part, seconds in parts.items())
     whole = answer["weight sync"]["seconds"] * _BYTES_32B / answer["bytes"]
-    missing = "" if layout.startswith("8x") else f"; measured at {layout}: the gather over 8 GPUs is not in it"
+    missing = (
+        ""
+        if layout.startswith("8x")
+        else f"; measured at {layout}: the gather over 8 GPUs is not in it"
+    )
     return f"32B in bfloat16, scaled by bytes: {whole:.2f} s ({said}){missing}"
 
 
@@ -178,25 +213,47 @@ def main() -> None:
     arguments_of.add_argument("--project-32b", action="store_true")
     arguments = arguments_of.parse_args()
     if arguments.project_32b and not current_platform().is_cuda:
-        arguments_of.error("--project-32b is made of parts measured on GPUs, and there are none here")
+        arguments_of.error(
+            "--project-32b is made of parts measured on GPUs, and there are none here"
+        )
     sync = SyncConfig(transport=arguments.transport, bucket_mib=arguments.bucket_mib)
     answers: dict[str, dict[str, Any]] = {}
     for layout in arguments.layouts.split(","):
         tp, pp = map(int, layout.split("x"))
         with tempfile.TemporaryDirectory() as logs:
             answers[layout] = over_ranks(
-                tp * pp, one_layout, SHAPES[arguments.shape], tp, pp, sync, arguments.engine_tp, arguments.dtype, logs
+                tp * pp,
+                one_layout,
+                SHAPES[arguments.shape],
+                tp,
+                pp,
+                sync,
+                arguments.engine_tp,
+                arguments.dtype,
+                logs,
             )
-    rows = [row(layout, what, answer) for layout, answer in answers.items() for what in ("stream", "weight sync")]
-    title = f"{arguments.shape}, {arguments.dtype}, engine TP{arguments.engine_tp}, transport {arguments.transport}"
+    rows = [
+        row(layout, what, answer)
+        for layout, answer in answers.items()
+        for what in ("stream", "weight sync")
+    ]
+    title = (
+        f"{arguments.shape}, {arguments.dtype}, engine TP{arguments.engine_tp}, transport "
+        f"{arguments.transport}"
+    )
     figures = [
-        ratio_figure(f"{what} of TPxPP {layout}, a plain copy over it", answer["copy"], answer[what]["rounds"])
+        ratio_figure(
+            f"{what} of TPxPP {layout}, a plain copy over it",
+            answer["copy"],
+            answer[what]["rounds"],
+        )
         for layout, answer in answers.items()
         for what in ("stream", "weight sync")
     ]
     publish(title, rows, arguments.json, figures)
     copies = {
-        layout: f"{answer['bytes'] / np.median(answer['copy']) / 1e9:.1f} GB/s" for layout, answer in answers.items()
+        layout: f"{answer['bytes'] / np.median(answer['copy']) / 1e9:.1f} GB/s"
+        for layout, answer in answers.items()
     }
     print(f"plain copy: {json.dumps(copies)}")
     if arguments.project_32b:

@@ -1,4 +1,5 @@
-"""Convert a Hugging Face directory to a Megatron checkpoint (torch_dist) that loads at any layout."""
+"""Convert a Hugging Face directory to a Megatron checkpoint (torch_dist) that loads at any
+layout."""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -8,7 +9,7 @@ import typer
 from vapo_megatron.command_line import run_app
 from vapo_megatron.config.tiny_model import DtypeOption, ShardSizeOption
 from vapo_megatron.errors import BadInput, told_in_one_line
-from vapo_megatron.weights.model_files import check_absent, read_config
+from vapo_megatron.models.model_files import check_absent, read_config
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -19,13 +20,22 @@ def main(
     out: Annotated[Path, typer.Option(help="Directory to make; it must not exist.")],
     head: Annotated[
         Literal["lm", "value"],
-        typer.Option(help="lm: a policy. value: a critic; its head is that of a reward model, or new and zero."),
+        typer.Option(
+            help=(
+                "lm: a policy. value: a critic; its head is that of a reward model, or new and "
+                "zero."
+            )
+        ),
     ] = "lm",
     value_outputs: Annotated[
-        int, typer.Option(min=1, help="Numbers that a value head gives: 1, or the bins of algorithm.value_loss.")
+        int,
+        typer.Option(
+            min=1, help="Numbers that a value head gives: 1, or the bins of algorithm.value_loss."
+        ),
     ] = 1,
     adapter: Annotated[
-        Path | None, typer.Option(help="PEFT directory: of adapters on --hf, which are converted in its place.")
+        Path | None,
+        typer.Option(help="PEFT directory: of adapters on --hf, which are converted in its place."),
     ] = None,
     dtype: DtypeOption = None,
     shard_gib: ShardSizeOption = 2.0,
@@ -34,10 +44,13 @@ def main(
     with told_in_one_line("error"):
         if head == "lm" and value_outputs != 1:
             raise BadInput(
-                f"--value-outputs {value_outputs} with --head lm: a policy has no value head; give --head value"
+                f"--value-outputs {value_outputs} with --head lm: a policy has no value head; give "
+                "--head value"
             )
         if head == "value" and adapter is not None:
-            raise BadInput("--adapter with --head value: a policy's adapters alone are read; leave --head out")
+            raise BadInput(
+                "--adapter with --head value: a policy's adapters alone are read; leave --head out"
+            )
         check_absent(out)
         read_config(hf)
         echo_conversion(hf, out, head, value_outputs, adapter, dtype, shard_gib)

@@ -1,6 +1,7 @@
 """Convert a Megatron checkpoint, saved at any layout, to a Hugging Face directory.
 
-The checkpoint is the output of tools/convert_hf_to_megatron.py, or one of a run (runs/NAME/checkpoints/step_N).
+The checkpoint is the output of tools/convert_hf_to_megatron.py, or one of a run
+(runs/NAME/checkpoints/step_N).
 """
 
 from pathlib import Path
@@ -8,73 +9,78 @@ from typing import Annotated, Literal
 
 import typer
 
-from vapo_megatron.checkpoint.manifest import MANIFEST_FILE, check_contents, damaged, read_manifest
+from vapo_megatron.checkpoint.manifest import check_model
 from vapo_megatron.command_line import run_app
 from vapo_megatron.config.tiny_model import DtypeOption, ShardSizeOption
 from vapo_megatron.errors import BadInput, told_in_one_line
-from vapo_megatron.weights.model_files import CARD_FILE, check_absent
+from vapo_megatron.models.model_files import CARD_FILE, check_absent
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
 def saved_model(checkpoint: Path, model: str) -> Path:
-    """The folder with the model: checkpoint itself, or its actor or critic. Raises BadInput where there is none."""
+    """The folder with the model: checkpoint itself, or its actor or critic. Raises BadInput where
+    there is none."""
     if not checkpoint.is_dir():
         raise BadInput(
-            f"{checkpoint}: no such directory; give a model saved by training or tools/convert_hf_to_megatron.py"
+            f"{checkpoint}: no such directory; give a model saved by training or "
+            "tools/convert_hf_to_megatron.py"
         )
     if (checkpoint / CARD_FILE).is_file():
         from vapo_megatron.weights.torch_dist import read_model_card
 
         if model == "critic" and read_model_card(checkpoint).head == "lm":
-            raise BadInput(f"--model critic: {checkpoint} is a policy, not the state of a run; leave --model out")
+            raise BadInput(
+                f"--model critic: {checkpoint} is a policy, not the state of a run; leave --model "
+                "out"
+            )
         return checkpoint
     if not (checkpoint / model / CARD_FILE).is_file():
         raise BadInput(
-            f"{checkpoint}: neither {CARD_FILE} nor {model}/{CARD_FILE} is there; give the output of "
-            "tools/convert_hf_to_megatron.py or a run's checkpoints/step_N"
+            f"{checkpoint}: neither {CARD_FILE} nor {model}/{CARD_FILE} is there; give the output "
+            "of tools/convert_hf_to_megatron.py or a run's checkpoints/step_N"
         )
     return checkpoint / model
 
 
-def check_saved(folder: Path) -> None:
-    """Raises BadInput where a file of a model in a run's checkpoint has changed since it was saved."""
-    checkpoint = folder.parent
-    if (checkpoint / MANIFEST_FILE).is_file():
-        files = read_manifest(checkpoint).files.items()
-        own = {checkpoint / name: facts for name, facts in files if name.startswith(f"{folder.name}/")}
-        if (fault := check_contents(checkpoint, own)) is not None:
-            raise damaged(checkpoint, fault)
-
-
 @app.command()
 def main(
-    checkpoint: Annotated[Path, typer.Option(help="A converted model, or a run's checkpoints/step_N.")],
+    checkpoint: Annotated[
+        Path, typer.Option(help="A converted model, or a run's checkpoints/step_N.")
+    ],
     out: Annotated[Path, typer.Option(help="Directory to make; it must not exist.")],
-    model: Annotated[Literal["actor", "critic"], typer.Option(help="Which model of a run's state.")] = "actor",
+    model: Annotated[
+        Literal["actor", "critic"], typer.Option(help="Which model of a run's state.")
+    ] = "actor",
     base: Annotated[
         Path | None,
         typer.Option(
-            help="Of adapters: Hugging Face directory to merge them into; without it PEFT's format comes out."
+            help=(
+                "Of adapters: Hugging Face directory to merge them into; without it PEFT's format "
+                "comes out."
+            )
         ),
     ] = None,
     dtype: DtypeOption = None,
     shard_gib: ShardSizeOption = 2.0,
 ) -> None:
-    """Write the whole directory, or nothing: of a policy ...ForCausalLM, of a critic ...ForTokenClassification."""
+    """Write the whole directory, or nothing: of a policy ...ForCausalLM, of a critic
+    ...ForTokenClassification."""
     with told_in_one_line("error"):
         check_absent(out)
         echo_conversion(saved_model(checkpoint, model), out, base, dtype, shard_gib)
 
 
-def echo_conversion(source: Path, out: Path, base: Path | None, dtype: str | None, gib: float) -> None:
+def echo_conversion(
+    source: Path, out: Path, base: Path | None, dtype: str | None, gib: float
+) -> None:
     """Convert, and say what came of it."""
     import torch
 
     from vapo_megatron.monitoring.console import stage_bars
     from vapo_megatron.weights.convert import megatron_to_hf
 
-    check_saved(source)
+    check_model(source)
     with stage_bars() as progress:
         made = megatron_to_hf(
             source,

@@ -1,4 +1,5 @@
-"""Write docs/alarms.md: the alarms of the code, and when each goes off on public training curves."""
+"""Write docs/alarms.md: the alarms of the code, and when each goes off on public training
+curves."""
 
 import csv
 from collections.abc import Callable, Mapping, Sequence
@@ -8,9 +9,9 @@ from typing import Annotated
 
 import typer
 
-from vapo_megatron.config.atomic import atomic_write
 from vapo_megatron.config.run import AlarmsConfig
 from vapo_megatron.errors import told_in_one_line
+from vapo_megatron.files import atomic_write
 from vapo_megatron.monitoring import names
 from vapo_megatron.monitoring.alarms import ALARMS, Alarms
 
@@ -28,12 +29,13 @@ INTRODUCTION = """\
 
 <!-- Written by tools/describe_alarms.py from vapo_megatron/monitoring/alarms.py; do not edit. -->
 
-An alarm is a red line on the console when a fault begins, and `alarm/<name>` = 1 in `metrics.jsonl` (and TensorBoard,
-trackers, `report.html`) for every step that has it. The last column says what to do first.
+An alarm is a red line on the console when a fault begins, and `alarm/<name>` = 1 in `metrics.jsonl`
+(and TensorBoard, trackers, `report.html`) for every step that has it. The last column says what to
+do first.
 
-After each step the metrics are compared with fixed limits and with earlier steps of the same run, by medians and median
-absolute deviations, which single steps do not move. `monitoring.alarms.stop` lists alarms that also end the run after
-the step, with exit code 1 and without saving, so that the last checkpoints are from before the fault;
+Alarms compare each step's metrics with fixed limits and with earlier steps of the run (medians and
+median absolute deviations). An alarm in `monitoring.alarms.stop` also ends the run after the step,
+with exit code 1 and without saving, so the last checkpoints predate the fault.
 `monitoring.alarms.off` lists alarms that are never raised.
 
 | alarm | condition | meaning | what to do first |
@@ -43,12 +45,10 @@ the step, with exit code 1 and without saving, so that the last checkpoints are 
 ABLATION = """\
 ## On the runs of the ablation
 
-The alarms of `examples/ablation`, five seeds of each method, with the shorter cold start that it had then (250 steps; its
-runs collapse more often than those of [ablation.md](ablation.md)): accuracy of the last two steps, the number of seeds
-without an alarm, and the first step of each alarm, one per seed. The runs without decoupled GAE, without the NLL of
-positives and (except for two seeds) without length-adaptive GAE lose what they had reached. The runs were made with
-nineteen alarms; alarms removed since (`slow_engine` had gone off in DAPO, VC-PPO and GRPO) are left out, so only the least
-number of GRPO's silent seeds is known.
+`examples/ablation`, five seeds per method, after a shorter cold start (250 steps) than in [ablation.md](ablation.md): accuracy
+of the last two steps, seeds without an alarm, and the first step of each alarm, one per seed. Without decoupled GAE, without
+positive NLL and (in three seeds) without length-adaptive GAE the accuracy falls again. Alarms removed since are left
+out.
 
 | run | steps | accuracy at the end | silent | alarms |
 |---|---|---|---|---|
@@ -92,7 +92,9 @@ class Curve:
 
 def _columns(columns: Mapping[str, str], scale: Mapping[str, float] | None = None) -> Read:
     return lambda row: {
-        ours: row[theirs] * (scale or {}).get(ours, 1.0) for theirs, ours in columns.items() if theirs in row
+        ours: row[theirs] * (scale or {}).get(ours, 1.0)
+        for theirs, ours in columns.items()
+        if theirs in row
     }
 
 
@@ -133,7 +135,9 @@ _VERL = _columns(
 def _verl(row: Mapping[str, float]) -> Row:
     found = _VERL(row)
     # The least that it can be.
-    found[names.FRAC_ZERO_STD_GROUPS] = float(row.get("critic/rewards/max", 1) == row.get("critic/rewards/min", 0))
+    found[names.FRAC_ZERO_STD_GROUPS] = float(
+        row.get("critic/rewards/max", 1) == row.get("critic/rewards/min", 0)
+    )
     return found
 
 
@@ -232,14 +236,18 @@ CURVES_TRIED: tuple[Curve, ...] = (
         471,
         500,
     ),
-    Curve("areal_grpo_gsm8k", "1", "AReaL GRPO, GSM8K, Qwen2.5-0.5B, 8 samples a step", None, _AREAL),
+    Curve(
+        "areal_grpo_gsm8k", "1", "AReaL GRPO, GSM8K, Qwen2.5-0.5B, 8 samples a step", None, _AREAL
+    ),
     Curve("areal_grpo_gsm8k", "2", "the same, a second run", None, _AREAL),
 )
 
 
 def main(
     out: Annotated[Path, typer.Option(help="file to write")] = PAGE,
-    curves: Annotated[Path, typer.Option(help="folder of the public curves; without it their table stays")] = CURVES,
+    curves: Annotated[
+        Path, typer.Option(help="folder of the public curves; without it their table stays")
+    ] = CURVES,
 ) -> None:
     """Write the page."""
     with told_in_one_line("describe_alarms"):
@@ -259,32 +267,45 @@ def alarms_part() -> str:
 def curves_part(folder: Path) -> str:
     """What the alarms say of public curves."""
     text = (
-        f"{CURVES_BEGIN}\n\nThe alarms on published runs of other trainers, as far as their metrics allow: the "
-        "first step of each alarm. Runs with one group of responses per step (Qwen3-0.6B on MATH, AReaL) are the "
-        "noisiest. Alarms on metrics that a curve lacks (values, KL) are tested on synthetic histories in "
-        "`tests/monitoring/test_alarms.py`.\n\n| run | steps | trouble | alarms |\n|---|---|---|---|\n"
+        f"{CURVES_BEGIN}\n\nThe first step of each alarm on published runs of other trainers. Runs "
+        "with one group of responses per step (Qwen3-0.6B on MATH, AReaL) are the noisiest. "
+        "Alarms on metrics that a curve lacks (values, KL) are tested on synthetic histories in "
+        "`tests/monitoring/test_alarms.py`.\n\n| "
+        "run | steps | trouble | alarms |\n|---|---|---|---|\n"
     )
     for curve in CURVES_TRIED:
         rows = read_curve(folder, curve)
         first = first_alarms(rows)
-        said = ", ".join(f"`{name}` {step}" for name, step in sorted(first.items(), key=lambda item: item[1]))
-        text += f"| {curve.what} | {len(rows)} | {curve.trouble or 'none: healthy'} | {said or 'none'} |\n"
+        said = ", ".join(
+            f"`{name}` {step}" for name, step in sorted(first.items(), key=lambda item: item[1])
+        )
+        text += (
+            f"| {curve.what} | {len(rows)} | {curve.trouble or 'none: healthy'} | {said or 'none'} "
+            f"|\n"
+        )
     return text
 
 
 def read_curve(folder: Path, curve: Curve) -> list[Row]:
     """The rows of a curve, as metrics of ours; empty cells are left out."""
     with (folder / f"{curve.file}.csv").open(newline="", encoding="utf-8") as file:
-        table = [row for row in csv.DictReader(file) if curve.run is None or row["run"] == curve.run]
+        table = [
+            row for row in csv.DictReader(file) if curve.run is None or row["run"] == curve.run
+        ]
     numbers = [{name: float(cell) for name, cell in row.items() if cell} for row in table]
     # Rows of an attempt that came to nothing precede those of the run in one of the files.
-    first = max(number for number, row in enumerate(numbers) if row["step"] == min(r["step"] for r in numbers))
+    first = max(
+        number
+        for number, row in enumerate(numbers)
+        if row["step"] == min(r["step"] for r in numbers)
+    )
     return [{"step": row["step"]} | curve.read(row) for row in numbers[first:]]
 
 
 def first_alarms(rows: Sequence[Row]) -> dict[str, int]:
     """The step that each alarm first goes off at."""
-    alarms, first = Alarms(AlarmsConfig()), dict[str, int]()
+    alarms = Alarms(AlarmsConfig())
+    first = dict[str, int]()
     for row in rows:
         for name in alarms.check(row):
             first.setdefault(name, int(row["step"]))

@@ -1,7 +1,7 @@
-"""Write docs/configuration.md from the config's own models and presets."""
+"""Writes docs/configuration.md from the config models and presets."""
 
 import types
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -13,16 +13,16 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from vapo_megatron.cli import PRESETS
-from vapo_megatron.config.atomic import atomic_write
 from vapo_megatron.config.base import Section
 from vapo_megatron.config.critic_probes import ProbedRunConfig
 from vapo_megatron.config.explain import OTHER_TRAINERS
 from vapo_megatron.config.plan import PlanConfig
 from vapo_megatron.config.train import EvaluateConfig, SftConfig, TrainConfig
+from vapo_megatron.files import atomic_write
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
 GLOSSARY = PAGE.with_name("glossary.md")
-# Where the part of the glossary begins that is written here.
+# The generated part of the glossary begins here.
 KEYS_OF_OTHERS = "## Keys of other trainers\n"
 COMMANDS: dict[str, type[Section]] = {
     "train": TrainConfig,
@@ -37,8 +37,8 @@ INTRODUCTION = """\
 
 <!-- Written by tools/describe_config.py from the models in vapo_megatron/config; do not edit. -->
 
-A config is one YAML file. These keys are the ones that nearly every training config sets; everything else has a default
-that works. Copy [examples/gsm8k/vapo.yaml](../examples/gsm8k/vapo.yaml) to begin.
+A config is one YAML file. Nearly every training config sets these keys; all others have usable
+defaults. Start from [examples/gsm8k/vapo.yaml](../examples/gsm8k/vapo.yaml).
 """
 # The keys that a first config sets.
 FIRST_KEYS = (
@@ -66,38 +66,39 @@ FIRST_KEYS = (
 LAYERS = """\
 ## How a config is read
 
-`vapo-megatron train CONFIG [SECTION.KEY=VALUE]...` takes the file and overrides; `sft`, `evaluate`, `plan` and `doctor`
-do the same. Values come in layers, later ones over earlier ones:
+`vapo-megatron train CONFIG [SECTION.KEY=VALUE]...`, and likewise `sft`, `evaluate`, `plan`,
+`doctor` and `critic`, merges these layers, later ones over earlier ones:
 
 1. the defaults below;
-2. the preset named by the key `preset` (`train`, `plan`, `doctor`): the published settings of an algorithm;
+2. the preset named by the key `preset`: the published settings of an algorithm;
 3. the YAML file named by the key `extends`, beside the config;
 4. the config itself;
-5. overrides on the command line, `section.key=value`, with the value read as YAML; `section=null` takes
-   back what the files say of a section, so that the preset or the defaults hold again.
+5. overrides, `section.key=value`, with the value read as YAML; `section=null` removes a section
+   of the files, so that the preset or the defaults apply again.
 
 ```
-vapo-megatron train examples/gsm8k/vapo.yaml model.path=models/Qwen3-8B actor.layout.tp=4 critic.layout.tp=4 \\
+vapo-megatron train examples/gsm8k/vapo.yaml model.path=models/Qwen3-8B \\
+    actor.layout.tp=4 critic.layout.tp=4 \\
     'actor.optimizer={lr: 1e-6, warmup_steps: 20}' data.eval.0.limit=64
 ```
 
-- Overriding a whole section merges into it. Entries of a list are numbered from 0.
-- `${section.key}` in a value stands for another value of the file.
-- An unknown key is an error that names the nearest one; so is a value of the wrong type or out of range. Everything,
-  files, tokenizer and layouts included, is checked before any process starts and anything is written. An error is one
-  line, with exit code 2.
+- Overriding a section merges into it. Entries of a list are numbered from 0.
+- `${section.key}` in a value refers to another value of the file.
+- Everything (keys, types, ranges, files, tokenizer, layouts) is checked before any process starts.
+  An error is one line with exit code 2; for an unknown key it names the nearest one.
 - Relative paths are relative to the working directory.
-- The result of all layers is written to `config.yaml` in the run directory, which can be given as CONFIG again.
+- The result is written to `config.yaml` in the run directory, which can be used as CONFIG.
 
-`plan` and `doctor` take a training config and the sections `hardware` and `plan`, `critic` takes one and the section
-`critic_probes`. `train` refuses these sections, so give them as overrides or in a file that extends the training config
-(`examples/aime_qwen2.5_32b/plan.yaml`). In the tables below, `plan` stands for both `plan` and `doctor`.
+`plan` and `doctor` also have the sections `hardware` and `plan`, and `critic` has `critic_probes`.
+`train` refuses these, so give them as overrides or in a file that extends the training config
+(`examples/aime_qwen2.5_32b/plan.yaml`). In the tables below, `plan` stands for `plan` and `doctor`.
 """
 
 
 @dataclass
 class Place:
-    """Where a section stands: command and dotted key, and the value that it has if nothing is given."""
+    """Where a section stands: command and dotted key, and the value that it has if nothing is
+    given."""
 
     command: str
     key: str
@@ -131,10 +132,11 @@ def main(
 
 
 def keys_of_others() -> str:
-    """What keys of other trainers are called here: the end of docs/glossary.md."""
+    """The end of docs/glossary.md: keys of other trainers and their names here."""
     lines = [
         KEYS_OF_OTHERS,
-        "<!-- Written by tools/describe_config.py from vapo_megatron/config/other_trainers.yaml. -->\n",
+        "<!-- Written by tools/describe_config.py from vapo_megatron/config/other_trainers.yaml. "
+        "-->\n",
         "A config with one of these keys is refused, and the message names ours.\n",
         "| | theirs | here |",
         "|---|---|---|",
@@ -152,11 +154,12 @@ def page() -> str:
 
 
 def sections() -> dict[type[Section], Described]:
-    """Every section of every command, in the order of train's; of several at one key train's is the first."""
-    found: dict[type[Section], Described] = {}
+    """Every section of every command, in the order of train's; of several at one key train's is the
+    first."""
+    described: dict[type[Section], Described] = {}
 
     def visit(command: str, key: str, model: type[Section], default: Section | None) -> None:
-        found.setdefault(model, Described(model)).places.append(Place(command, key, default))
+        described.setdefault(model, Described(model)).places.append(Place(command, key, default))
         for name, info in model.model_fields.items():
             for inner in _inner_sections(info.annotation):
                 value = getattr(default, name) if default is not None else _default(info)
@@ -168,9 +171,12 @@ def sections() -> dict[type[Section], Described]:
     for command, root in COMMANDS.items():
         visit(command, "", root, None)
     for root in COMMANDS.values():
-        del found[root]
-    order = {key: number for number, key in enumerate(dict.fromkeys(d.keys[0] for d in found.values()))}
-    return dict(sorted(found.items(), key=lambda item: order[item[1].keys[0]]))
+        del described[root]
+    order = {
+        key: number
+        for number, key in enumerate(dict.fromkeys(d.keys[0] for d in described.values()))
+    }
+    return dict(sorted(described.items(), key=lambda item: order[item[1].keys[0]]))
 
 
 def _first_keys() -> str:
@@ -195,7 +201,8 @@ def _commands() -> str:
     lines = ["## Commands\n", "| | " + " | ".join(f"`{name}`" for name in COMMANDS) + " | |"]
     lines.append("|---|" + "---|" * len(COMMANDS) + "---|")
     for name in dict.fromkeys(name for root in COMMANDS.values() for name in root.model_fields):
-        cells, texts = [], []
+        cells = []
+        texts = []
         for root in COMMANDS.values():
             info = root.model_fields.get(name)
             if info is None:
@@ -205,7 +212,8 @@ def _commands() -> str:
             word = "required" if info.is_required() else "optional"
             cells.append(f"[{word}](#{inner.__name__})" if inner is not None else word)
             texts.append(_text(info))
-        lines.append(f"| `{name}` | " + " | ".join(cells) + f" | {'; '.join(dict.fromkeys(texts))} |")
+        # Sections of one key differ by command: train's text describes the key, the links the rest.
+        lines.append(f"| `{name}` | {' | '.join(cells)} | {texts[0]} |")
     return "\n".join(lines) + "\n"
 
 
@@ -213,7 +221,9 @@ def _presets() -> str:
     lines = ["## Presets\n", "| `preset` | |", "|---|---|"]
     for path in sorted(PRESETS.glob("*.yaml")):
         comment = " ".join(line[1:].strip() for line in _leading_comment(path))
-        lines.append(f"| [`{path.stem}`](../vapo_megatron/config/presets/{path.name}) | {_cell(comment)} |")
+        lines.append(
+            f"| [`{path.stem}`](../vapo_megatron/config/presets/{path.name}) | {_cell(comment)} |"
+        )
     return "\n".join(lines) + "\n"
 
 
@@ -225,7 +235,8 @@ def _leading_comment(path: Path) -> Iterator[str]:
 
 
 def _section(described: Described) -> str:
-    model, users = described.model, list(dict.fromkeys(place.command for place in described.places))
+    model = described.model
+    users = list(dict.fromkeys(place.command for place in described.places))
     title = ", ".join(f"`{key}`" for key in described.keys)
     only = "" if len(users) == len(COMMANDS) else f" ({', '.join(users)})"
     lines = [f'### <a id="{model.__name__}"></a>{title}{only}\n', f"{_first_line(model)}\n"]
@@ -240,14 +251,20 @@ def _section(described: Described) -> str:
 
 def _text(info: FieldInfo) -> str:
     inner = next(_inner_sections(info.annotation), None)
-    return _cell(info.description or "" if info.description or inner is None else _first_line(inner))
+    text = info.description or ""
+    if not text and inner is not None:
+        text = _first_line(inner)
+    return _cell(text)
 
 
 def _defaults(described: Described, name: str) -> str:
-    """The default, or each with its places (its commands, where they share one place) if they differ."""
+    """The default, or each with its places (its commands, where they share one place) if they
+    differ."""
     info = described.model.model_fields[name]
     if any(_inner_sections(info.annotation)):
-        return "**required**" if info.is_required() else _code(None) if _default(info) is None else ""
+        if info.is_required():
+            return "**required**"
+        return _code(None) if _default(info) is None else ""
     one_place = len(described.keys) == 1
     where: dict[str, dict[str, None]] = {}
     for place in described.places:
@@ -260,26 +277,36 @@ def _defaults(described: Described, name: str) -> str:
 
 
 def _type(info: FieldInfo) -> str:
-    limits = [text for text in map(_limit, info.metadata) if text]
-    return _cell(", ".join([_annotation(info.annotation), *limits]))
+    return _cell(_with_limits(_annotation(info.annotation), info.metadata))
+
+
+def _with_limits(text: str, metadata: Iterable[Any]) -> str:
+    """A type with its limits; a pattern already implies that a string is not empty."""
+    limits = [limit for limit in map(_limit, metadata) if limit]
+    if any(limit.startswith("pattern") for limit in limits):
+        limits = [limit for limit in limits if limit != "not empty"]
+    return ", ".join([text, *limits])
 
 
 def _annotation(annotation: Any) -> str:
-    origin, arguments = get_origin(annotation), get_args(annotation)
+    origin = get_origin(annotation)
+    arguments = get_args(annotation)
     if origin is Annotated:
-        limits = [text for text in (_limit(entry) for entry in _metadata(arguments[1:])) if text]
-        return ", ".join([_annotation(arguments[0]), *limits])
+        return _with_limits(_annotation(arguments[0]), _metadata(arguments[1:]))
     if origin is Literal:
         return ", ".join(f"`{value}`" for value in arguments)
     if origin in (Union, types.UnionType):
-        return " or ".join("none" if part is types.NoneType else _annotation(part) for part in arguments)
+        return " or ".join(
+            "none" if part is types.NoneType else _annotation(part) for part in arguments
+        )
     if origin in (tuple, list):
-        return f"list of {_annotation(arguments[0])}"
+        entry = _annotation(arguments[0])
+        return "list of strings" if entry == "string" else f"list of {entry}"
     if origin is dict:
         return "mapping"
     if isinstance(annotation, type) and issubclass(annotation, Section):
         return "section"
-    names = {str: "text", Path: "path", bool: "true, false", int: "integer", float: "number"}
+    names = {str: "string", Path: "path", bool: "true, false", int: "integer", float: "number"}
     return names[annotation]
 
 
@@ -301,7 +328,7 @@ def _limit(entry: Any) -> str:
         case annotated_types.MinLen():
             return "not empty"
     pattern = getattr(entry, "pattern", None)
-    return f"matching `{pattern}`" if pattern else ""
+    return f"pattern `{pattern}`" if pattern else ""
 
 
 def _inner_sections(annotation: Any) -> Iterator[type[Section]]:
@@ -322,12 +349,16 @@ def _code(value: Any) -> str:
     if isinstance(value, float):
         return f"`{value:g}`"
     plain = list(value) if isinstance(value, tuple) else value
-    text = plain if isinstance(plain, str) else yaml.safe_dump(plain, default_flow_style=True).split("\n")[0]
+    text = (
+        plain
+        if isinstance(plain, str)
+        else yaml.safe_dump(plain, default_flow_style=True).split("\n")[0]
+    )
     return f"`{text}`"
 
 
 def _first_line(model: type[Section]) -> str:
-    return (model.__doc__ or "").partition("\n\n")[0].replace("\n", " ").strip()
+    return " ".join((model.__doc__ or "").partition("\n\n")[0].split())
 
 
 def _cell(text: str) -> str:

@@ -1,4 +1,5 @@
-"""Quantise a trained policy for serving: a Hugging Face directory in, an FP8 or NVFP4 directory that SGLang loads out.
+"""Quantise a trained policy for serving: a Hugging Face directory in, an FP8 or NVFP4 directory
+that SGLang loads out.
 
 python tools/export_fp8.py --hf runs/NAME/hf/final/actor --out actor-fp8 --calibration prompts.jsonl
 """
@@ -24,7 +25,8 @@ class Format(StrEnum):
 def read_sequences(path: Path, field: str, hf_dir: Path, rows: int, tokens: int) -> list[list[int]]:
     """Token ids of the texts of the first rows of a jsonl file, each cut to some tokens.
 
-    Raises BadInput, naming file and line, where a row has no text, and where no text has two tokens.
+    Raises BadInput, naming file and line, where a row has no text, and where no text has two
+    tokens.
     """
     from vapo_megatron.data.tokenizer import load_tokenizer
 
@@ -36,12 +38,17 @@ def read_sequences(path: Path, field: str, hf_dir: Path, rows: int, tokens: int)
         text = row.get(field)
         if not isinstance(text, str):
             found = "no field" if field not in row else f"a {type(text).__name__} as field"
-            raise BadInput(f"{path}:{number}: {found} {field!r}, expected a text; name the field with --field")
+            raise BadInput(
+                f"{path}:{number}: {found} {field!r}, expected a text; name the field with --field"
+            )
         ids = tokenizer.encode(text)[:tokens]
         if len(ids) >= 2:
             sequences.append(ids)
     if not sequences:
-        raise BadInput(f"{path}: holds no text of two tokens or more; give prompts, or better prompts with responses")
+        raise BadInput(
+            f"{path}: holds no text of two tokens or more; give prompts, or better prompts with "
+            "responses"
+        )
     return sequences
 
 
@@ -50,10 +57,14 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 @app.command()
 def main(
-    hf: Annotated[Path, typer.Option(help="Directory of the trained policy, as training exports it.")],
+    hf: Annotated[
+        Path, typer.Option(help="Directory of the trained policy, as training exports it.")
+    ],
     out: Annotated[Path, typer.Option(help="Directory to write; must not exist.")],
     calibration: Annotated[Path, typer.Option(help="JSONL of texts such as the model will see.")],
-    format: Annotated[Format, typer.Option(help="fp8: a scale per tensor; nvfp4: 4 bits (Blackwell).")] = Format.fp8,
+    format: Annotated[
+        Format, typer.Option(help="fp8: a scale per tensor; nvfp4: 4 bits (Blackwell).")
+    ] = Format.fp8,
     field: Annotated[str, typer.Option(help="Field of a row that holds its text.")] = "prompt",
     rows: Annotated[int, typer.Option(min=1, help="Rows of the calibration that are used.")] = 512,
     tokens: Annotated[int, typer.Option(min=2, help="Tokens of each that are used.")] = 2048,

@@ -1,9 +1,10 @@
 """mutmut's run in the current folder, for tools/mutants.py, with what makes it quick and whole.
 
-Tests are collected once, and each mutant is a fork of the process that has them; it runs the tests that reach the line
-that it changes (mutant_lines.py); what the fixtures of a module reach belongs to each of its tests, not to the first;
-functions that only processes of their own call are given their tests by hand; and limits of time are those of the
-processor, for a machine that does other work too.
+Tests are collected once, and each mutant is a fork of the process that has them; it runs the tests
+that reach the line that it changes (mutant_lines.py); what the fixtures of a module reach belongs
+to each of its tests, not to the first; functions that only processes of their own call are given
+their tests by hand; and limits of time are those of the processor, for a machine that does other
+work too.
 """
 
 import json
@@ -31,11 +32,13 @@ from mutmut.workers import isolation
 
 
 class Reached:
-    """A pytest plugin: which test reaches which function and line, and how long it takes with its fixtures."""
+    """A pytest plugin: which test reaches which function and line, and how long it takes with its
+    fixtures."""
 
     def __init__(self) -> None:
         self.fixtures: dict[Any, tuple[set[str], float]] = {}
-        self.lines, self.test = LinesReached(), ""
+        self.lines = LinesReached()
+        self.test = ""
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         """Called before a test and its fixtures."""
@@ -79,7 +82,8 @@ class Reached:
 
 
 class Deadline:
-    """A pytest plugin for a mutant's tests: one that waits for what never comes ends the process, with its mutant."""
+    """A pytest plugin for a mutant's tests: one that waits for what never comes ends the process,
+    with its mutant."""
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self, item: Any) -> None:
@@ -97,7 +101,9 @@ class CollectedOnce(PytestRunner):
         """Open the session. Nothing is captured: this process's output is mutmut's."""
         arguments = ["--rootdir=.", "--tb=native", "-x", "-q", "-s", *self._pytest_add_cli_args]
         with change_cwd("mutants"):
-            pytest_config = _pytest.config._prepareconfig([*arguments, *self._pytest_add_cli_args_test_selection])
+            pytest_config = _pytest.config._prepareconfig(
+                [*arguments, *self._pytest_add_cli_args_test_selection]
+            )
             self.session = pytest.Session.from_config(pytest_config)
             pytest_config._do_configure()
             pytest_config.hook.pytest_sessionstart(session=self.session)
@@ -108,7 +114,9 @@ class CollectedOnce(PytestRunner):
         """Run tests, or all, and note what they reach."""
         with change_cwd("mutants"):
             reached = Reached()
-            failed = int(self.execute_pytest(self._pytest_args_regular_run(tests), plugins=[reached]))
+            failed = int(
+                self.execute_pytest(self._pytest_args_regular_run(tests), plugins=[reached])
+            )
             reached.lines.save(every_test=not tests)
         self.clean = not failed and not tests
         return failed
@@ -142,13 +150,16 @@ class Runner(isolation.ForkRunner):
     most_seconds = float("inf")
 
     def startup(self) -> None:
-        """Called before the first mutant. What ranks have left has threads, which no fork would have."""
+        """Called before the first mutant. What ranks have left has threads, which no fork would
+        have."""
         if dist.is_initialized():
             dist.destroy_process_group()
         self.test_runner.collect()
         super().startup()
 
-    def submit(self, mutant_name: str, tests: list[str], cpu_time_limit: int, estimated_time: float) -> None:
+    def submit(
+        self, mutant_name: str, tests: list[str], cpu_time_limit: int, estimated_time: float
+    ) -> None:
         """Called for each mutant with the tests of its function."""
         durations = state().duration_by_test
         with change_cwd("mutants"):
@@ -161,10 +172,16 @@ class Runner(isolation.ForkRunner):
 
 
 def main(
-    children: int, modules: list[str], sample: float, again: bool, seconds: float, unseen: dict[str, list[str]]
+    children: int,
+    modules: list[str],
+    sample: float,
+    again: bool,
+    seconds: float,
+    unseen: dict[str, list[str]],
 ) -> None:
-    """Run what was not run yet. modules: these alone; sample: a part of the mutants; again: survivors too; seconds: of
-    tests that a mutant gets; unseen: the tests of modules whose functions run in processes of their own."""
+    """Run what was not run yet. modules: these alone; sample: a part of the mutants; again:
+    survivors too; seconds: of tests that a mutant gets; unseen: the tests of modules whose
+    functions run in processes of their own."""
     Runner.most_seconds = seconds
     everything = mutmut.collect_source_file_mutation_data
     limit = isolation.register_timeout
@@ -174,15 +191,20 @@ def main(
         tests = state().tests_by_mangled_function_name
         picked = []
         for data, name, result in mutants:
-            module, function = name.split(".")[-2], mangled_name_from_mutant_name(name)
+            module = name.split(".")[-2]
+            function = mangled_name_from_mutant_name(name)
             if module in unseen and not tests.get(function):
-                tests[function] = {t for t in state().duration_by_test if t.partition("::")[0] in unseen[module]}
+                tests[function] = {
+                    t for t in state().duration_by_test if t.partition("::")[0] in unseen[module]
+                }
             if (not modules or module in modules) and zlib.crc32(name.encode()) < sample * 2**32:
                 picked.append((data, name, None if again and result in (0, 5, 33) else result))
         return picked, files
 
     mutmut.collect_source_file_mutation_data = chosen
-    mutmut.get_mutant_runner = lambda max_workers=1: Runner(max_workers, CollectedOnce(), config().debug)
+    mutmut.get_mutant_runner = lambda max_workers=1: Runner(
+        max_workers, CollectedOnce(), config().debug
+    )
     isolation.register_timeout = lambda pid, timeout_s: limit(pid, 20 * timeout_s)
     mutmut._run([], children)
 

@@ -1,12 +1,13 @@
-"""Mutation testing: how many small changes to the code do its tests notice? `make mutants ROOMS="algorithms rewards"`.
+"""Mutation testing: how many small changes to the code do its tests notice? `make mutants
+ROOMS="algorithms rewards"`.
 
-Each room is mutated in a copy of the working tree, runs/mutants/ROOM, with the tests named below. A run that was
-interrupted goes on where it stopped, and after a change of a function only its mutants are run again; with AGAIN=1 in
-the environment survivors are too, after a change of tests. SAMPLE=0.1 runs a tenth of the mutants, always the same, and
-WORKERS=4 four at a time; with SECONDS_EACH=10 what survives the quickest ten seconds of its tests counts as a survivor.
-Survivors that no test is to kill stand with the reason in tests/mutants.toml; any other is
-listed, and the exit code is 1 below 95 % killed.
-Runs with the Python of .venv-mutants (requirements/mutants.txt).
+Each room is mutated in a copy of the working tree, runs/mutants/ROOM, with the tests named below. A
+run that was interrupted goes on where it stopped, and after a change of a function only its mutants
+are run again; with AGAIN=1 in the environment survivors are too, after a change of tests.
+SAMPLE=0.1 runs a tenth of the mutants, always the same, and WORKERS=4 four at a time; with
+SECONDS_EACH=10 what survives the quickest ten seconds of its tests counts as a survivor. Survivors
+that no test is to kill stand with the reason in tests/mutants.toml; any other is listed, and the
+exit code is 1 below 95 % killed. Runs with the Python of .venv-mutants (requirements/mutants.txt).
 """
 
 import contextlib
@@ -27,13 +28,20 @@ from mutmut.mutation.diff_apply import get_diff_for_mutant
 ROOT = Path(__file__).resolve().parent.parent
 ACCEPTED = ROOT / "tests" / "mutants.toml"
 LEAST_KILLED = 0.95
-# The tests of each room that take seconds. Ranks run in the tests' own process (tests/ranks.py): which test reaches
-# which function is not seen from a forked one.
+# The tests of each room that take seconds. Ranks run in the tests' own process (tests/ranks.py):
+# which test reaches which function is not seen from a forked one.
 ROOMS: dict[str, tuple[str, ...]] = {
     "agents": (
         *(
             f"tests/agents/test_{name}.py"
-            for name in ("calls", "endpoint", "given_agents", "probed_turns", "rewriting", "windowed_episodes")
+            for name in (
+                "calls",
+                "endpoint",
+                "given_agents",
+                "probed_turns",
+                "rewriting",
+                "windowed_episodes",
+            )
         ),
         "tests/agents/test_episodes.py::test_an_agent_that_cannot_be_run_is_refused_by_name",
         "tests/agents/test_episodes.py::test_verifiers_that_are_not_there_are_refused_by_name",
@@ -41,8 +49,14 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "algorithms": ("tests/algorithms",),
     "data": ("tests/data", "tests/cli/test_records.py"),
     "rewards": (
-        *(f"tests/rewards/test_{name}.py" for name in ("code", "equivalence", "extract", "grading", "judge")),
-        *(f"tests/rewards/test_{name}.py" for name in ("math_grade", "matrices", "normal_form", "pool", "quantities")),
+        *(
+            f"tests/rewards/test_{name}.py"
+            for name in ("code", "equivalence", "extract", "grading", "judge")
+        ),
+        *(
+            f"tests/rewards/test_{name}.py"
+            for name in ("math_grade", "matrices", "normal_form", "pool", "quantities")
+        ),
         *(f"tests/rewards/test_{name}.py" for name in ("symbolic", "values")),
         "tests/rewards/test_agreement.py::test_plain_comparison_is_reflexive_and_never_raises",
     ),
@@ -71,7 +85,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "tests/training/test_step_switches.py::test_a_rollout_is_cut_into_the_steps_that_were_asked_for",
         "tests/training/test_step_switches.py::test_a_step_reports_what_happened",
         "tests/training/test_step_switches.py::test_metrics_of_several_steps_are_means_and_maxima",
-        "tests/training/test_step_switches.py::test_old_logprobs_of_the_only_update_are_not_scored_unless_needed",
+        "tests/training/test_step_switches.py::test_old_logprobs_of_only_update_are_scored_only_if_needed",
         "tests/training/test_steps_without_models.py",
         "tests/training/test_switch_pairs.py",
         "tests/training/test_tracker.py",
@@ -82,28 +96,41 @@ ROOMS: dict[str, tuple[str, ...]] = {
     ),
     "weights": ("tests/weights/test_convert_adapters.py", "tests/megatron/test_adapters.py"),
 }
-# What computes. The others start processes, and end or write something: a test of theirs takes minutes.
+# What computes. The others start processes, and end or write something: a test of theirs takes
+# minutes.
 MODULES = {
     "agents": ("episodes", "recording"),
     "training": (
-        *("advantages", "collect", "losses", "metrics", "rollouts", "score", "shards", "skipped_updates"),
+        *(
+            "advantages",
+            "collect",
+            "losses",
+            "metrics",
+            "rollouts",
+            "score",
+            "shards",
+            "skipped_updates",
+        ),
         *("updates", "user_functions", "value_pretraining"),
     ),
     "weights": ("adapters",),
 }
-# Functions that only processes of their own call, whose calls are not seen: the tests of their module.
+# Functions that only processes of their own call, whose calls are not seen: the tests of their
+# module.
 UNSEEN = {
     "worker": ["tests/rewards/test_pool.py"],
     "worker_process": ["tests/rewards/test_pool.py"],
 }
 # What mutmut's exit codes say; others are time limits and crashes, which count as killed.
-SURVIVED, NO_TESTS, NOT_RUN = "survived", "no tests", "not run"
+SURVIVED = "survived"
+NO_TESTS = "no tests"
+NOT_RUN = "not run"
 STATES = {0: SURVIVED, 33: NO_TESTS, 5: NO_TESTS, None: NOT_RUN, 34: "skipped"}
 
 
 class WithoutDecorator(cst.CSTTransformer):
-    """mutmut leaves decorated functions alone. What says the same: @torch.no_grad() as a with statement, and a property
-    as a method that is made one in the next line."""
+    """mutmut leaves decorated functions alone. What says the same: @torch.no_grad() as a with
+    statement, and a property as a method that is made one in the next line."""
 
     def leave_FunctionDef(
         self, original_node: cst.FunctionDef, updated_node: cst.FunctionDef
@@ -114,22 +141,29 @@ class WithoutDecorator(cst.CSTTransformer):
         if len(decorators) != 1 or not isinstance(body, cst.IndentedBlock):
             return updated_node
         call = decorators[0].decorator
-        said, name = cst.Module([]).code_for_node(call), updated_node.name.value
+        said = cst.Module([]).code_for_node(call)
+        name = updated_node.name.value
         if said in ("property", "cached_property"):
             made = cst.parse_statement(f"{name} = {said}({name})")
             return cst.FlattenSentinel([updated_node.with_changes(decorators=()), made])
         if said != "torch.no_grad()":
             return updated_node
         has_docstring = updated_node.get_docstring() is not None
-        docstring, rest = body.body[:has_docstring], body.body[has_docstring:]
+        docstring = body.body[:has_docstring]
+        rest = body.body[has_docstring:]
         block = cst.With(items=[cst.WithItem(call)], body=cst.IndentedBlock(rest))
-        return updated_node.with_changes(decorators=(), body=body.with_changes(body=(*docstring, block)))
+        return updated_node.with_changes(
+            decorators=(), body=body.with_changes(body=(*docstring, block))
+        )
 
 
 def prepare(room: str) -> Path:
-    """A copy of the tracked files of the working tree with mutmut's settings for a room; earlier results stay."""
+    """A copy of the tracked files of the working tree with mutmut's settings for a room; earlier
+    results stay."""
     copy = ROOT / "runs" / "mutants" / room
-    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    listed = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
     names = [name for name in listed.splitlines() if (ROOT / name).is_file()]
     for name in names:
         target = copy / name
@@ -137,8 +171,11 @@ def prepare(room: str) -> Path:
         content = (ROOT / name).read_bytes()
         if name.startswith(f"vapo_megatron/{room}/") and name.endswith(".py"):
             content = cst.parse_module(content.decode()).visit(WithoutDecorator()).code.encode()
-            module = name.removesuffix(".py").replace("/", ".").encode()  # as __main__ no mutant of it would be found
-            content = content.replace(b"    main()\n", b"    import %b\n\n    %b.main()\n" % (module, module))
+            # As __main__ no mutant of it would be found
+            module = name.removesuffix(".py").replace("/", ".").encode()
+            content = content.replace(
+                b"    main()\n", b"    import %b\n\n    %b.main()\n" % (module, module)
+            )
         if name == "pyproject.toml":
             content += settings(room, names).encode()
         if not target.is_file() or target.read_bytes() != content:
@@ -148,12 +185,14 @@ def prepare(room: str) -> Path:
 
 
 def settings(room: str, names: list[str]) -> str:
-    """The section of pyproject.toml that mutmut reads. Messages of errors are text, not behaviour."""
+    """The section of pyproject.toml that mutmut reads. Messages of errors are text, not
+    behaviour."""
     tops = sorted({name.partition("/")[0] for name in names} - {"vapo_megatron", "pyproject.toml"})
+    modules = [f"vapo_megatron/{room}/{module}.py" for module in MODULES.get(room, ("*",))]
     return f"""
 [tool.mutmut]
 source_paths = ["vapo_megatron"]
-only_mutate = {json.dumps([f"vapo_megatron/{room}/{module}.py" for module in MODULES.get(room, ("*",))])}
+only_mutate = {json.dumps(modules)}
 also_copy = {json.dumps(tops)}
 pytest_add_cli_args_test_selection = {json.dumps(ROOMS[room])}
 pytest_add_cli_args = ["-p", "no:cacheprovider", "-o", "timeout=0"]
@@ -183,7 +222,9 @@ def run(copy: Path, modules: list[str]) -> None:
     if how["again"]:  # a test that was changed may reach something else
         (copy / "mutants" / "mutmut-stats.json").unlink(missing_ok=True)
     script = ROOT / "tools" / "mutant_session.py"
-    subprocess.run([sys.executable, str(script), json.dumps(how)], cwd=copy, env=environment, check=False)
+    subprocess.run(
+        [sys.executable, str(script), json.dumps(how)], cwd=copy, env=environment, check=False
+    )
 
 
 def results(copy: Path, room: str) -> Iterator[tuple[str, str, str]]:
@@ -213,7 +254,8 @@ def summarize(copy: Path, room: str) -> bool:
     for module, _, state in found:
         table.setdefault(module, Counter())[state] += 1
     print(f"{room:28} killed  survived  no tests  not run    killed %")
-    survivors, reasons = [], 0
+    survivors = []
+    reasons = 0
     for module, counts in table.items():
         decided = counts["killed"] + counts[SURVIVED] + counts[NO_TESTS]
         share = f"{counts['killed'] / decided:9.1%}" if decided else "        -"
@@ -230,22 +272,31 @@ def summarize(copy: Path, room: str) -> bool:
                 survivors.append(f"{state}: {name}: {lines}")
     killed = sum(counts["killed"] for counts in table.values())
     decided = killed + len(survivors) + reasons
-    print(f"{room}: {killed} of {decided} killed, {reasons} survivors with a reason in {ACCEPTED.name}")
+    print(
+        f"{room}: {killed} of {decided} killed, {reasons} survivors with a reason in "
+        f"{ACCEPTED.name}"
+    )
     print("\n".join(survivors))
     return decided > 0 and (killed + reasons) / decided >= LEAST_KILLED
 
 
 def main(rooms: list[str]) -> int:
-    """rooms: names of ROOMS, `ROOM:MODULE,MODULE` for these alone; all without any. `--summary` first runs nothing."""
+    """rooms: names of ROOMS, `ROOM:MODULE,MODULE` for these alone; all without any. `--summary`
+    first runs nothing."""
     only_summary = rooms[:1] == ["--summary"]
     good = True
     for choice in rooms[only_summary:] or list(ROOMS):
         room, _, modules = choice.partition(":")
         if room not in ROOMS:
-            print(f"mutants: {room} is no room, expected one of {', '.join(ROOMS)}", file=sys.stderr)
+            print(
+                f"mutants: {room} is no room, expected one of {', '.join(ROOMS)}", file=sys.stderr
+            )
             return 2
         if gone := [test for test in ROOMS[room] if not is_there(test)]:
-            print(f"mutants: this script names {gone[0]} for {room}, which is not there: mend it", file=sys.stderr)
+            print(
+                f"mutants: this script names {gone[0]} for {room}, which is not there: mend it",
+                file=sys.stderr,
+            )
             return 2
         copy = ROOT / "runs" / "mutants" / room
         if not only_summary:

@@ -15,20 +15,31 @@ from benchmarks import decode
 
 @pytest.mark.parametrize(
     "constant,each,expected",
-    [(2.0, 0.01, ("0.002", "1e-05")), (2.0, -0.001, ("0.0018", "0")), (-0.5, 0.02, ("0", "1.7e-05"))],
+    [
+        (2.0, 0.01, ("0.002", "1e-05")),
+        (2.0, -0.001, ("0.0018", "0")),
+        (-0.5, 0.02, ("0", "1.7e-05")),
+    ],
 )
-def test_overheads_are_fitted_and_never_negative(constant: float, each: float, expected: tuple[str, str]) -> None:
-    rows = [{"running": running, "beyond ms": constant + each * running} for running in (50, 150, 250)]
+def test_overheads_are_fitted_and_never_negative(
+    constant: float, each: float, expected: tuple[str, str]
+) -> None:
+    rows = [
+        {"running": running, "beyond ms": constant + each * running} for running in (50, 150, 250)
+    ]
     line = decode.fitted(rows)
     assert f"decode_overhead={expected[0]} " in line and f"request_overhead={expected[1]} " in line
 
 
 def test_a_step_is_measured_without_prefill_and_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a clock that an engine moves on; no prompt is asked for twice."""
-    now, asked = [0.0], set()
+    """By a clock that an engine moves on; no prompt is sent twice."""
+    now = [0.0]
+    asked = set()
 
     class Engine:
-        async def generate(self, prompts: list[list[int]], sampling: list[dict[str, Any]]) -> list[Any]:
+        async def generate(
+            self, prompts: list[list[int]], sampling: list[dict[str, Any]]
+        ) -> list[Any]:
             tokens = sampling[0]["max_new_tokens"]
             now[0] += 0.5 + 0.1 * len(prompts) + tokens * 0.001 * len(prompts)
             assert not asked & set(map(tuple, prompts)), "a cache has its prefill"
@@ -47,9 +58,22 @@ def test_a_step_is_measured_without_prefill_and_request(monkeypatch: pytest.Monk
 @pytest.mark.full
 def test_a_real_engine_is_measured_where_its_cache_has_room(tmp_path: Path) -> None:
     out = tmp_path / "decode.json"
-    command = [sys.executable, "-m", "benchmarks.decode", "--shapes", "tiny", "--running", "2", "4", "100000000"]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.decode",
+        "--shapes",
+        "tiny",
+        "--running",
+        "2",
+        "4",
+        "100000000",
+    ]
     done = subprocess.run(
-        [*command, "--tokens", "4", "--repeats", "1", "--json", str(out)], capture_output=True, text=True, timeout=240
+        [*command, "--tokens", "4", "--repeats", "1", "--json", str(out)],
+        capture_output=True,
+        text=True,
+        timeout=240,
     )
     assert done.returncode == 0, done.stderr
     rows = json.loads(out.read_text())["rows"]

@@ -1,4 +1,4 @@
-"""The page of figures is what the kept parts make, and what became slower is named."""
+"""The pages of figures are made of the kept parts, and what became slower is named."""
 
 from typing import Any
 
@@ -9,13 +9,26 @@ from benchmarks import common, run
 
 
 def part(*figures: tuple[str, float, float, float]) -> dict[str, Any]:
-    return {"figures": [dict(zip(("name", "ratio", "low", "high"), figure, strict=True)) for figure in figures]}
+    return {
+        "figures": [
+            dict(zip(("name", "ratio", "low", "high"), figure, strict=True)) for figure in figures
+        ]
+    }
 
 
-def test_the_page_is_what_the_kept_parts_make() -> None:
+def test_the_pages_are_made_of_the_kept_parts() -> None:
     kept = run.read(run.KEPT)
     assert kept
-    assert run.PAGE.read_text() == run.page(kept), "make bench KEEP=1, or python -m benchmarks.run --page"
+    advice = "make bench KEEP=1, or python -m benchmarks.run --page"
+    assert run.RESULTS.read_text() == run.results_page(kept), advice
+    assert run.SUMMARY.read_text() == run.summary_page(kept), advice
+    assert "not measured" not in run.summary_page(kept), "a figure of the summary was renamed"
+
+
+def test_the_chart_shows_figures_that_are_kept() -> None:
+    kept = run.read(run.KEPT)
+    for part, name, _ in run.CHARTED:
+        assert name in run.figures(kept[part]), (part, name)
 
 
 def test_every_part_is_a_benchmark_that_takes_its_options() -> None:
@@ -34,13 +47,17 @@ def test_every_part_is_a_benchmark_that_takes_its_options() -> None:
         ((3.0, 2.9, 3.1), False),
     ],
 )
-def test_slower_is_what_is_below_with_its_quartiles_apart(now: tuple[float, float, float], is_slower: bool) -> None:
+def test_slower_is_what_is_below_with_its_quartiles_apart(
+    now: tuple[float, float, float], is_slower: bool
+) -> None:
     kept = part(("ours", 2.0, 1.8, 2.2))
     assert bool(list(run.slower(kept, part(("ours", *now), ("new", 0.1, 0.1, 0.1))))) is is_slower
 
 
 def test_a_figure_that_is_gone_is_told() -> None:
-    assert list(run.slower(part(("ours", 2.0, 1.8, 2.2)), part())) == ["ours: is not measured any more, was 2"]
+    assert list(run.slower(part(("ours", 2.0, 1.8, 2.2)), part())) == [
+        "ours: no longer measured, was 2"
+    ]
 
 
 def test_a_ratio_compares_rounds_and_growth_is_an_exponent() -> None:

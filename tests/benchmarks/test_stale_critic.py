@@ -1,4 +1,5 @@
-"""The study of old responses measures what it says: values are counted right, and estimates meet them."""
+"""The study of old responses measures correctly: values are counted right, and estimates meet
+them."""
 
 from itertools import pairwise
 
@@ -25,10 +26,14 @@ def test_counted_values_are_the_mean_rewards_of_what_is_drawn() -> None:
     found = mdp.draw(policy, 20_000)
     assert int(found.cu_seqlens.diff().max()) == LONGEST and found.rewards.abs().max() == 1
     firsts = found.cu_seqlens[:-1]
-    rewards, truth = segment_sum(found.rewards, found.cu_seqlens).double(), mdp.values(policy)[0]
+    rewards = segment_sum(found.rewards, found.cu_seqlens).double()
+    truth = mdp.values(policy)[0]
     for state in range(STATES):
         of_state = rewards[found.states[firsts] == state]
-        assert abs(float(of_state.mean() - truth[state])) < 4 * float(of_state.std()) / of_state.numel() ** 0.5
+        assert (
+            abs(float(of_state.mean() - truth[state]))
+            < 4 * float(of_state.std()) / of_state.numel() ** 0.5
+        )
 
 
 def test_a_step_has_the_size_asked_for_and_improves_the_policy() -> None:
@@ -40,11 +45,12 @@ def test_a_step_has_the_size_asked_for_and_improves_the_policy() -> None:
     assert mdp.values(better)[0].mean() > mdp.values(policy)[0].mean()
 
 
-def test_targets_of_weights_that_are_not_cut_have_the_new_values_for_their_mean() -> None:
+def test_uncut_weights_give_targets_whose_mean_is_the_new_value() -> None:
     mdp = TokenMdp(2)
     old = mdp.first_policy()
     new = mdp.improved(mdp.improved(old, 2e-3), 2e-3)
-    critic, truth = mdp.values(old), mdp.values(new)
+    critic = mdp.values(old)
+    truth = mdp.values(new)
     biases = {}
     for name in ("uncorrected, lambda 1", "V-trace, cut at 1", "not cut"):
         halves = []
@@ -59,20 +65,27 @@ def test_targets_of_weights_that_are_not_cut_have_the_new_values_for_their_mean(
 
 
 def test_expectations_follow_the_recursion_counted_over_words() -> None:
-    """D(s) = sum_a mu(a|s) (rho delta + c E[D(s')]) by places and states, beside the mean of packed samples."""
+    """D(s) = sum_a mu(a|s) (rho delta + c E[D(s')]) by places and states, beside the mean of packed
+    samples."""
     mdp = TokenMdp(3)
     old = mdp.first_policy()
     new = mdp.improved(old, 5e-3)
     critic = 0.5 * mdp.values(old)
     weights = (new.log_softmax(-1) - old.log_softmax(-1)).exp().clamp(max=1)
-    chances, stays, d = old.softmax(-1), 1 - 1 / 24, torch.zeros(STATES, dtype=torch.float64)
+    chances = old.softmax(-1)
+    stays = 1 - 1 / 24
+    d = torch.zeros(STATES, dtype=torch.float64)
     for place in range(LONGEST - 1, -1, -1):
         if place == LONGEST - 1:
-            following, later = torch.full((STATES,), -1.0, dtype=torch.float64), d
+            following = torch.full((STATES,), -1.0, dtype=torch.float64)
+            later = d
         else:
-            following, later = critic[place + 1], d
+            following = critic[place + 1]
+            later = d
         mean = (mdp.reward * (1 - stays) + stays * following)[mdp.following]
-        d = (chances * weights * (mean - critic[place][:, None] + stays * later[mdp.following])).sum(-1)
+        d = (
+            chances * weights * (mean - critic[place][:, None] + stays * later[mdp.following])
+        ).sum(-1)
     found = mdp.draw(old, 40_000)
     w = log_ratios(found, new, old).exp().clamp(max=1)
     values = critic.flatten()[found.cells].float()
@@ -81,7 +94,10 @@ def test_expectations_follow_the_recursion_counted_over_words() -> None:
     states = found.states[found.cu_seqlens[:-1]]
     for state in range(STATES):
         of_state = at_start[states == state]
-        assert abs(float(of_state.mean() - d[state])) < 4 * float(of_state.std()) / of_state.numel() ** 0.5
+        assert (
+            abs(float(of_state.mean() - d[state]))
+            < 4 * float(of_state.std()) / of_state.numel() ** 0.5
+        )
 
 
 def test_the_measure_of_bias_is_not_fooled_by_noise() -> None:

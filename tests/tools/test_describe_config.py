@@ -18,7 +18,9 @@ def test_the_page_is_up_to_date() -> None:
 
 def test_the_glossary_ends_with_the_keys_of_others() -> None:
     written = describe_config.GLOSSARY.read_text(encoding="utf-8")
-    assert written.endswith(describe_config.keys_of_others()), "run .venv/bin/python tools/describe_config.py"
+    assert written.endswith(describe_config.keys_of_others()), (
+        "run .venv/bin/python tools/describe_config.py"
+    )
 
 
 def test_the_page_has_every_key_of_every_command() -> None:
@@ -27,11 +29,15 @@ def test_the_page_has_every_key_of_every_command() -> None:
     for part in page.split("\n### ")[1:]:
         title = part.partition("\n")[0]
         for place in re.findall(r"`([^`]+)`", title):
-            rows.setdefault(place.replace(".<number>", ""), set()).update(re.findall(r"^\| \[?`(\w+)`", part, re.M))
+            rows.setdefault(place.replace(".<number>", ""), set()).update(
+                re.findall(r"^\| \[?`(\w+)`", part, re.M)
+            )
     for command, model in describe_config.COMMANDS.items():
         for key in known_keys(model):
             section, _, name = key.rpartition(".")
-            assert (name in rows[section]) if section else f"| `{name}` |" in page, f"{command}: {key}"
+            assert (name in rows[section]) if section else f"| `{name}` |" in page, (
+                f"{command}: {key}"
+            )
 
 
 @pytest.mark.parametrize("model", describe_config.sections())

@@ -1,4 +1,4 @@
-"""Quantised exports: what the files hold, that SGLang serves them, and what is refused."""
+"""Quantised exports: contents of the files, serving by SGLang, and refusals."""
 
 import importlib.util
 import json
@@ -23,7 +23,8 @@ from vapo_megatron.weights.tiny import CHATML_TEMPLATE, word_tokenizer
 pytestmark = pytest.mark.full
 
 needs_modelopt = pytest.mark.skipif(
-    importlib.util.find_spec("modelopt") is None, reason="nvidia-modelopt is not installed (the extra fp8export)"
+    importlib.util.find_spec("modelopt") is None,
+    reason="nvidia-modelopt is not installed (the extra fp8export)",
 )
 WORDS = [str(number) for number in range(60)]
 LINEAR = [f"self_attn.{x}_proj" for x in "qkvo"] + [f"mlp.{x}_proj" for x in ("gate", "up", "down")]
@@ -66,11 +67,15 @@ def calibration(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def exports(source: Path, calibration: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def exports(
+    source: Path, calibration: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Path]:
     """One of every format."""
     folder = tmp_path_factory.mktemp("exports")
     for name in ("fp8", "nvfp4"):
-        code, output = _export("--hf", source, "--out", folder / name, "--calibration", calibration, "--format", name)
+        code, output = _export(
+            "--hf", source, "--out", folder / name, "--calibration", calibration, "--format", name
+        )
         assert code == 0, output
         assert 0.2 < float(re.search(rf"{name}, (0\.\d+) of the bytes", output)[1]) < 0.8  # type: ignore[index]
     assert {path.name for path in folder.iterdir()} == {"fp8", "nvfp4"}
@@ -83,30 +88,46 @@ def layer_names() -> list[str]:
 
 @needs_modelopt
 def test_fp8_has_what_the_loader_of_sglang_reads(exports: dict[str, Path], source: Path) -> None:
-    """sglang/srt/layers/quantization/modelopt_quant.py, ModelOptFp8Config.from_config and ModelOptFp8LinearMethod."""
+    """sglang/srt/layers/quantization/modelopt_quant.py, ModelOptFp8Config.from_config and
+    ModelOptFp8LinearMethod."""
     quantization = json.loads((exports["fp8"] / "hf_quant_config.json").read_text())["quantization"]
     assert quantization["quant_algo"] == "FP8" and "lm_head" in quantization["exclude_modules"]
-    stored, original = read_tensors(exports["fp8"]), read_tensors(source)
+    stored = read_tensors(exports["fp8"])
+    original = read_tensors(source)
     for name in layer_names():
-        weight, scale = stored[f"{name}.weight"], stored[f"{name}.weight_scale"]
-        assert weight.dtype == torch.float8_e4m3fn and weight.shape == original[f"{name}.weight"].shape
+        weight = stored[f"{name}.weight"]
+        scale = stored[f"{name}.weight_scale"]
+        assert (
+            weight.dtype == torch.float8_e4m3fn and weight.shape == original[f"{name}.weight"].shape
+        )
         assert scale.dtype == stored[f"{name}.input_scale"].dtype == torch.float32
-        assert scale.numel() == stored[f"{name}.input_scale"].numel() == 1 and float(stored[f"{name}.input_scale"]) > 0
+        assert (
+            scale.numel() == stored[f"{name}.input_scale"].numel() == 1
+            and float(stored[f"{name}.input_scale"]) > 0
+        )
         # Layers that a server stacks may share a scale: none is smaller than its own tensor needs.
         assert float(scale) >= float(original[f"{name}.weight"].float().abs().max()) / 448 * 0.999
         error = (weight.float() * scale - original[f"{name}.weight"].float()).abs().max()
         assert float(error) <= 18 * float(scale), "more than half a step of e4m3, in bfloat16"
-    quantised = {f"{name}.{part}" for name in layer_names() for part in ("weight", "weight_scale", "input_scale")}
+    quantised = {
+        f"{name}.{part}"
+        for name in layer_names()
+        for part in ("weight", "weight_scale", "input_scale")
+    }
     assert set(stored) - quantised == set(original) - quantised
     assert all(torch.equal(stored[name], original[name]) for name in set(original) - quantised)
 
 
 @needs_modelopt
 def test_nvfp4_has_what_the_loader_of_sglang_reads(exports: dict[str, Path], source: Path) -> None:
-    """sglang/srt/layers/quantization/modelopt_quant.py, ModelOptFp4Config.from_config and ModelOptFp4LinearMethod."""
-    quantization = json.loads((exports["nvfp4"] / "hf_quant_config.json").read_text())["quantization"]
+    """sglang/srt/layers/quantization/modelopt_quant.py, ModelOptFp4Config.from_config and
+    ModelOptFp4LinearMethod."""
+    quantization = json.loads((exports["nvfp4"] / "hf_quant_config.json").read_text())[
+        "quantization"
+    ]
     assert quantization["quant_algo"] == "NVFP4" and quantization["group_size"] == 16
-    stored, original = read_tensors(exports["nvfp4"]), read_tensors(source)
+    stored = read_tensors(exports["nvfp4"])
+    original = read_tensors(source)
     for name in layer_names():
         rows, columns = original[f"{name}.weight"].shape
         assert stored[f"{name}.weight"].dtype == torch.uint8
@@ -114,14 +135,19 @@ def test_nvfp4_has_what_the_loader_of_sglang_reads(exports: dict[str, Path], sou
         assert stored[f"{name}.weight_scale"].dtype == torch.float8_e4m3fn
         assert stored[f"{name}.weight_scale"].shape == (rows, columns // 16)
         for part in ("weight_scale_2", "input_scale"):
-            assert stored[f"{name}.{part}"].dtype == torch.float32 and stored[f"{name}.{part}"].numel() == 1
+            assert (
+                stored[f"{name}.{part}"].dtype == torch.float32
+                and stored[f"{name}.{part}"].numel() == 1
+            )
 
 
 @needs_modelopt
 def test_tokenizer_and_config_are_carried_over(exports: dict[str, Path], source: Path) -> None:
     for path in exports.values():
         assert (path / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
-        assert json.loads((path / "config.json").read_text())["architectures"] == ["Qwen3ForCausalLM"]
+        assert json.loads((path / "config.json").read_text())["architectures"] == [
+            "Qwen3ForCausalLM"
+        ]
 
 
 @torch.no_grad()
@@ -130,7 +156,9 @@ def original_logprobs(source: Path) -> list[list[float]]:
     found = []
     for sequence in SEQUENCES:
         logits = model(torch.tensor([sequence])).logits[0, :-1]
-        found.append(logits.log_softmax(-1).gather(1, torch.tensor(sequence[1:])[:, None])[:, 0].tolist())
+        found.append(
+            logits.log_softmax(-1).gather(1, torch.tensor(sequence[1:])[:, None])[:, 0].tolist()
+        )
     return found
 
 
@@ -151,12 +179,14 @@ def test_sglang_serves_it(exports: dict[str, Path], source: Path, tmp_path: Path
 @pytest.mark.gpu
 @needs_modelopt
 def test_sglang_serves_nvfp4(exports: dict[str, Path], source: Path, tmp_path: Path) -> None:
-    """Its kernels are those of Blackwell."""
+    """Its kernels need Blackwell."""
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (10, 0):
         pytest.skip("needs a GPU with FP4 (compute capability 10)")
     config = RolloutConfig(max_running_requests=8, max_total_tokens=2048, start_timeout_s=280)
     with (
-        EngineServer(exports["nvfp4"], config, "bfloat16", tmp_path / "engine.log", range(1)) as server,
+        EngineServer(
+            exports["nvfp4"], config, "bfloat16", tmp_path / "engine.log", range(1)
+        ) as server,
         WeightSync(SharedMemoryTransport(EngineClient(server.address, 120), 1)) as sync,
     ):
         assert largest_difference(sync, SEQUENCES, original_logprobs(source)) < 3.0
@@ -167,10 +197,14 @@ def test_modelopt_that_is_missing_is_told_in_one_line(
 ) -> None:
     find = importlib.util.find_spec
     monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name, *rest: None if name == "modelopt" else find(name, *rest)
+        importlib.util,
+        "find_spec",
+        lambda name, *rest: None if name == "modelopt" else find(name, *rest),
     )
     code, output = _export("--hf", source, "--out", tmp_path / "out", "--calibration", calibration)
-    assert code == 2 and "pip install 'vapo-megatron[fp8export]'" in output and output.count("\n") == 1
+    assert (
+        code == 2 and "pip install 'vapo-megatron[fp8export]'" in output and output.count("\n") == 1
+    )
 
 
 BAD: list[tuple[str, str]] = [
@@ -189,7 +223,9 @@ BAD: list[tuple[str, str]] = [
 def test_bad_input_is_one_line_and_leaves_nothing(
     source: Path, calibration: Path, tmp_path: Path, what: str, message: str
 ) -> None:
-    hf, out, rows = source, tmp_path / "out", calibration
+    hf = source
+    out = tmp_path / "out"
+    rows = calibration
     if what == "no model":
         hf = tmp_path / "nowhere"
     elif what in ("a critic", "quantised"):
@@ -199,7 +235,9 @@ def test_bad_input_is_one_line_and_leaves_nothing(
             (hf / file.name).symlink_to(file)
         config = json.loads((source / "config.json").read_text())
         change = (
-            {"architectures": ["Qwen3ForTokenClassification"]} if what == "a critic" else {"quantization_config": {}}
+            {"architectures": ["Qwen3ForTokenClassification"]}
+            if what == "a critic"
+            else {"quantization_config": {}}
         )
         (hf / "config.json").unlink()
         (hf / "config.json").write_text(json.dumps(config | change))

@@ -17,9 +17,17 @@ def test_rows_come_back_in_order_with_their_verdict(tmp_path: Path) -> None:
         {"gold": r"\sqrt{12}", "prediction": r"\boxed{2\sqrt{3}}"},
         {"gold": "4", "prediction": "no idea"},
         # As samples and evaluations are written, graded before.
-        {"id": "b", "problem": "2 + 2", "answer": "4", "response": "It is #### 4", "correct": False, "reward": 0.0},
+        {
+            "id": "b",
+            "problem": "2 + 2",
+            "answer": "4",
+            "response": "It is #### 4",
+            "correct": False,
+            "reward": 0.0,
+        },
     ]
-    cases, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    cases = tmp_path / "in.jsonl"
+    out = tmp_path / "out.jsonl"
     cases.write_text("".join(json.dumps(row) + "\n" for row in rows))
     code, output = _grade(cases, out)
     assert code == 0 and "3 of 4 correct" in output
@@ -42,8 +50,11 @@ def test_rows_come_back_in_order_with_their_verdict(tmp_path: Path) -> None:
         (None, "no such file"),
     ],
 )
-def test_bad_input_is_one_line_exit_2_and_nothing_written(tmp_path: Path, text: str | None, message: str) -> None:
-    cases, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+def test_bad_input_is_one_line_exit_2_and_nothing_written(
+    tmp_path: Path, text: str | None, message: str
+) -> None:
+    cases = tmp_path / "in.jsonl"
+    out = tmp_path / "out.jsonl"
     if text is not None:
         cases.write_text(text)
     code, output = _grade(cases, out)
@@ -53,5 +64,7 @@ def test_bad_input_is_one_line_exit_2_and_nothing_written(tmp_path: Path, text: 
 
 def test_an_unknown_answer_format_is_refused(tmp_path: Path) -> None:
     (tmp_path / "in.jsonl").write_text('{"gold": "1", "prediction": "1"}\n')
-    code, output = _grade(tmp_path / "in.jsonl", tmp_path / "out.jsonl", "--answer-format", "telepathy")
+    code, output = _grade(
+        tmp_path / "in.jsonl", tmp_path / "out.jsonl", "--answer-format", "telepathy"
+    )
     assert code == 2 and "answer_format is 'telepathy'" in output

@@ -6,10 +6,16 @@ from pathlib import Path
 import pytest
 import torch
 from called import called
+from family_table import FAMILIES
 
 from tools.make_tiny_model import app
 from vapo_megatron.errors import BadInput
-from vapo_megatron.weights.tiny import CHATML_TEMPLATE, AutoModelForCausalLM, AutoTokenizer, tokenizer_from
+from vapo_megatron.weights.tiny import (
+    CHATML_TEMPLATE,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    tokenizer_from,
+)
 
 QWEN = Path(__file__).parents[2].parent / "shared" / "data" / "tokenizers" / "qwen2.5"
 
@@ -18,11 +24,13 @@ def _make(*arguments: object) -> tuple[int, str]:
     return called(app, *arguments)
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
+@pytest.mark.parametrize("family", sorted(FAMILIES))
 @pytest.mark.parametrize("tied", [True, False])
 def test_transformers_loads_every_family(tmp_path: Path, family: str, tied: bool) -> None:
     out = tmp_path / "model"
-    code, output = _make("--out", out, "--family", family, "--tied" if tied else "--no-tied", "--vocab-size", 112)
+    code, output = _make(
+        "--out", out, "--family", family, "--tied" if tied else "--no-tied", "--vocab-size", 112
+    )
     assert code == 0, output
     model = AutoModelForCausalLM.from_pretrained(out)
     tokenizer = AutoTokenizer.from_pretrained(out)
@@ -47,15 +55,20 @@ def test_a_seed_decides_the_weights(tmp_path: Path) -> None:
         (["--family", "qwen2", "--head-dim", 64], "head_dim"),
         (["--vocab-size", 10], "vocab_size 10"),
         (["--layers", 0], "layers"),
+        (["--family", "gpt"], "family 'gpt': expected one of deepseek_v2, deepseek_v3"),
     ],
 )
-def test_sizes_that_do_not_fit_are_one_line_and_exit_2(tmp_path: Path, arguments: list, message: str) -> None:
+def test_sizes_that_do_not_fit_are_one_line_and_exit_2(
+    tmp_path: Path, arguments: list, message: str
+) -> None:
     code, output = _make("--out", tmp_path / "model", *arguments)
     assert code == 2 and message in output and output.count("\n") == 1
     assert not list(tmp_path.iterdir())
 
 
-def test_a_model_that_is_there_is_not_replaced_and_weights_are_for_whoever_may_read_the_rest(tmp_path: Path) -> None:
+def test_export_keeps_existing_directory_and_umask(
+    tmp_path: Path,
+) -> None:
     before = os.umask(0o022)
     try:
         assert _make("--out", tmp_path / "model")[0] == 0
@@ -81,8 +94,12 @@ def test_a_bare_qwen_vocabulary_becomes_the_qwen_tokenizer(tmp_path: Path) -> No
         pytest.skip(f"{QWEN} is not there")
     tokenizer_from(QWEN).save_pretrained(tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
-    expected = json.loads((QWEN / "tokenizer_config.qwq-32b.json").read_text())["added_tokens_decoder"]
-    qwen25 = {int(index): token["content"] for index, token in expected.items() if int(index) <= 151_664}
+    expected = json.loads((QWEN / "tokenizer_config.qwq-32b.json").read_text())[
+        "added_tokens_decoder"
+    ]
+    qwen25 = {
+        int(index): token["content"] for index, token in expected.items() if int(index) <= 151_664
+    }
     assert len(tokenizer) == 151_665
     assert {index: tokenizer.convert_ids_to_tokens(index) for index in qwen25} == qwen25
     assert (tokenizer.eos_token, tokenizer.pad_token) == ("<|im_end|>", "<|endoftext|>")

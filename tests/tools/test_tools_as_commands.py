@@ -5,7 +5,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from vapo_megatron.cli import SCRIPTS
+from vapo_megatron.cli import PRESETS, SCRIPTS
+from vapo_megatron.config.load import load_config
+from vapo_megatron.config.train import SftConfig
 
 ROOT = Path(__file__).parents[2]
 LAUNCH = "import sys; from vapo_megatron.cli import main; sys.argv[0] = 'vapo-megatron'; main()"
@@ -13,7 +15,18 @@ LAUNCH = "import sys; from vapo_megatron.cli import main; sys.argv[0] = 'vapo-me
 
 def _grade(folder: Path, package: Path) -> subprocess.CompletedProcess[str]:
     (folder / "in.jsonl").write_text(json.dumps({"answer": "4", "response": "#### 4"}) + "\n")
-    command = [sys.executable, "-c", LAUNCH, "grade", "--cases", "in.jsonl", "--out", "out.jsonl", "--workers", "1"]
+    command = [
+        sys.executable,
+        "-c",
+        LAUNCH,
+        "grade",
+        "--cases",
+        "in.jsonl",
+        "--out",
+        "out.jsonl",
+        "--workers",
+        "1",
+    ]
     environment = {"PYTHONPATH": str(package), "PATH": ""}
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
 
@@ -33,5 +46,8 @@ def test_a_wheel_has_them(tmp_path: Path) -> None:
     subprocess.run(command, check=True, capture_output=True, cwd=ROOT)
     tools = {path.stem for path in (tmp_path / "site" / "vapo_megatron" / "tools").glob("*.py")}
     assert tools == {name.replace("-", "_") for name in SCRIPTS}
+    examples = tmp_path / "site" / "vapo_megatron" / "examples"
+    config = load_config(SftConfig, examples / "quickstart" / "sft.yaml", [], PRESETS)
+    assert config.model.path and (examples / "gsm8k" / "vapo.yaml").is_file()
     ended = _grade(tmp_path, tmp_path / "site")
     assert (ended.returncode, ended.stdout) == (0, "out.jsonl: 1 of 1 correct\n"), ended.stderr

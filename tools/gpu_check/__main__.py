@@ -1,11 +1,12 @@
-"""Check a GPU node with this repository, in its root: environment, kernels, layers, engine, quickstart, speed.
+"""Check a GPU node with this repository, in its root: environment, kernels, layers, engine,
+quickstart, speed.
 
-    make gpu-check                                          everything; the limits add up to 96 minutes
-    make gpu-check STEPS="environment layers" BUDGET=560    some steps, in 560 s at most
+    make gpu-check                                          everything; the limits add up to 96
+    minutes make gpu-check STEPS="environment layers" BUDGET=560    some steps, in 560 s at most
     python -m tools.gpu_check --list                        the table of checks
 
-Exit codes: 0 all have passed; 1 one failed or ran past its limit; 2 it was called in a way it cannot use; 3 nothing
-failed, but not all were checked (no GPU here, or the budget ended).
+Exit codes: 0 all have passed; 1 one failed or ran past its limit; 2 it was called in a way it
+cannot use; 3 nothing failed, but not all were checked (no GPU here, or the budget ended).
 """
 
 import argparse
@@ -44,12 +45,16 @@ def _check(checks: Sequence[Check], out: Path, budget: float | None, site: Path 
     try:
         logs.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UsageError(f"--out {out}: {error.strerror}: give a folder that can be written") from None
+        raise UsageError(
+            f"--out {out}: {error.strerror}: give a folder that can be written"
+        ) from None
     environment = environment_of_checks(site, os.environ)
     gpu = _gpu(environment)
     machine = gpu or "no GPU that PyTorch can use"
     print(f"gpu-check: {machine}; {len(checks)} checks, results in {out}", flush=True)
-    results = run_all(checks, logs, environment, root=_ROOT, budget=budget, has_gpu=bool(gpu), tell=_tell)
+    results = run_all(
+        checks, logs, environment, root=_ROOT, budget=budget, has_gpu=bool(gpu), tell=_tell
+    )
     write_results(results, out, machine)
     left = [result.check.name for result in results if result.status == "not checked"]
     if left:
@@ -59,12 +64,14 @@ def _check(checks: Sequence[Check], out: Path, budget: float | None, site: Path 
     return code
 
 
-def environment_of_checks(site: Path | None, own: os._Environ[str] | dict[str, str]) -> dict[str, str]:
+def environment_of_checks(
+    site: Path | None, own: os._Environ[str] | dict[str, str]
+) -> dict[str, str]:
     """What the checks run in.
 
     Args:
-        site: a folder of packages that stands before the installed ones; its kernels and PyTorch may be of versions
-            other than those that SGLang asks for.
+        site: a folder of packages that stands before the installed ones; its kernels and PyTorch
+            may be of versions other than those that SGLang asks for.
         own: this process's environment.
     """
     paths = [str(site) if site else "", str(_ROOT), own.get("PYTHONPATH", "")]
@@ -75,16 +82,25 @@ def environment_of_checks(site: Path | None, own: os._Environ[str] | dict[str, s
         "HF_HUB_OFFLINE": "1",
         "TRANSFORMERS_OFFLINE": "1",
     }
-    environment = {**defaults, **own, "PYTHONUNBUFFERED": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    environment = {
+        **defaults,
+        **own,
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+    }
     if site is not None:
         environment["SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK"] = "1"
-        # SGLang's compiled radix tree misreads tensors of another PyTorch than the one it was built for.
+        # SGLang's compiled radix tree misreads tensors of another PyTorch than the one it was built
+        # for.
         environment["SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND"] = "python"
     if shutil.which("nvcc", path=environment.get("PATH")) is None:
         toolkits = sorted(Path("/usr/local").glob("cuda*/bin/nvcc"))
         if toolkits:
             home = toolkits[-1].resolve().parents[1]
-            environment |= {"CUDA_HOME": str(home), "PATH": f"{home / 'bin'}{os.pathsep}{environment.get('PATH', '')}"}
+            environment |= {
+                "CUDA_HOME": str(home),
+                "PATH": f"{home / 'bin'}{os.pathsep}{environment.get('PATH', '')}",
+            }
     return environment
 
 
@@ -92,7 +108,12 @@ def _gpu(environment: dict[str, str]) -> str:
     """The name of the GPU; empty where PyTorch finds none, or is not there."""
     try:
         done = subprocess.run(
-            [sys.executable, "-c", _ASK], capture_output=True, text=True, env=environment, cwd=_ROOT, timeout=180
+            [sys.executable, "-c", _ASK],
+            capture_output=True,
+            text=True,
+            env=environment,
+            cwd=_ROOT,
+            timeout=180,
         )
     except subprocess.TimeoutExpired:
         return ""
@@ -100,7 +121,10 @@ def _gpu(environment: dict[str, str]) -> str:
 
 
 def _tell(result: Result) -> None:
-    print(f"{result.status:<14} {result.check.name:<16} {result.seconds:5.0f} s  {result.line}", flush=True)
+    print(
+        f"{result.status:<14} {result.check.name:<16} {result.seconds:5.0f} s  {result.line}",
+        flush=True,
+    )
 
 
 def _show(checks: Sequence[Check]) -> None:
@@ -113,10 +137,20 @@ def _parser() -> argparse.ArgumentParser:
         prog="gpu-check", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("steps", nargs="*", help="of the table (--list); none: all")
-    parser.add_argument("--out", type=Path, default=Path("runs/gpu-check"), help="folder for results and logs")
-    parser.add_argument("--budget", type=float, help="seconds for all checks; none: the sum of their limits")
-    parser.add_argument("--attention", default="auto", help="attention backend of the quickstarts' engines, as triton")
-    parser.add_argument("--site", type=Path, help="folder of packages that stands before the installed ones")
+    parser.add_argument(
+        "--out", type=Path, default=Path("runs/gpu-check"), help="folder for results and logs"
+    )
+    parser.add_argument(
+        "--budget", type=float, help="seconds for all checks; none: the sum of their limits"
+    )
+    parser.add_argument(
+        "--attention",
+        default="auto",
+        help="attention backend of the quickstarts' engines, as triton",
+    )
+    parser.add_argument(
+        "--site", type=Path, help="folder of packages that stands before the installed ones"
+    )
     parser.add_argument("--list", action="store_true", help="show the checks and run none")
     return parser
 

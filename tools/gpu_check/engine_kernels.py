@@ -1,5 +1,6 @@
-"""The kernels that engines call load and compute: compiled ones, those that nvcc makes at first use, Triton's, and
-FlashAttention-3. Needs a GPU. Where FlashAttention-3 alone fails, engines can do with Triton's attention."""
+"""The kernels that engines call load and compute: compiled ones, those that nvcc makes at first
+use, Triton's, and FlashAttention-3. Needs a GPU. Where FlashAttention-3 alone fails, engines can do
+with Triton's attention."""
 
 import sys
 import time
@@ -34,7 +35,10 @@ def _norms() -> None:
         sgl_kernel.rmsnorm(x.float(), weight.float(), 1e-6)
         print("rmsnorm takes float32: engines/engine_limits.py need not refuse it any longer")
     except Exception as error:
-        print("rmsnorm in float32 is refused, as engines/engine_limits.py says:", str(error).splitlines()[0][:120])
+        print(
+            "rmsnorm in float32 is refused, as engines/engine_limits.py says:",
+            str(error).splitlines()[0][:120],
+        )
 
 
 def _compiled_at_first_use() -> None:
@@ -49,13 +53,16 @@ def _compiled_at_first_use() -> None:
 
 
 def _flash_attention() -> bool:
-    """Whether one decoded token attends to 20 cached ones as PyTorch says, for both usual head sizes."""
+    """Whether one decoded token attends to 20 cached ones as PyTorch says, for both usual head
+    sizes."""
     try:
         from sgl_kernel.flash_attn import flash_attn_with_kvcache
 
         for size in (64, 128):
             q = torch.randn(1, 8, size, device="cuda", dtype=torch.bfloat16)
-            k, v = (torch.randn(32, 1, 2, size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+            k, v = (
+                torch.randn(32, 1, 2, size, device="cuda", dtype=torch.bfloat16) for _ in range(2)
+            )
             found = flash_attn_with_kvcache(
                 q=q,
                 k_cache=k,
@@ -76,7 +83,10 @@ def _flash_attention() -> bool:
             if not apart < _ERROR:
                 return False
     except Exception as error:
-        print("FlashAttention-3:", str(error).splitlines()[0][:200] if str(error) else type(error).__name__)
+        print(
+            "FlashAttention-3:",
+            str(error).splitlines()[0][:200] if str(error) else type(error).__name__,
+        )
         return False
     return True
 

@@ -25,7 +25,9 @@ def main() -> int:
         print(f"{line.status}: {line.found}{f' -> {line.remedy}' if line.remedy else ''}")
     faults = [line.found for line in lines if line.status == "fault"]
     if gpu and find_spec("cutlass") is None:
-        faults.append("nvidia-cutlass-dsl, which SGLang's layers import on every GPU: no engine starts")
+        faults.append(
+            "nvidia-cutlass-dsl, which SGLang's layers import on every GPU: no engine starts"
+        )
     if faults:
         print(f"missing: {'; '.join(faults)}")
         return 1
@@ -35,7 +37,10 @@ def main() -> int:
 
 def _measure() -> None:
     properties = torch.cuda.get_device_properties(0)
-    print(f"{properties.name}, sm_{properties.major}{properties.minor}, {properties.total_memory / 2**30:.1f} GiB")
+    print(
+        f"{properties.name}, sm_{properties.major}{properties.minor}, "
+        f"{properties.total_memory / 2**30:.1f} GiB"
+    )
     print(f"cudnn {torch.backends.cudnn.version()}, nccl {torch.cuda.nccl.version()}")
     a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     print(f"bf16 product {2 * 8192**3 / _seconds(lambda: a @ b) / 1e12:.0f} TFLOP/s")

@@ -1,15 +1,19 @@
-"""Transformer Engine loads, multiplies in every FP8 recipe of the chip near enough to bfloat16, and attends to packed
-sequences as PyTorch does. Needs a GPU."""
+"""Transformer Engine loads, multiplies in every FP8 recipe of the chip near enough to bfloat16, and
+attends to packed sequences as PyTorch does. Needs a GPU."""
 
 import torch
 import transformer_engine.pytorch as te
 from transformer_engine.common import recipe
 
-# e4m3 rounds to 1 part in 16 at most: the norm of a product's error is some percent of the product's.
+# e4m3 rounds to 1 part in 16 at most: the norm of a product's error is some percent of the
+# product's.
 _FP8_ERROR = 0.10
 _ATTENTION_ERROR = 0.05
 _BLOCKWISE_FROM = (9, 0)
-_LENGTHS, _HEADS, _KV_HEADS, _HEAD_SIZE = (96, 160, 32), 8, 4, 64
+_LENGTHS = (96, 160, 32)
+_HEADS = 8
+_KV_HEADS = 4
+_HEAD_SIZE = 64
 
 
 def main() -> None:
@@ -20,7 +24,9 @@ def main() -> None:
 
 
 def _products() -> None:
-    layer = te.LayerNormLinear(1024, 4096, normalization="RMSNorm", bias=False, params_dtype=torch.bfloat16).cuda()
+    layer = te.LayerNormLinear(
+        1024, 4096, normalization="RMSNorm", bias=False, params_dtype=torch.bfloat16
+    ).cuda()
     x = torch.randn(512, 1024, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     exact = layer(x)
     (exact_grad,) = torch.autograd.grad(exact.float().pow(2).sum(), x)
@@ -33,14 +39,19 @@ def _products() -> None:
             found = layer(x)
         (grad,) = torch.autograd.grad(found.float().pow(2).sum(), x)
         errors = _relative(found, exact), _relative(grad, exact_grad)
-        print(f"{name}: relative error of the product {errors[0]:.4f}, of its gradient {errors[1]:.4f}")
+        print(
+            f"{name}: relative error of the product {errors[0]:.4f}, of its gradient "
+            f"{errors[1]:.4f}"
+        )
         assert max(errors) < _FP8_ERROR, f"{name}: an error above {_FP8_ERROR} is no rounding"
 
 
 def _packed_attention() -> None:
     total = sum(_LENGTHS)
     q, k, v = (
-        torch.randn(total, heads, _HEAD_SIZE, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        torch.randn(
+            total, heads, _HEAD_SIZE, device="cuda", dtype=torch.bfloat16, requires_grad=True
+        )
         for heads in (_HEADS, _KV_HEADS, _KV_HEADS)
     )
     cu = torch.tensor([0, *_LENGTHS], device="cuda", dtype=torch.int32).cumsum(0, dtype=torch.int32)
@@ -53,10 +64,16 @@ def _packed_attention() -> None:
         attn_mask_type="padding_causal",
     )
     longest = max(_LENGTHS)
-    found = attention(q, k, v, cu_seqlens_q=cu, cu_seqlens_kv=cu, max_seqlen_q=longest, max_seqlen_kv=longest)
+    found = attention(
+        q, k, v, cu_seqlens_q=cu, cu_seqlens_kv=cu, max_seqlen_q=longest, max_seqlen_kv=longest
+    )
     parts = [
         torch.nn.functional.scaled_dot_product_attention(
-            a.transpose(0, 1)[None], b.transpose(0, 1)[None], c.transpose(0, 1)[None], is_causal=True, enable_gqa=True
+            a.transpose(0, 1)[None],
+            b.transpose(0, 1)[None],
+            c.transpose(0, 1)[None],
+            is_causal=True,
+            enable_gqa=True,
         )[0].transpose(0, 1)
         for a, b, c in zip(q.split(_LENGTHS), k.split(_LENGTHS), v.split(_LENGTHS), strict=True)
     ]

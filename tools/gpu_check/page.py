@@ -8,19 +8,27 @@ from pathlib import Path
 from typing import Any
 
 from tools.gpu_check.runner import Result, exit_code
-from vapo_megatron.config.atomic import atomic_write
+from vapo_megatron.files import atomic_write
 
 _LOG_LINES = 25
 _WORDS = {
     0: "Every check has passed.",
-    1: "Something is wrong: see the checks that failed or ran past their limits, and the ends of their logs below.",
+    1: (
+        "Something is wrong: see the checks that failed or ran past their limits, and the ends of "
+        "their logs below."
+    ),
     3: "Nothing failed, but not everything was checked: what is broken there would not have shown.",
 }
 
 
 def write_results(results: Sequence[Result], out: Path, machine: str) -> None:
-    """Write out/results.json and out/results.md. machine: what PyTorch says of the GPU, or of its absence."""
-    facts = {"date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"), "host": platform.node(), "machine": machine}
+    """Write out/results.json and out/results.md. machine: what PyTorch says of the GPU, or of its
+    absence."""
+    facts = {
+        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "host": platform.node(),
+        "machine": machine,
+    }
     rows = [
         {
             "name": result.check.name,
@@ -61,7 +69,14 @@ def _page(results: Sequence[Result], out: Path, facts: dict[str, str]) -> str:
     for result in results:
         if result.log is not None and result.status != "ok":
             tail = result.log.read_text(errors="replace").splitlines()[-_LOG_LINES:]
-            lines += ["", f"## {result.check.name}: the end of {result.log.name}", "", "```", *tail, "```"]
+            lines += [
+                "",
+                f"## {result.check.name}: the end of {result.log.name}",
+                "",
+                "```",
+                *tail,
+                "```",
+            ]
     return "\n".join(lines) + "\n"
 
 
@@ -81,4 +96,6 @@ def _rows(rows: Sequence[dict[str, Any]]) -> list[str]:
 
     heads = list(rows[0])
     lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
-    return lines + ["| " + " | ".join(cell(row.get(head, "")) for head in heads) + " |" for row in rows]
+    return lines + [
+        "| " + " | ".join(cell(row.get(head, "")) for head in heads) + " |" for row in rows
+    ]
