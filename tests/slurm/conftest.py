@@ -9,10 +9,13 @@ from sandbox import SlurmSandbox, missing_programs
 
 @pytest.fixture(scope="session")
 def slurm(request: pytest.FixtureRequest) -> Iterator[SlurmSandbox]:
-    """A Slurm with four nodes. Where there can be none the test is skipped, or fails under --require-slurm."""
+    """A Slurm with four nodes. Where there can be none the test is skipped, or fails under
+    --require-slurm."""
     missing = missing_programs()
     if missing or os.geteuid() != 0:
-        reason = f"not installed: {', '.join(missing)}" if missing else "a Slurm for tests needs root"
+        reason = (
+            f"not installed: {', '.join(missing)}" if missing else "a Slurm for tests needs root"
+        )
         if request.config.getoption("--require-slurm"):
             pytest.fail(reason)
         pytest.skip(reason)

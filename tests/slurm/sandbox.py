@@ -1,7 +1,9 @@
-"""A whole Slurm on one host for as long as it is needed: munged, slurmctld and a slurmd for each of four nodes.
+"""A whole Slurm on one host for as long as it is needed: munged, slurmctld and a slurmd for each of
+four nodes.
 
-The nodes are called 127.0.0.1 to 127.0.0.4, so that a node's name is an address under which it can be reached. All
-files lie in one temporary folder; every daemon is a child of this process, ended by its id, and dies with it.
+The nodes are called 127.0.0.1 to 127.0.0.4, so that a node's name is an address under which it can
+be reached. All files lie in one temporary folder; every daemon is a child of this process, ended by
+its id, and dies with it.
 """
 
 import contextlib
@@ -31,12 +33,12 @@ SlurmctldHost={host}(127.0.0.1)
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
-# Slurm starts no requeued job before the credentials of its last try have expired: 120 s by default.
+# A requeued job waits until the credentials of its last try have expired: 120 s by default.
 AuthInfo=socket={folder}/munge.sock,cred_expire=5
 CredType=cred/munge
 MailProg=/bin/true
 SlurmctldPort={port}
-# By their ids the processes and folders of jobs are told apart, also from those of another sandbox on this host.
+# Job ids tell the processes and folders of jobs apart, also from another sandbox on this host.
 FirstJobId={first_job}
 SlurmctldPidFile={folder}/slurmctld.pid
 SlurmdPidFile={folder}/slurmd-%n.pid
@@ -64,19 +66,22 @@ AccountingStorageType=accounting_storage/none
 
 
 def missing_programs() -> list[str]:
-    """What of Slurm this machine lacks. Debian's daemons lie in /usr/sbin, which not every PATH holds."""
+    """What of Slurm this machine lacks. Debian's daemons lie in /usr/sbin, which not every PATH
+    holds."""
     return [program for program in PROGRAMS if _program(program) is None]
 
 
 class SlurmSandbox:
-    """Four nodes, one partition, eight cores and one GPU a node on paper. Use as a context manager, as root.
+    """Four nodes, one partition, eight cores and one GPU a node on paper. Use as a context manager,
+    as root.
 
     Args:
         kill_wait: seconds between SIGTERM and SIGKILL of a job that is ended.
     """
 
     def __init__(self, kill_wait: int = 30) -> None:
-        # Not pytest's folder: munged's socket must have a short path, and its folder no other writers.
+        # Not pytest's folder: munged's socket must have a short path, and its folder no other
+        # writers.
         self.folder = Path(tempfile.mkdtemp(prefix="slurm-sandbox-"))
         self.environment = {**os.environ, "SLURM_CONF": str(self.folder / "slurm.conf")}
         self._kill_wait = kill_wait
@@ -92,18 +97,22 @@ class SlurmSandbox:
             self.wait_until("every node is idle", lambda: set(self.nodes("idle")) == set(NODES), 60)
         except BaseException as error:
             for log in sorted(self.folder.glob("*.log")):
-                error.add_note(f"{log.name}:\n" + "\n".join(log.read_text(errors="replace").splitlines()[-10:]))
+                error.add_note(
+                    f"{log.name}:\n" + "\n".join(log.read_text(errors="replace").splitlines()[-10:])
+                )
             self.__exit__()
             raise
         return self
 
     def __exit__(self, *_: object) -> None:
         try:
-            # With the daemons gone nobody would end what they started.
+            # With the daemons gone nobody would end their processes.
             with contextlib.suppress(subprocess.CalledProcessError, TimeoutError):
                 if running := self.call("squeue", "--noheader", "--format=%A").split():
                     self.call("scancel", *running)
-                    self.wait_until("every job has ended", lambda: not self.call("squeue", "--noheader"), 60)
+                    self.wait_until(
+                        "every job has ended", lambda: not self.call("squeue", "--noheader"), 60
+                    )
         finally:
             for daemon in reversed(self._daemons):
                 daemon.terminate()
@@ -115,32 +124,43 @@ class SlurmSandbox:
                     daemon.wait()
             shutil.rmtree(self.folder, ignore_errors=True)
 
-    def call(self, *command: str, cwd: Path | None = None, extra: Mapping[str, str] | None = None) -> str:
+    def call(
+        self, *command: str, cwd: Path | None = None, extra: Mapping[str, str] | None = None
+    ) -> str:
         """What a Slurm command prints.
 
         Raises:
-            CalledProcessError: it failed; what it wrote on standard error is in the message.
+            CalledProcessError: it failed; its standard error is in the message.
         """
         environment = {**self.environment, **(extra or {})}
-        done = subprocess.run(command, env=environment, cwd=cwd, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(
+            command, env=environment, cwd=cwd, capture_output=True, text=True, timeout=240
+        )
         if done.returncode:
-            error = subprocess.CalledProcessError(done.returncode, command, done.stdout, done.stderr)
+            error = subprocess.CalledProcessError(
+                done.returncode, command, done.stdout, done.stderr
+            )
             error.add_note(done.stderr.strip())
             raise error
         return done.stdout.strip()
 
-    def submit(self, script: Path, cwd: Path, options: Sequence[str], arguments: Sequence[str] = ()) -> str:
+    def submit(
+        self, script: Path, cwd: Path, options: Sequence[str], arguments: Sequence[str] = ()
+    ) -> str:
         """The id of a job: `sbatch options script arguments`, run in cwd."""
         return self.call("sbatch", "--parsable", *options, str(script), *arguments, cwd=cwd)
 
     def job(self, job_id: str) -> dict[str, str]:
-        """What `scontrol show job` says of a job: JobState, ExitCode, Restarts, NodeList, ExcNodeList ..."""
+        """What `scontrol show job` says of a job: JobState, ExitCode, Restarts, NodeList,
+        ExcNodeList ..."""
         fields = self.call("scontrol", "show", "--oneliner", "job", job_id).splitlines()[0].split()
         return dict(field.split("=", 1) for field in fields if "=" in field)
 
     def nodes(self, state: str) -> list[str]:
         """Names of the nodes in a state, such as idle or down."""
-        return self.call("sinfo", "--noheader", "--Node", f"--states={state}", "--format=%N").split()
+        return self.call(
+            "sinfo", "--noheader", "--Node", f"--states={state}", "--format=%N"
+        ).split()
 
     def wait_until(self, what: str, is_so: Callable[[], Any], seconds: float) -> Any:
         """The first true value of is_so().
@@ -160,13 +180,22 @@ class SlurmSandbox:
         first, *ports = free_ports(1 + len(NODES))
         first_job = os.getpid() % 300_000 * 100 + 1
         lines = [
-            _CONFIG.format(host=host, folder=self.folder, port=first, first_job=first_job, kill_wait=self._kill_wait)
+            _CONFIG.format(
+                host=host,
+                folder=self.folder,
+                port=first,
+                first_job=first_job,
+                kill_wait=self._kill_wait,
+            )
         ]
         lines += [
-            f"NodeName={node} NodeAddr=127.0.0.1 NodeHostname={host} Port={port} CPUs=8 RealMemory=2000 Gres=gpu:1\n"
+            f"NodeName={node} NodeAddr=127.0.0.1 NodeHostname={host} Port={port} CPUs=8 "
+            "RealMemory=2000 Gres=gpu:1\n"
             for node, port in zip(NODES, ports, strict=True)
         ]
-        lines.append(f"PartitionName=batch Nodes={','.join(NODES)} Default=YES MaxTime=INFINITE State=UP\n")
+        lines.append(
+            f"PartitionName=batch Nodes={','.join(NODES)} Default=YES MaxTime=INFINITE State=UP\n"
+        )
         (self.folder / "slurm.conf").write_text("".join(lines))
         # Slurm hands out what has a device file, and any will do: nothing is computed on it.
         (self.folder / "gres.conf").write_text("Name=gpu File=/dev/null\n")
@@ -181,7 +210,14 @@ class SlurmSandbox:
         self.folder.chmod(0o711)
         files = [f"--{kind}-file={self.folder / 'munge'}.{kind}" for kind in ("pid", "log", "seed")]
         socket_path = self.folder / "munge.sock"
-        self._start("munged", "munged", "--foreground", f"--socket={socket_path}", f"--key-file={key}", *files)
+        self._start(
+            "munged",
+            "munged",
+            "--foreground",
+            f"--socket={socket_path}",
+            f"--key-file={key}",
+            *files,
+        )
         self.wait_until("munged listens", socket_path.exists, 30)
 
     def _start(self, name: str, program: str, *arguments: str) -> None:

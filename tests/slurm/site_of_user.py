@@ -22,10 +22,12 @@ _PATIENCE_SECONDS = 420
 
 
 class Site:
-    """One user's folder on a Slurm. Use as a context manager: jobs that are left at its end are cancelled."""
+    """One user's folder on a Slurm. Use as a context manager: jobs that are left at its end are
+    cancelled."""
 
     def __init__(self, slurm: SlurmSandbox, folder: Path) -> None:
-        self.slurm, self.folder = slurm, folder
+        self.slurm = slurm
+        self.folder = folder
         self.runs = folder / "runs"
         self.model = make_model(folder / "model")
         # Engines keep sockets in it, whose paths must be short.
@@ -59,9 +61,15 @@ class Site:
         return write_config(self.folder / "train.yaml", config)
 
     def submit(
-        self, script: str, config: Path, options: Sequence[str], arguments: Sequence[str] = (), **settings: str
+        self,
+        script: str,
+        config: Path,
+        options: Sequence[str],
+        arguments: Sequence[str] = (),
+        **settings: str,
     ) -> str:
-        """The id of a job, submitted as a user does; settings are those at the top of the script."""
+        """The id of a job, submitted as a user does; settings are those at the top of the
+        script."""
         environment = {
             "CONFIG": str(config),
             "EVALUATION_CONFIG": str(config),
@@ -71,10 +79,21 @@ class Site:
             **settings,
         }
         output = (
-            f"--output={self.folder}/%x-%A_%a.out" if script == "array.sbatch" else f"--output={self.folder}/%x.out"
+            f"--output={self.folder}/%x-%A_%a.out"
+            if script == "array.sbatch"
+            else f"--output={self.folder}/%x.out"
         )
-        command = ["sbatch", "--parsable", "--cpus-per-task=1", "--gpus-per-node=1", "--ntasks-per-node=1", output]
-        return self.slurm.call(*command, *options, f"slurm/{script}", *arguments, cwd=ROOT, extra=environment)
+        command = [
+            "sbatch",
+            "--parsable",
+            "--cpus-per-task=1",
+            "--gpus-per-node=1",
+            "--ntasks-per-node=1",
+            output,
+        ]
+        return self.slurm.call(
+            *command, *options, f"slurm/{script}", *arguments, cwd=ROOT, extra=environment
+        )
 
     def wait_until(self, what: str, is_so: Callable[[], Any]) -> Any:
         """Like the sandbox's; what the jobs wrote is told of where it stays false."""
@@ -87,27 +106,39 @@ class Site:
 
     def saved_step(self, run: str) -> int:
         """The step of the newest checkpoint of a run; 0 where there is none."""
-        found = [re.fullmatch(r"step_(\d+)", path.name) for path in (self.runs / run / "checkpoints").glob("step_*")]
+        found = [
+            re.fullmatch(r"step_(\d+)", path.name)
+            for path in (self.runs / run / "checkpoints").glob("step_*")
+        ]
         return max((int(match[1]) for match in found if match), default=0)
 
     def copied_step(self, job: str) -> int:
-        """The step of the newest copy in host memory that is on both nodes of a job; 0 where there is none."""
-        found = [path.name[-6:] for path in Path("/dev/shm").glob(f"vapo-job-{job}.*/checkpoints/step_*")]
+        """The step of the newest copy in host memory that is on both nodes of a job; 0 where there
+        is none."""
+        found = [
+            path.name[-6:] for path in Path("/dev/shm").glob(f"vapo-job-{job}.*/checkpoints/step_*")
+        ]
         return max((int(name) for name in found if found.count(name) == 2), default=0)
 
     def tries(self, run: str) -> list[dict[str, str]]:
         """What is recorded of every try: restart, nodes, from."""
         lines = (self.runs / f"{run}.slurm" / "tries").read_text().splitlines()
-        return [dict(field.split("=", 1) for field in line.split() if "=" in field) for line in lines]
+        return [
+            dict(field.split("=", 1) for field in line.split() if "=" in field) for line in lines
+        ]
 
     def exit_codes(self, run: str, step: str) -> list[int]:
-        """What is recorded of the tasks of a step, such as `12.0.train`: job 12, not restarted yet."""
+        """What is recorded of the tasks of a step, such as `12.0.train`: job 12, not restarted
+        yet."""
         folder = self.runs / f"{run}.slurm" / "exits" / step
         return sorted(int(path.read_text().split()[0]) for path in folder.glob("[0-9]*"))
 
     def metrics(self, run: str) -> list[dict[str, float]]:
         """The rows of metrics.jsonl."""
-        return [json.loads(line) for line in (self.runs / run / "metrics.jsonl").read_text().splitlines()]
+        return [
+            json.loads(line)
+            for line in (self.runs / run / "metrics.jsonl").read_text().splitlines()
+        ]
 
 
 def processes_of(job: str) -> dict[psutil.Process, Mapping[str, str]]:

@@ -1,4 +1,5 @@
-"""The decisions of slurm/lib.sh, taken by bash itself on what it finds; the commands of Slurm are stand-ins."""
+"""The decisions of slurm/lib.sh, taken by bash itself; the commands of Slurm are
+stand-ins."""
 
 import os
 import re
@@ -13,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 
 
 class Job:
-    """A job as the library sees it: its record, its environment, and what it asked Slurm to do."""
+    """A job as the library sees it: its record, its environment, and its requests to Slurm."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -61,13 +62,22 @@ class Job:
             **variables,
         }
         return subprocess.run(
-            ["bash", "-c", f"source slurm/lib.sh; {code}"], cwd=ROOT, env=environment, capture_output=True, text=True
+            ["bash", "-c", f"source slurm/lib.sh; {code}"],
+            cwd=ROOT,
+            env=environment,
+            capture_output=True,
+            text=True,
         )
 
     def tries(self, since: str, *ends: str) -> None:
         """Tries that began at one saved state: those that have ended, and this one."""
-        lines = [f"time 42 restart=-{len(ends) - i} nodes=a from={since} {end}" for i, end in enumerate(ends)]
-        (self.record / "tries").write_text("\n".join([*lines, f"time 42 restart=0 nodes=a from={since}\n"]))
+        lines = [
+            f"time 42 restart=-{len(ends) - i} nodes=a from={since} {end}"
+            for i, end in enumerate(ends)
+        ]
+        (self.record / "tries").write_text(
+            "\n".join([*lines, f"time 42 restart=0 nodes=a from={since}\n"])
+        )
 
     def on_nodes(self, *nodes: str, excluded: str = "(null)") -> None:
         """The job runs on these nodes of a partition of a, b, c and d; the user excluded others."""
@@ -83,11 +93,18 @@ esac""",
         self.stand_in("sinfo", "[[ $* = *--states=down* ]] || printf '%s\\n' a b c d")
 
     def doctor_says(
-        self, broken: Sequence[str], tasks: Sequence[tuple[int, int, str]], then: str = "exit 1", step: str = "doctor"
+        self,
+        broken: Sequence[str],
+        tasks: Sequence[tuple[int, int, str]],
+        then: str = "exit 1",
+        step: str = "doctor",
     ) -> None:
-        """What the doctor step does: broken nodes it names, its tasks (number, code, node), and how srun ends."""
+        """What the doctor step does: broken nodes it names, its tasks (number, code, node), and how
+        srun ends."""
         named = "".join(f"{node}\\n" for node in broken)
-        ended = "".join(f'echo "{code} {node} 1{task}" >"$argument/{task}"\n' for task, code, node in tasks)
+        ended = "".join(
+            f'echo "{code} {node} 1{task}" >"$argument/{task}"\n' for task, code, node in tasks
+        )
         self.stand_in(
             "srun",
             f"""[[ $* != *--overlap* ]] || exit 0
@@ -116,7 +133,9 @@ done
         """What the tasks of a step recorded, in the order of their ends: code and node."""
         (self.record / "exits").mkdir()
         for index, (code, node) in enumerate(tasks):
-            (self.record / "exits" / str(index)).write_text(f"{code} {node} {1_700_000_000_000_000_000 + index}\n")
+            (self.record / "exits" / str(index)).write_text(
+                f"{code} {node} {1_700_000_000_000_000_000 + index}\n"
+            )
 
 
 @pytest.fixture
@@ -131,24 +150,34 @@ def job(tmp_path: Path) -> Job:
         (75, [(75, "a"), (75, "b")], "75"),
         (143, [(75, "a")], "75"),  # the others were ended because of the first
         (2, [(75, "a"), (2, "b")], "2"),
-        (137, [(137, "b"), (1, "a")], "75"),  # what a killed task does to the others is no failure of the run
+        (
+            137,
+            [(137, "b"), (1, "a")],
+            "75",
+        ),  # what a killed task does to the others is no failure of the run
         (76, [(76, "b"), (75, "a")], "75"),  # a device failed: its node is left out
         (1, [(75, "a"), (1, "b")], "1"),  # out of memory, which the others notice first
         (127, [(127, "a"), (127, "b")], "127"),
         (1, [(0, "a")], "75"),  # a node was lost, or a launch failed: no task tells of it
         (1, [], "75"),
-        (134, [(1, "a"), (134, "b"), (134, "c")], "1"),  # NCCL's watchdog aborts the peers of a rank that failed
+        (
+            134,
+            [(1, "a"), (134, "b"), (134, "c")],
+            "1",
+        ),  # NCCL's watchdog aborts the peers of a rank that failed
         (134, [(75, "a"), (134, "b")], "75"),
         (134, [(75, "a"), (134, "b"), (1, "c")], "1"),
     ],
 )
-def test_the_code_of_a_step(job: Job, srun_code: int, tasks: Sequence[tuple[int, str]], expected: str) -> None:
+def test_the_code_of_a_step(
+    job: Job, srun_code: int, tasks: Sequence[tuple[int, str]], expected: str
+) -> None:
     job.exits(tasks)
     assert job.bash(f"code_of_step {srun_code}").stdout.strip() == expected
 
 
 @pytest.mark.parametrize("first", [135, 76])
-def test_the_first_task_that_a_signal_or_its_device_ended_names_the_node(job: Job, first: int) -> None:
+def test_first_task_ended_by_signal_or_device_names_the_node(job: Job, first: int) -> None:
     job.exits([(75, "a"), (first, "b"), (137, "c")])
     job.on_nodes("a", "b")
     ended = job.bash("end_job 75")
@@ -173,7 +202,9 @@ def test_the_first_task_that_a_signal_or_its_device_ended_names_the_node(job: Jo
         ([(2, "a"), (139, "b")], ""),
     ],
 )
-def test_only_the_node_of_the_first_failure_is_blamed(job: Job, tasks: Sequence[tuple[int, str]], node: str) -> None:
+def test_only_the_node_of_the_first_failure_is_blamed(
+    job: Job, tasks: Sequence[tuple[int, str]], node: str
+) -> None:
     job.exits(tasks)
     assert job.bash("died_on").stdout.strip() == node
 
@@ -190,7 +221,10 @@ def test_no_node_is_left_out_that_the_job_cannot_do_without(job: Job) -> None:
     job.exits([(137, "b")])
     job.stand_in("sinfo", "printf '%s\\n' a b")
     ended = job.bash("end_job 75")
-    assert "ExcNodeList" not in job.asked.read_text() and "scontrol requeue 42" in job.asked.read_text()
+    assert (
+        "ExcNodeList" not in job.asked.read_text()
+        and "scontrol requeue 42" in job.asked.read_text()
+    )
     assert "only 1 nodes would be left, 2 are needed" in ended.stdout
 
 
@@ -201,14 +235,19 @@ def test_no_node_is_left_out_that_the_job_cannot_do_without(job: Job) -> None:
         (["42 step_000002", "42 step_000002"], 2),
         (["42 step_000002", "42 step_000001", "42 step_000002"], 1),
         (["42 step_000001"], 0),  # something was saved since
-        (["41 step_000002", "41 step_000002"], 0),  # another job: somebody has submitted it anew
+        (["41 step_000002", "41 step_000002"], 0),  # another job: somebody has submitted it again
     ],
 )
-def test_tries_that_came_to_nothing_are_counted(job: Job, tries: Sequence[str], expected: int) -> None:
+def test_tries_that_came_to_nothing_are_counted(
+    job: Job, tries: Sequence[str], expected: int
+) -> None:
     for name in ("step_000001", "step_000002", ".step_000003.half"):
         (job.folder / "run" / "checkpoints" / name).mkdir(parents=True)
         os.utime(job.folder / "run" / "checkpoints" / name, (int(name[-1], 36), int(name[-1], 36)))
-    lines = [f"time {each.split()[0]} restart=0 nodes=a from={each.split()[1]} ended=75\n" for each in tries]
+    lines = [
+        f"time {each.split()[0]} restart=0 nodes=a from={each.split()[1]} ended=75\n"
+        for each in tries
+    ]
     (job.record / "tries").write_text("".join(lines))
     assert job.bash("tries_from_here").stdout.strip() == str(expected)
 
@@ -222,7 +261,8 @@ def test_a_job_that_gets_nowhere_is_given_up(job: Job) -> None:
 
 
 def test_a_job_whose_tries_cannot_be_counted_is_not_tried_again(job: Job) -> None:
-    """The file system that holds the record fails for good, and so will every save of the run."""
+    """The file system that holds the record fails permanently, and so will every save of the
+    run."""
     job.exits([(75, "a")])
     job.stand_in("sed", "echo 'sed: cannot write: Input/output error' >&2; exit 4")
     ended = job.bash("end_job 75")
@@ -237,7 +277,9 @@ def test_a_job_whose_tries_cannot_be_counted_is_not_tried_again(job: Job) -> Non
         (["", "", "", ""], 0),  # a node was lost with the script on it
     ],
 )
-def test_what_slurm_or_doctor_ended_is_no_try_that_came_to_nothing(job: Job, ends: Sequence[str], count: int) -> None:
+def test_tries_ended_by_slurm_or_doctor_are_no_failures(
+    job: Job, ends: Sequence[str], count: int
+) -> None:
     job.tries("the_beginning", *ends)
     assert job.bash("tries_from_here").stdout.strip() == str(count)
     job.tries("step_000001", *ends)
@@ -245,7 +287,9 @@ def test_what_slurm_or_doctor_ended_is_no_try_that_came_to_nothing(job: Job, end
 
 
 @pytest.mark.parametrize("down,ended", [("", "75"), ("echo b", "75_by_slurm")])
-def test_a_try_that_lost_a_node_of_slurms_is_recorded_as_such(job: Job, down: str, ended: str) -> None:
+def test_a_try_that_lost_a_node_of_slurms_is_recorded_as_such(
+    job: Job, down: str, ended: str
+) -> None:
     job.exits([(75, "a")])
     job.stand_in("sinfo", f"[[ $* != *--states=down* ]] || {down or ':'}")
     assert job.bash("end_job 75").returncode == 75
@@ -253,15 +297,20 @@ def test_a_try_that_lost_a_node_of_slurms_is_recorded_as_such(job: Job, down: st
 
 
 @pytest.mark.parametrize("variables", [{"REQUEUE": "0"}, {"ENDING": "1"}])
-def test_a_cancelled_job_and_a_link_of_a_chain_are_not_requeued(job: Job, variables: Mapping[str, str]) -> None:
+def test_a_cancelled_job_and_a_link_of_a_chain_are_not_requeued(
+    job: Job, variables: Mapping[str, str]
+) -> None:
     job.exits([(75, "a")])
     assert job.bash("end_job 75", **variables).returncode == 75
     assert not job.asked.exists() or "requeue" not in job.asked.read_text()
 
 
 @pytest.mark.parametrize("broken,code", [(["b"], 75), (["a", "b"], 1), ([], 1)])
-def test_a_node_in_which_doctor_finds_a_fault_is_left_out(job: Job, broken: Sequence[str], code: int) -> None:
-    # The first task tells of all faults. One that all nodes have, or that no node can be blamed for, ends the job.
+def test_a_node_in_which_doctor_finds_a_fault_is_left_out(
+    job: Job, broken: Sequence[str], code: int
+) -> None:
+    # The first task tells of all faults. One that all nodes have, or that no node can be blamed
+    # for, ends the job.
     job.doctor_says(broken, [(0, 1, "a"), (1, 0, "b")])
     job.on_nodes("a", "b")
     assert job.bash("check_nodes CONFIG", DOCTOR="1").returncode == code
@@ -304,8 +353,12 @@ def test_the_first_node_is_not_blamed_for_waiting_for_another(job: Job) -> None:
 
 
 @pytest.mark.parametrize("unfit,code", [(["b"], 75), (["a", "b"], 1)])
-def test_a_node_without_a_usable_disk_is_left_out(job: Job, unfit: Sequence[str], code: int) -> None:
-    job.doctor_says([], [(index, 76 if node in unfit else 1, node) for index, node in enumerate("ab")])
+def test_a_node_without_a_usable_disk_is_left_out(
+    job: Job, unfit: Sequence[str], code: int
+) -> None:
+    job.doctor_says(
+        [], [(index, 76 if node in unfit else 1, node) for index, node in enumerate("ab")]
+    )
     job.on_nodes("a", "b")
     assert job.bash("check_nodes CONFIG", DOCTOR="1").returncode == code
     assert job.excluded == (["b"] if code == 75 else [])
@@ -316,14 +369,23 @@ def test_a_request_to_save_while_doctor_runs_is_not_lost(job: Job) -> None:
     job.on_nodes("a", "b")
     # scancel reaches tasks alone, and these pass over it.
     job.stand_in("scancel", "exit 0")
-    code = "export BATCH=$BASHPID; trap on_usr1 USR1; check_nodes CONFIG; run_step train python3 -V; echo trained"
+    code = (
+        "export BATCH=$BASHPID; trap on_usr1 USR1; check_nodes CONFIG; run_step train python3 -V; "
+        "echo trained"
+    )
     ended = job.bash(code, DOCTOR="1")
-    assert ended.returncode == 75 and "train is not begun" in ended.stdout and "trained" not in ended.stdout
+    assert (
+        ended.returncode == 75
+        and "train is not begun" in ended.stdout
+        and "trained" not in ended.stdout
+    )
     assert "scontrol requeue 42" in job.asked.read_text() and job.excluded == []
 
 
 @pytest.mark.parametrize(("found", "ends"), [(2, True), (1, False), (0, False)])
-def test_bad_input_ends_a_job_before_its_nodes_are_examined(job: Job, found: int, ends: bool) -> None:
+def test_bad_input_ends_a_job_before_its_nodes_are_examined(
+    job: Job, found: int, ends: bool
+) -> None:
     # Any other code is a matter of the node that looked: doctor comes next and names it.
     job.doctor_says([], [(0, found, "a")], step="check")
     job.on_nodes("a", "b")
@@ -342,9 +404,16 @@ def test_a_port_in_use_is_passed_over(job: Job) -> None:
 
 @pytest.mark.parametrize(
     ("cores", "tasks", "asked", "expected"),
-    [("64(x2)", "8(x2)", "", 8), ("128(x15),64", "8(x16)", "", 8), ("4", "8", "", 1), ("64(x2)", "8(x2)", "12", 12)],
+    [
+        ("64(x2)", "8(x2)", "", 8),
+        ("128(x15),64", "8(x16)", "", 8),
+        ("4", "8", "", 1),
+        ("64(x2)", "8(x2)", "12", 12),
+    ],
 )
-def test_a_task_has_its_share_of_the_smallest_node(job: Job, cores: str, tasks: str, asked: str, expected: int) -> None:
+def test_a_task_has_its_share_of_the_smallest_node(
+    job: Job, cores: str, tasks: str, asked: str, expected: int
+) -> None:
     job.on_nodes("a", "b")
     begun = job.bash(
         'begin_job "$RUN_DIR" "$PROGRESS" >/dev/null; printenv SRUN_CPUS_PER_TASK',
@@ -364,20 +433,31 @@ def test_tasks_of_a_run_are_bound_to_no_fixed_cores(job: Job) -> None:
 
 
 @pytest.mark.parametrize(("refuses", "tries"), [("--gpus-per-node=0", 2), ("", 1), ("task", 2)])
-def test_nodes_are_cleaned_where_a_site_wants_gpus_of_every_step(job: Job, refuses: str, tries: int) -> None:
+def test_nodes_are_cleaned_where_a_site_wants_gpus_of_every_step(
+    job: Job, refuses: str, tries: int
+) -> None:
     job.on_nodes("a", "b")
-    job.stand_in("srun", f'echo "srun $*" >>{job.asked}; [[ -z "{refuses}" || "$* task" != *"{refuses}"* ]]')
+    job.stand_in(
+        "srun", f'echo "srun $*" >>{job.asked}; [[ -z "{refuses}" || "$* task" != *"{refuses}"* ]]'
+    )
     done = job.bash('on_alive_nodes "$FORGET_COPIES"; echo code $?', SLURMD_NODENAME="a")
     asked = [line for line in job.asked.read_text().splitlines() if line.startswith("srun")]
     assert len(asked) == tries and "--gpus-per-node=0" in asked[0] and "vapo-job-" in asked[-1]
-    assert ("/dev/shm/vapo-job-42.*" in done.stdout) == (refuses == "task") and done.stdout.endswith("code 0\n")
+    assert ("/dev/shm/vapo-job-42.*" in done.stdout) == (
+        refuses == "task"
+    ) and done.stdout.endswith("code 0\n")
 
 
 def test_a_container_sees_the_code_the_runs_and_the_local_disk(job: Job) -> None:
     setup = job.folder / "site" / "setup.sh"
     setup.parent.mkdir()
     setup.touch()
-    job.bash("run_step train python3 -V", CONTAINER="/images/vapo.sqsh", MOUNTS="/data:/data", SETUP=str(setup))
+    job.bash(
+        "run_step train python3 -V",
+        CONTAINER="/images/vapo.sqsh",
+        MOUNTS="/data:/data",
+        SETUP=str(setup),
+    )
     (asked,) = [line for line in job.asked.read_text().splitlines() if "task.sh" in line]
     assert "--container-image=/images/vapo.sqsh" in asked and f"--container-workdir={ROOT}" in asked
     mounts = re.search(r"--container-mounts=(\S+)", asked)
@@ -388,12 +468,16 @@ def test_a_container_sees_the_code_the_runs_and_the_local_disk(job: Job) -> None
 
 @pytest.mark.parametrize("script", ["train.sbatch", "array.sbatch", "evaluate.sbatch"])
 @pytest.mark.parametrize("refused", [None, "plan", "train", "evaluate", "sbatch"])
-def test_without_a_job_a_script_says_what_it_would_meet_and_submits_nothing(
+def test_outside_a_job_a_script_checks_and_submits_nothing(
     job: Job, script: str, refused: str | None
 ) -> None:
     job.stand_in("python3", f'echo "$*" >>{job.asked}; [[ $3 != {refused} ]] || exit 2')
     job.stand_in("sbatch", f'echo "sbatch $*" >>{job.asked}; [[ {refused} != sbatch ]]')
-    environment = {"PATH": f"{job.folder}/bin:{os.environ['PATH']}", "VENV": "", "RUNS": str(job.folder / "runs")}
+    environment = {
+        "PATH": f"{job.folder}/bin:{os.environ['PATH']}",
+        "VENV": "",
+        "RUNS": str(job.folder / "runs"),
+    }
     command = ["bash", f"slurm/{script}", "actor.optimizer.lr=2e-6"]
     environment |= {"SLURM_JOB_NUM_NODES": "2", "SPARES": "1"} if script == "train.sbatch" else {}
     if script != "array.sbatch":
@@ -406,7 +490,9 @@ def test_without_a_job_a_script_says_what_it_would_meet_and_submits_nothing(
     assert ("nothing was found" in ended.stdout) == (ended.returncode == 0)
     assert "cli train" in ended.stdout if trains else "cli evaluate" in ended.stdout
     assert f"run.name='{'gsm8k-seed1' if script == 'array.sbatch' else '20261122'}'" in ended.stdout
-    assert "--test-only" in asked[0] and asked[0].endswith(f"slurm/{script} actor.optimizer.lr=2e-6")
+    assert "--test-only" in asked[0] and asked[0].endswith(
+        f"slurm/{script} actor.optimizer.lr=2e-6"
+    )
     assert not (job.folder / "runs").exists()
     looked = [("train --check", ""), ("plan", "--gpus 8")] if trains else [("evaluate", "--check")]
     for line, (begin, end) in zip(asked[1:], looked, strict=True):
@@ -416,6 +502,8 @@ def test_without_a_job_a_script_says_what_it_would_meet_and_submits_nothing(
 
 def test_without_a_job_a_setting_that_cannot_be_is_one_line(tmp_path: Path) -> None:
     environment = {"PATH": os.environ["PATH"], "VENV": str(tmp_path), "CONFIG": "absent.yaml"}
-    ended = subprocess.run(["bash", "slurm/train.sbatch"], cwd=ROOT, env=environment, capture_output=True, text=True)
+    ended = subprocess.run(
+        ["bash", "slurm/train.sbatch"], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
     assert ended.returncode == 2 and ended.stdout == ""
     assert ended.stderr == f"aime_vapo_32b: CONFIG=absent.yaml: no such file, seen from {ROOT}\n"

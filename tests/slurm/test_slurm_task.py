@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from command_lines import command_line
 
 ROOT = Path(__file__).parents[2]
 
@@ -18,7 +19,8 @@ STOPPABLE = """
 import signal, subprocess, sys
 child = subprocess.Popen(["sleep", "300"])
 print(child.pid, flush=True)
-signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})  # one that comes before it waits is not lost
+# A signal that comes before it waits is not lost.
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
 print("ready", flush=True)
 signal.sigwait({signal.SIGUSR1})
 print("alive" if child.poll() is None else "dead", flush=True)
@@ -36,12 +38,19 @@ class Task:
     """One task of a step, started as srun starts it."""
 
     def __init__(self, folder: Path, *command: str, **variables: str) -> None:
-        self.local_tmp, self.exits = folder / "local", folder / "exits"
+        self.local_tmp = folder / "local"
+        self.exits = folder / "exits"
         self.local_tmp.mkdir(exist_ok=True)
         self.exits.mkdir(exist_ok=True)
         environment = {
             **os.environ,
-            **{"SLURM_JOB_ID": "42", "SLURM_NODEID": "0", "SLURM_PROCID": "1", "SLURMD_NODENAME": "a", "RESTART": "2"},
+            **{
+                "SLURM_JOB_ID": "42",
+                "SLURM_NODEID": "0",
+                "SLURM_PROCID": "1",
+                "SLURMD_NODENAME": "a",
+                "RESTART": "2",
+            },
             **{"LOCAL_TMP": str(self.local_tmp), "VENV": "", "SETUP": "", "KILL_WAIT": "4"},
             **variables,
         }
@@ -92,18 +101,26 @@ def test_a_plain_usr1_to_the_whole_step_is_the_same_request(tmp_path: Path) -> N
     task = Task(tmp_path, sys.executable, "-c", child_passes_over_it)
     child = psutil.Process(int(task.line()))
     assert task.line() == "ready"
-    for process in (psutil.Process(task.process.pid), child, *psutil.Process(task.process.pid).children()):
+    for process in (
+        psutil.Process(task.process.pid),
+        child,
+        *psutil.Process(task.process.pid).children(),
+    ):
         process.send_signal(signal.SIGUSR1)
     assert task.line() == "alive"
     assert task.process.wait(60) == 75
     assert task.recorded == ["75", "a"]
 
 
-def test_temporary_files_lie_in_a_folder_of_the_try_and_go_with_it(tmp_path: Path) -> None:
-    # Of earlier tries, which were killed; this node had another number in one. The last is another job's.
+def test_temporary_files_end_with_the_folder_of_their_try(tmp_path: Path) -> None:
+    # Of earlier tries, which were killed; this node had another number in one. The last is another
+    # job's.
     for left in ("vapo-42.1.0", "vapo-42.0.3", "vapo-421.0.0"):
         (tmp_path / "local" / left).mkdir(parents=True)
-    show = "import os, tempfile; print(tempfile.mkdtemp()); print(os.environ['XDG_CACHE_HOME']); input()"
+    show = (
+        "import os, tempfile; print(tempfile.mkdtemp()); print(os.environ['XDG_CACHE_HOME']); "
+        "input()"
+    )
     task = Task(tmp_path, sys.executable, "-c", show)
     scratch = task.local_tmp / "vapo-42.2.0"
     assert Path(task.line()).is_relative_to(scratch) and Path(task.line()).is_relative_to(scratch)
@@ -118,7 +135,8 @@ def folders_of_tries(local_tmp: Path) -> list[str]:
 @pytest.mark.parametrize("numa", ["1", "-1", None])
 def test_a_task_runs_on_the_cores_beside_its_gpu(tmp_path: Path, numa: str | None) -> None:
     core = min(os.sched_getaffinity(0))
-    device, node = tmp_path / "bus/pci/devices/0000:1b:00.0", tmp_path / "devices/system/node/node1"
+    device = tmp_path / "bus/pci/devices/0000:1b:00.0"
+    node = tmp_path / "devices/system/node/node1"
     device.mkdir(parents=True)
     node.mkdir(parents=True)
     (node / "cpulist").write_text(f"{core}\n")
@@ -129,21 +147,29 @@ def test_a_task_runs_on_the_cores_beside_its_gpu(tmp_path: Path, numa: str | Non
     smi.chmod(0o755)
     code = "import os; print(sorted(os.sched_getaffinity(0)))"
     path = f"{tmp_path}:{os.environ['PATH']}"
-    task = Task(tmp_path, sys.executable, "-c", code, PATH=path, SYS_ROOT=str(tmp_path), SLURM_LOCALID="3")
+    task = Task(
+        tmp_path, sys.executable, "-c", code, PATH=path, SYS_ROOT=str(tmp_path), SLURM_LOCALID="3"
+    )
     expected = [core] if numa == "1" else sorted(os.sched_getaffinity(0))
     assert task.line() == str(expected) and task.process.wait(60) == 0
 
 
 def test_copies_of_an_earlier_try_of_the_job_go(tmp_path: Path) -> None:
-    earlier, others = tmp_path / "vapo-job-42.1.a", tmp_path / "vapo-job-43.1.a"
+    earlier = tmp_path / "vapo-job-42.1.a"
+    others = tmp_path / "vapo-job-43.1.a"
     for folder in (earlier, others):
         folder.mkdir()
     assert Task(tmp_path, "true", SHARED_MEMORY=str(tmp_path)).process.wait(60) == 0
     assert not earlier.exists() and others.exists()
 
 
-def test_compiled_kernels_stay_for_later_tries_of_the_same_environment(tmp_path: Path) -> None:
-    caches = "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "SGLANG_JIT_CACHE_DIR", "FLASHINFER_WORKSPACE_BASE"
+def test_compiled_kernels_stay_for_later_tries_in_environment(tmp_path: Path) -> None:
+    caches = (
+        "TRITON_CACHE_DIR",
+        "TORCHINDUCTOR_CACHE_DIR",
+        "SGLANG_JIT_CACHE_DIR",
+        "FLASHINFER_WORKSPACE_BASE",
+    )
     names = (*caches, "DG_JIT_CACHE_DIR", "TILELANG_CACHE_DIR", "CUTE_DSL_CACHE_DIR")
     compile_ = (
         f"import os, pathlib; folders = [pathlib.Path(os.environ[n]) for n in {names}]; "
@@ -161,7 +187,9 @@ def test_a_cancelled_task_cleans_up_before_it_is_killed(tmp_path: Path) -> None:
     task = Task(tmp_path, sys.executable, "-c", UNSTOPPABLE)
     assert task.line() == "ready" and folders_of_tries(task.local_tmp)
     (rank,) = [
-        process for process in psutil.Process(task.process.pid).children() if process.cmdline()[0] == sys.executable
+        process
+        for process in psutil.Process(task.process.pid).children()
+        if command_line(process)[:1] == [sys.executable]
     ]
     task.process.send_signal(signal.SIGTERM)
     until(lambda: not folders_of_tries(task.local_tmp))
@@ -173,7 +201,9 @@ def test_a_cancelled_task_cleans_up_before_it_is_killed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
-def test_a_task_that_dies_of_a_signal_is_recorded_with_its_node(tmp_path: Path, number: signal.Signals) -> None:
+def test_a_task_that_dies_of_a_signal_is_recorded_with_its_node(
+    tmp_path: Path, number: signal.Signals
+) -> None:
     task = Task(tmp_path, sys.executable, "-c", f"import os; os.kill(os.getpid(), {int(number)})")
     assert task.process.wait(60) == 128 + number
     assert task.recorded == [str(128 + number), "a"]
@@ -183,24 +213,34 @@ def test_a_task_that_dies_of_a_signal_is_recorded_with_its_node(tmp_path: Path, 
 def test_a_task_that_was_killed_for_memory_says_so(
     tmp_path: Path, kills: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    names = dict(line.split(":", 2)[1:] for line in Path("/proc/self/cgroup").read_text().splitlines())
+    names = dict(
+        line.split(":", 2)[1:] for line in Path("/proc/self/cgroup").read_text().splitlines()
+    )
     first = "memory" in names
     folder = tmp_path / "groups" / (f"memory{names['memory']}" if first else names[""].lstrip("/"))
     folder.mkdir(parents=True)
-    (folder / ("memory.oom_control" if first else "memory.events")).write_text(f"oom 5\noom_kill {kills}\n")
+    (folder / ("memory.oom_control" if first else "memory.events")).write_text(
+        f"oom 5\noom_kill {kills}\n"
+    )
     (folder / ("memory.max_usage_in_bytes" if first else "memory.peak")).write_text(f"{3 << 30}\n")
     die = "import os; os.kill(os.getpid(), 9)"
     task = Task(tmp_path, sys.executable, "-c", die, CGROUP_ROOT=str(tmp_path / "groups"))
     assert task.process.wait(60) == 137
-    why = ": the system killed a process of this step for want of memory, which held up to 3072 MiB" if kills else ""
+    why = (
+        ": the system killed a process of this step for want of memory, which held up to 3072 MiB"
+        if kills
+        else ""
+    )
     assert capfd.readouterr().err.strip() == f"task.sh: task 1 on a was ended by signal 9{why}"
 
 
 def test_a_rank_that_is_stopped_for_good_is_killed_and_recorded(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """After 16 s: a `sleep` that writes down its seconds, and sleeps less, stands in front of the system's."""
-    sleeps, sleep = tmp_path / "sleeps", tmp_path / "bin" / "sleep"
+    """After 16 s: a `sleep` that writes down its seconds, and sleeps less, stands in front of the
+    system's."""
+    sleeps = tmp_path / "sleeps"
+    sleep = tmp_path / "bin" / "sleep"
     sleeps.touch()
     sleep.parent.mkdir()
     sleep.write_text(f'#!/bin/sh\necho "$1" >>{sleeps}\nPATH=${{PATH#*:}} exec sleep 0.03\n')
@@ -252,11 +292,15 @@ def test_what_a_setup_exports_reaches_the_rank(tmp_path: Path) -> None:
     assert task.recorded == ["0", "a"]
 
 
-def test_a_task_that_is_ended_while_its_setup_runs_says_nothing_about_it(tmp_path: Path) -> None:
+def test_task_ended_during_its_setup_says_nothing_about_it(tmp_path: Path) -> None:
     (tmp_path / "setup.sh").write_text("echo started\nsleep 1 & wait\nsleep 1\n")
     task = Task(tmp_path, "touch", str(tmp_path / "ran"), SETUP=str(tmp_path / "setup.sh"))
     assert task.line() == "started"
     task.process.send_signal(signal.SIGUSR1)  # passed over
     task.process.send_signal(signal.SIGTERM)
     assert task.process.wait(60) == 143
-    assert not list(task.exits.iterdir()) and not list(task.local_tmp.iterdir()) and not (tmp_path / "ran").exists()
+    assert (
+        not list(task.exits.iterdir())
+        and not list(task.local_tmp.iterdir())
+        and not (tmp_path / "ran").exists()
+    )
