@@ -1,7 +1,7 @@
-"""Draws docs/images/healthy_and_unhealthy.png from published curves of others: python docs/draw_pictures.py FOLDER
-
-FOLDER holds the three files named below, as CSV with a column `step`. They are not part of this repository; their
-licence is Apache-2.0, and docs/curves.md names where they come from.
+"""Draws docs/images/healthy_and_unhealthy.png from published curves of others: python
+docs/draw_pictures.py FOLDER
+ FOLDER holds the three files named below, as CSV with a column `step`. They are not part of this
+repository; their licence is Apache-2.0, and docs/curves.md names where they come from.
 """
 
 import csv
@@ -18,7 +18,10 @@ RUNS: tuple[tuple[str, tuple[tuple[str, dict[str, str]], ...]], ...] = (
         (
             (
                 "Healthy: evaluation follows training",
-                {"critic/score/mean": "reward", "val-core/openai/gsm8k/acc/mean@1": "GSM8K, unseen"},
+                {
+                    "critic/score/mean": "reward",
+                    "val-core/openai/gsm8k/acc/mean@1": "GSM8K, unseen",
+                },
             ),
             ("Healthy: entropy falls and levels off", {"actor/entropy": "entropy (nats)"}),
             ("Healthy: length settles", {"response_length/mean": "response length (tokens)"}),
@@ -29,7 +32,10 @@ RUNS: tuple[tuple[str, tuple[tuple[str, dict[str, str]], ...]], ...] = (
         (
             ("Unhealthy: reward collapses after 200 steps", {"reward_avg": "reward"}),
             ("Unhealthy: entropy explodes", {"entropy_avg": "entropy (nats)"}),
-            ("Unhealthy: responses run to the limit", {"avg_response_len": "response length (tokens)"}),
+            (
+                "Unhealthy: responses run to the limit",
+                {"avg_response_len": "response length (tokens)"},
+            ),
         ),
     ),
     (
@@ -54,7 +60,9 @@ def main() -> None:
             rows = list(csv.DictReader(lines))
         for place, (title, columns) in zip(row, panels, strict=True):
             for name, label in columns.items():
-                points = [(float(entry["step"]), float(entry[name])) for entry in rows if entry.get(name)]
+                points = [
+                    (float(entry["step"]), float(entry[name])) for entry in rows if entry.get(name)
+                ]
                 place.plot(*zip(*points, strict=True), label=label)
             place.set(title=title, xlabel="step", ylim=(0, None))
             place.legend(frameon=False)

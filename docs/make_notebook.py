@@ -1,4 +1,5 @@
-"""Writes docs/tour.ipynb, the tour as a notebook, from docs/tour.md: `python docs/make_notebook.py`."""
+"""Writes docs/tour.ipynb, the tour as a notebook, from docs/tour.md: `python
+docs/make_notebook.py`."""
 
 import json
 import re
@@ -10,7 +11,8 @@ _BLOCK = re.compile(r"^```python\n(.*?)^```\n", re.M | re.S)
 
 
 def notebook() -> str:
-    """The page's text and code as cells of nbformat 4, in order; links lead to the repository's pages."""
+    """The page's text and code as cells of nbformat 4, in order; links lead to the repository's
+    pages."""
     cells = []
     for number, part in enumerate(_BLOCK.split((HERE / "tour.md").read_text(encoding="utf-8"))):
         source = part.strip().splitlines(keepends=True)
@@ -22,7 +24,12 @@ def notebook() -> str:
             continue
         cells[-1] |= {"id": f"cell-{number}", "metadata": {}, "source": source}
     kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
-    content = {"cells": cells, "metadata": {"kernelspec": kernel}, "nbformat": 4, "nbformat_minor": 5}
+    content = {
+        "cells": cells,
+        "metadata": {"kernelspec": kernel},
+        "nbformat": 4,
+        "nbformat_minor": 5,
+    }
     return json.dumps(content, indent=1, ensure_ascii=False) + "\n"
 
 

@@ -1,4 +1,4 @@
-"""What the documents name is there: links, commands, files, config keys and their values."""
+"""Links, commands, files, config keys and values that the pages name exist."""
 
 import re
 from collections.abc import Callable, Collection, Iterator
@@ -24,6 +24,7 @@ PAGES = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
     *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "results").glob("*.md")),
     *sorted((ROOT / "examples").rglob("README.md")),
 ]
 # Configs that a value named in a document is tried over.
@@ -35,7 +36,7 @@ BASES: dict[type[Section], Path] = {
     ProbedRunConfig: ROOT / "examples" / "gsm8k" / "vapo.yaml",
 }
 KEYS = {key for model in BASES for key in known_keys(model)}
-# Mappings whose keys are those of others.
+# Mappings with keys of other programs.
 FREE = {"rollout.server_args"}
 SECTIONS = {key for key in KEYS if any(other.startswith(f"{key}.") for other in KEYS)}
 SETTING = re.compile(
@@ -43,22 +44,38 @@ SETTING = re.compile(
 )
 # Stands for a value of the reader's own.
 PLACEHOLDER = re.compile(r"\$|^\.\.\.$|^[A-Z]+$")
-FOLDERS = ("benchmarks", "docs", "examples", "requirements", "slurm", "tests", "tools", "vapo_megatron")
-NAMED_FILE = re.compile(rf"(?<![\w/.$-])(?:{'|'.join(FOLDERS)})/[\w./-]*\.(?:py|sh|sbatch|yaml|md|txt|lock|jsonl?)\b")
-# A program of the project and what is given to it.
+FOLDERS = (
+    "benchmarks",
+    "docs",
+    "examples",
+    "requirements",
+    "results",
+    "slurm",
+    "tests",
+    "tools",
+    "vapo_megatron",
+)
+NAMED_FILE = re.compile(
+    rf"(?<![\w/.$-])(?:{'|'.join(FOLDERS)})/[\w./-]*\.(?:py|sh|sbatch|yaml|md|txt|lock|jsonl?)\b"
+)
+# A program of the project and its arguments.
 WITH_ARGUMENTS = re.compile(
     r"((?:vapo-megatron|(?<!from )vapo_megatron\.cli) [a-z][a-z0-9-]*|"
-    r"(?:tools|benchmarks|examples)/[\w/]+\.py|benchmarks\.\w+)([^|;&#]*)"
+    r"(?<![\w/])(?:tools|benchmarks|examples)/[\w/]+\.py|benchmarks\.\w+)([^|;&#]*)"
 )
-TRAINING = re.compile(r"(?:vapo-megatron|vapo_megatron\.cli) train (examples/\S+\.yaml)([^|;&#\n]*)")
-every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+TRAINING = re.compile(
+    r"(?:vapo-megatron|vapo_megatron\.cli) train (examples/\S+\.yaml)([^|;&#\n]*)"
+)
+every_page = pytest.mark.parametrize(
+    "page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix()
+)
 
 
 def code_in(text: str) -> Iterator[str]:
     """Fenced blocks and code spans."""
     fence = re.compile(r"^ *```\w*\n(.*?)^ *```", re.M | re.S)
     yield from fence.findall(text)
-    # A span may go on in the next line.
+    # A span may continue in the next line.
     yield from (span.replace("\n", " ") for span in re.findall(r"`([^`]+)`", fence.sub("", text)))
 
 
@@ -77,10 +94,14 @@ def test_links_lead_somewhere(page: Path) -> None:
             continue
         path, _, anchor = link.partition("#")
         target = page.parent / path if path else page
-        assert target.exists(), f"{page.name} links to {link}, which is not there: write where it is now"
+        assert target.exists(), (
+            f"{page.name} links to {link}, which is not there: write where it is now"
+        )
         assert target.resolve().is_relative_to(ROOT), f"{link}: outside the project"
         if anchor:
-            assert anchor in anchors(target), f"{page.name} links to {link}: the page has no such heading"
+            assert anchor in anchors(target), (
+                f"{page.name} links to {link}: the page has no such heading"
+            )
 
 
 @every_page
@@ -104,7 +125,9 @@ def test_options_of_commands_are_there(page: Path) -> None:
 def test_files_of_the_project_are_there(page: Path) -> None:
     for code in code_in(page.read_text(encoding="utf-8")):
         for name in NAMED_FILE.findall(code):
-            assert (ROOT / name).exists() or "NAME." in name, f"{page.name} names {name}, which is not there"
+            assert (ROOT / name).exists() or "NAME." in name, (
+                f"{page.name} names {name}, which is not there"
+            )
 
 
 @every_page
@@ -113,7 +136,8 @@ def test_settings_load(page: Path) -> None:
         for command in code.replace("\\\n", " ").splitlines():
             settings: dict[str, str] = {}
             for found in SETTING.finditer(command):
-                key, value = found["key"], found["value"].rstrip(":;,").strip("\"'")
+                key = found["key"]
+                value = found["value"].rstrip(":;,").strip("\"'")
                 if key == "section.key" or belongs_to_the_example(page, key):
                     continue
                 assert is_known(key), f"{key}: unknown; give it from its section on"
@@ -124,17 +148,25 @@ def test_settings_load(page: Path) -> None:
 
 
 def test_runs_of_the_pages_fit_the_gpus_that_they_take() -> None:
-    """Eight of 80 GB where they name no number; those of models whose sizes the package has."""
+    """Eight of 80 GB where they name no number; for models whose sizes are shipped."""
     fitting = set()
     for page in PAGES:
         commands = "\n".join(code_in(page.read_text(encoding="utf-8"))).replace("\\\n", " ")
         for config, given in TRAINING.findall(commands):
-            settings = [found[0] for found in SETTING.finditer(given) if not PLACEHOLDER.search(found["value"])]
+            settings = [
+                found[0]
+                for found in SETTING.finditer(given)
+                if not PLACEHOLDER.search(found["value"])
+            ]
             run = load_config(PlanConfig, ROOT / config, settings, PRESETS)
             sizes = SHIPPED / Path(run.model.path).name.removesuffix("-Instruct")
             if sizes.is_dir():
-                run = run.model_copy(update={"model": run.model.model_copy(update={"path": str(sizes)})})
-                assert make_plan(run, default_world(run)).fits, f"{page.name}: train {config} {given}"
+                run = run.model_copy(
+                    update={"model": run.model.model_copy(update={"path": str(sizes)})}
+                )
+                assert make_plan(run, default_world(run)).fits, (
+                    f"{page.name}: train {config} {given}"
+                )
                 fitting.add(page.name)
     assert {"README.md", "aime.md", "configuration.md", "gpu.md"} <= fitting
 
@@ -144,12 +176,15 @@ def test_keys_are_known(page: Path) -> None:
     for code in code_in(page.read_text(encoding="utf-8")):
         if re.fullmatch(r"[a-z_]+(\.[a-z0-9_]+)+", code) and code.partition(".")[0] in SECTIONS:
             is_file = code.rpartition(".")[2] in ("py", "md", "yaml", "json", "jsonl", "txt")
-            assert is_file or is_known(code), f"{page.name} names the config key {code}, which is not there"
+            assert is_file or is_known(code), (
+                f"{page.name} names the config key {code}, which is not there"
+            )
 
 
 @cache
 def options_of(command: str) -> frozenset[str]:
-    """Of a command of the program, of a tool, or of a benchmark or example, these as their source has them."""
+    """Of a command of the program, of a tool, or of a benchmark or example, these as their source
+    has them."""
     name = re.split(r"[ /.]", command.removesuffix(".py"))[-1]
     script = name.replace("-", "_") if name in SCRIPTS else name
     if "vapo" in command and name not in SCRIPTS:
@@ -158,11 +193,21 @@ def options_of(command: str) -> frozenset[str]:
         module = import_module(f"tools.{script}")
         made = typer.main.get_command(getattr(module, "app", None) or typer_of(module.main))
     else:
-        source = (ROOT / f"{command.removesuffix('.py').replace('.', '/')}.py").read_text(encoding="utf-8")
+        source = (ROOT / f"{command.removesuffix('.py').replace('.', '/')}.py").read_text(
+            encoding="utf-8"
+        )
         parameters = re.findall(r"^    (\w+): Annotated\[", source, re.M)
         shared = {"--json"} if command.startswith("benchmarks") else set()
-        return frozenset({*re.findall(r'"(--[a-z0-9-]+)"', source), *(f"--{name}" for name in parameters), *shared})
-    return frozenset(option for given in made.params for option in (*given.opts, *given.secondary_opts))
+        return frozenset(
+            {
+                *re.findall(r'"(--[a-z0-9-]+)"', source),
+                *(f"--{name}" for name in parameters),
+                *shared,
+            }
+        )
+    return frozenset(
+        option for given in made.params for option in (*given.opts, *given.secondary_opts)
+    )
 
 
 def typer_of(function: Callable[..., None]) -> typer.Typer:
@@ -173,23 +218,37 @@ def typer_of(function: Callable[..., None]) -> typer.Typer:
 
 
 def belongs_to_the_example(page: Path, key: str) -> bool:
-    """Whether an example has a config of its own with such a section."""
-    sections = {name for path in page.parent.glob("*.yaml") for name in re.findall(r"^(\w+):", path.read_text(), re.M)}
-    return page.parent.parent.name == "examples" and key not in KEYS and key.partition(".")[0] in sections
+    """Whether an example has its own config with such a section."""
+    sections = {
+        name
+        for path in page.parent.glob("*.yaml")
+        for name in re.findall(r"^(\w+):", path.read_text(), re.M)
+    }
+    return (
+        page.parent.parent.name == "examples"
+        and key not in KEYS
+        and key.partition(".")[0] in sections
+    )
 
 
-def test_the_map_of_the_code_has_every_room_and_names_files_that_are_there() -> None:
+def test_the_map_of_the_code_has_every_room_and_existing_files() -> None:
     package = ROOT / "vapo_megatron"
     rows = re.findall(
-        r"^\| `([\w/]+)/` \|(.*)\|$", (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8"), re.M
+        r"^\| `([\w/]+)/` \|(.*)\|$",
+        (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8"),
+        re.M,
     )
     rooms = {path.parent.relative_to(package).as_posix() for path in package.glob("**/__init__.py")}
     within_one_room = {"engines/inside/served_models", "."}
     within_one_room |= {room for room in rooms if room.startswith("operations/")}
-    assert {room for room, _ in rows} == rooms - within_one_room, "the table of docs/architecture.md has a row a room"
+    assert {room for room, _ in rows} == rooms - within_one_room, (
+        "the table of docs/architecture.md has a row a room"
+    )
     for room, row in rows:
         for name in re.findall(r"`(\w+\.py)`", row):
-            assert (package / room / name).is_file(), f"docs/architecture.md names {room}/{name}: write where it is now"
+            assert (package / room / name).is_file(), (
+                f"docs/architecture.md names {room}/{name}: write where it is now"
+            )
 
 
 def test_contributing_names_what_is_there_to_change() -> None:
@@ -202,18 +261,27 @@ def test_contributing_names_what_is_there_to_change() -> None:
         for path, names in files:
             text = (ROOT / path).read_text(encoding="utf-8")
             for name in re.findall(r"`(\w+)`", names):
-                assert re.search(rf"\b{name}\b", text), f"{path} has no {name}: mend the table of CONTRIBUTING.md"
+                assert re.search(rf"\b{name}\b", text), (
+                    f"{path} has no {name}: mend the table of CONTRIBUTING.md"
+                )
                 checked += 1
-        texts = [(ROOT / path).read_text(encoding="utf-8") for path, _ in files if path.startswith("vapo_megatron")]
+        texts = [
+            (ROOT / path).read_text(encoding="utf-8")
+            for path, _ in files
+            if path.startswith("vapo_megatron")
+        ]
         for name in example:
             has_it = any(re.search(rf"\b{name}\b", text) for text in texts)
-            assert has_it, f"no file of its row has {name}: name another to follow in the table of CONTRIBUTING.md"
+            assert has_it, (
+                f"no file of its row has {name}: name another to follow in the table of "
+                "CONTRIBUTING.md"
+            )
             checked += 1
-    assert len(table) >= 11 and checked >= 20
+    assert len(table) >= 11 and checked >= 12
 
 
 def is_known(key: str, keys: Collection[str] = KEYS) -> bool:
-    """Entries of lists are numbered; those of FREE have names that are not the config's."""
+    """Entries of lists are numbered; in FREE, names are not the config's."""
     return re.sub(r"\.\d+\b", "", key) in keys or key.rpartition(".")[0] in FREE
 
 
@@ -223,7 +291,9 @@ def assert_loads(settings: dict[str, str]) -> None:
     for model, base in BASES.items():
         if all(is_known(key, known_keys(model)) for key in settings):
             try:
-                load_config(model, base, [f"{key}={value}" for key, value in settings.items()], PRESETS)
+                load_config(
+                    model, base, [f"{key}={value}" for key, value in settings.items()], PRESETS
+                )
                 return
             except BadInput as error:
                 refusals.append(str(error))

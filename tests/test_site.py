@@ -1,4 +1,5 @@
-"""The documentation builds as a site without a warning; the Dockerfiles pass their linter and name what is there."""
+"""The documentation builds as a site without a warning; the Dockerfiles pass their linter and name
+what is there."""
 
 import os
 import re
@@ -17,7 +18,9 @@ DOCKERFILES = sorted((ROOT / "docker").glob("*.Dockerfile"))
 def build(source: Path, site: Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "mkdocs", "build", "--site-dir", str(site)]
     environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
-    return subprocess.run(command, cwd=source, capture_output=True, text=True, timeout=120, env=environment)
+    return subprocess.run(
+        command, cwd=source, capture_output=True, text=True, timeout=120, env=environment
+    )
 
 
 @pytest.fixture(scope="module")
@@ -39,24 +42,39 @@ def test_every_page_is_on_the_site_and_in_its_menu(site: Path) -> None:
 def test_the_examples_are_pages_whose_links_lead_to_pages(site: Path) -> None:
     for readme in (ROOT / "examples").glob("*/README.md"):
         name = f"examples/{readme.parent.name}.html"
-        assert f'href="{name}"' in (site / "index.html").read_text(encoding="utf-8"), f"{name}: no menu leads to it"
+        assert f'href="{name}"' in (site / "index.html").read_text(encoding="utf-8"), (
+            f"{name}: no menu leads to it"
+        )
     gsm8k = (site / "examples" / "gsm8k.html").read_text(encoding="utf-8")
-    assert re.search(r'<p>[^\0]*href="\.\./verifier\.html', gsm8k.partition("<article")[2]), "a page of docs/"
+    assert re.search(r'<p>[^\0]*href="\.\./verifier\.html', gsm8k.partition("<article")[2]), (
+        "a page of docs/"
+    )
     start = (site / "index.html").read_text(encoding="utf-8").partition("<article")[2]
     assert 'href="examples/custom_functions.html"' in start, "a page of docs/ leads to an example"
     functions = (site / "examples" / "custom_functions.html").read_text(encoding="utf-8")
     assert "<code>examples/custom_functions/functions.py</code>" in functions, "no page: its path"
 
 
+def test_results_are_pages_with_their_pictures(site: Path) -> None:
+    for page in (ROOT / "results").glob("*.md"):
+        name = f"results/{page.stem}.html"
+        assert f'href="{name}"' in (site / "index.html").read_text(encoding="utf-8"), name
+    ablation = (site / "results" / "ablation.html").read_text(encoding="utf-8")
+    assert 'src="../images/ablation.png"' in ablation
+    assert (site / "images" / "ablation.png").is_file()
+
+
 def test_the_site_loads_nothing_from_elsewhere(site: Path) -> None:
     for page in site.rglob("*.html"):
         text = page.read_text(encoding="utf-8")
         loaded = re.findall(r'<(?:script|img|iframe)\b[^>]*\bsrc="(https?:)?//', text)
-        loaded += re.findall(r'<link\b[^>]*\brel="(?:stylesheet|preload)"[^>]*\bhref="(https?:)?//', text)
+        loaded += re.findall(
+            r'<link\b[^>]*\brel="(?:stylesheet|preload)"[^>]*\bhref="(https?:)?//', text
+        )
         assert not loaded, page.name
 
 
-def test_a_link_to_nowhere_or_a_page_outside_the_menu_stops_the_build(tmp_path: Path) -> None:
+def test_broken_link_or_page_outside_the_menu_stops_the_build(tmp_path: Path) -> None:
     shutil.copytree(ROOT / "docs", tmp_path / "docs")
     shutil.copy(ROOT / "mkdocs.yml", tmp_path)
     (tmp_path / "docs" / "stray.md").write_text("# Stray\n[text](nowhere.md)\n")
@@ -68,12 +86,12 @@ def test_a_link_to_nowhere_or_a_page_outside_the_menu_stops_the_build(tmp_path: 
 
 @pytest.mark.parametrize("file", DOCKERFILES, ids=lambda file: file.name)
 def test_dockerfiles_are_clean(file: Path) -> None:
-    found = subprocess.run([HADOLINT, str(file)], capture_output=True, text=True, timeout=60)
+    found = subprocess.run([HADOLINT, str(file)], capture_output=True, text=True, timeout=240)
     assert (found.returncode, found.stdout) == (0, "")
 
 
 @pytest.mark.parametrize("file", DOCKERFILES, ids=lambda file: file.name)
-def test_dockerfiles_copy_what_is_there_and_make_what_the_makefile_makes(file: Path) -> None:
+def test_dockerfiles_name_existing_files_and_make_targets(file: Path) -> None:
     text = file.read_text(encoding="utf-8").replace("\\\n", " ")
     copied = [name for line in re.findall(r"^COPY (.*)$", text, re.M) for name in line.split()[:-1]]
     assert copied
