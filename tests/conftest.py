@@ -4,6 +4,7 @@ import gc
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,15 +19,17 @@ import pytest
 from vapo_megatron import signals
 from vapo_megatron.signals import STOP_SIGNALS
 
-# Ranks that a test forks never collect what it left: a process group's end waits for threads that they do not have.
+# Ranks that a test forks never collect what it left: a process group's end waits for threads that
+# they do not have.
 os.register_at_fork(after_in_child=gc.freeze)
 
 pytest_plugins = ["engine_server", "stand_ins"]
 
-# Files whose tests use the engine of engine_server.py: one worker runs them all, and starts it once.
+# Files whose tests use the engine of engine_server.py: one worker runs them all, and starts it
+# once.
 ONE_ENGINE = ("test_weight_sync.py", "test_episodes.py", "test_rollout_engine.py")
-# Files that take a quarter of a minute and more, the longest first: begun at last, one would keep a worker after the
-# others.
+# Files that take a quarter of a minute and more, the longest first: begun at last, one would keep a
+# worker after the others.
 LONGEST = (
     "test_slurm_stories.py",
     "test_asynchronous.py",
@@ -46,7 +49,7 @@ LONGEST = (
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Long files first; otherwise the order is that of the folders."""
+    """Long files first; otherwise in the order of the folders."""
     places = {name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.path.name, len(places)))
 
@@ -66,7 +69,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 @pytest.fixture(autouse=True)
 def stop_signals_as_before() -> Iterator[None]:
-    """A command that ends in the test's own process ignores stop signals from then on, as do all it starts."""
+    """A command that ends in the test's own process ignores stop signals from then on, as do all it
+    starts."""
     before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     yield
     signals._received.clear()
@@ -74,7 +78,35 @@ def stop_signals_as_before() -> Iterator[None]:
         signal.signal(number, handler)
 
 
+# In seconds since 1970, from the environment: no test begins after it (.ci/run).
+END_AT = "TESTS_END_AT"
+OUT_OF_TIME = "not run: the time of this run is over"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Leave out the tests that are left once the time of the run is over."""
+    if END_AT in os.environ and time.time() > float(os.environ[END_AT]):
+        pytest.skip(OUT_OF_TIME)
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Say how many tests were left out for that reason: they have not passed."""
+    skipped = terminalreporter.stats.get("skipped", ())
+    late = sum(OUT_OF_TIME in str(report.longrepr) for report in skipped)
+    if late:
+        terminalreporter.write_line(
+            f"{late} TESTS WERE NOT RUN: this machine is too slow for the time of this run"
+        )
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Options of the whole test run."""
-    parser.addoption("--require-slurm", action="store_true", help="fail, rather than skip, where there can be no Slurm")
-    parser.addoption("--require-browser", action="store_true", help="fail, rather than skip, without Chromium")
+    parser.addoption(
+        "--require-slurm",
+        action="store_true",
+        help="fail, rather than skip, where there can be no Slurm",
+    )
+    parser.addoption(
+        "--require-browser", action="store_true", help="fail, rather than skip, without Chromium"
+    )

@@ -1,4 +1,5 @@
-"""Rows of choices in which any two choices of different switches meet at least once, as far as they go together."""
+"""Rows of choices in which any two choices of different switches meet at least once, if they
+go together."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import combinations, product
@@ -15,18 +16,22 @@ def pairs_of(row: Row) -> set[Pair]:
 
 
 def every_pair(choices: Choices) -> Iterator[Pair]:
-    """All pairs of choices of two switches, those of the switches with the most choices first."""
-    ordered = sorted(combinations(choices, 2), key=lambda names: -len(choices[names[0]]) * len(choices[names[1]]))
+    """All pairs of choices of two switches, the switches with the most choices first."""
+    ordered = sorted(
+        combinations(choices, 2), key=lambda names: -len(choices[names[0]]) * len(choices[names[1]])
+    )
     for first, second in ordered:
-        yield from (((first, one), (second, other)) for one in choices[first] for other in choices[second])
+        yield from (
+            ((first, one), (second, other)) for one in choices[first] for other in choices[second]
+        )
 
 
 def pairwise_rows(choices: Choices, fits: Callable[[Row], bool]) -> tuple[list[Row], set[Pair]]:
     """A greedy set of rows, each with one choice of every switch.
 
     Args:
-        choices: by switch; the first ones fit together, and each other one fits beside them or with one of them
-            changed.
+        choices: by switch; the first ones fit together, and each other one fits beside them or with
+            one of them changed.
         fits: whether a row may be used.
 
     Returns:
@@ -36,11 +41,17 @@ def pairwise_rows(choices: Choices, fits: Callable[[Row], bool]) -> tuple[list[R
     met: set[Pair] = set()
     refused: set[Pair] = set()
     firsts = {switch: first for switch, (first, *_) in choices.items()}
-    helpers = {choice: _helpers(choice, firsts, choices, fits) for switch in choices for choice in _of(switch, choices)}
+    helpers = {
+        choice: _helpers(choice, firsts, choices, fits)
+        for switch in choices
+        for choice in _of(switch, choices)
+    }
     for pair in every_pair(choices):
         if pair in met:
             continue
-        starts = (dict(helper) | dict(pair) for helper in product(*(helpers[choice] for choice in pair)))
+        starts = (
+            dict(helper) | dict(pair) for helper in product(*(helpers[choice] for choice in pair))
+        )
         decided = next((start for start in starts if fits(firsts | start)), None)
         if decided is None:
             refused.add(pair)
@@ -59,8 +70,11 @@ def _of(switch: str, choices: Choices) -> list[Choice]:
     return [(switch, choice) for choice in choices[switch]]
 
 
-def _helpers(choice: Choice, firsts: Row, choices: Choices, fits: Callable[[Row], bool]) -> list[Choice]:
-    """What a choice needs beside the first ones: itself if nothing more, else each choice with which it fits."""
+def _helpers(
+    choice: Choice, firsts: Row, choices: Choices, fits: Callable[[Row], bool]
+) -> list[Choice]:
+    """What a choice needs beside the first ones: itself if nothing more, else each choice with
+    which it fits."""
     row = firsts | dict([choice])
     if fits(row):
         return [choice]
@@ -68,8 +82,15 @@ def _helpers(choice: Choice, firsts: Row, choices: Choices, fits: Callable[[Row]
     return [other for other in others if fits(row | dict([other]))]
 
 
-def _best(row: Row, switch: str, decided: Row, met: set[Pair], choices: Choices, fits: Callable[[Row], bool]) -> Row:
-    """The row with the choice of a switch that brings the most new pairs with what is decided."""
+def _best(
+    row: Row,
+    switch: str,
+    decided: Row,
+    met: set[Pair],
+    choices: Choices,
+    fits: Callable[[Row], bool],
+) -> Row:
+    """The row with the choice of a switch that brings the most new pairs with the chosen ones."""
     options = [row | {switch: choice} for choice in choices[switch]]
     options.sort(key=lambda option: -_new_pairs(option, switch, decided, met))
     return next(option for option in options if option == row or fits(option))

@@ -1,4 +1,5 @@
-"""What tests put in place of the machine: its GPUs, clock, temporary files, Python and hub (a pytest plugin)."""
+"""What tests put in place of the machine: its GPUs, clock, temporary files, Python and hub (a
+pytest plugin)."""
 
 import json
 import sys
@@ -56,7 +57,11 @@ def look_every(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     """Sets the seconds between two looks: at servers, at the work of a dispatcher, at ranks."""
 
     def look(seconds: float) -> None:
-        for pause in ("engines.keeper.LOOK_SECONDS", "engines.dispatcher._LOOK_SECONDS", "run.ranks._LOOK_SECONDS"):
+        for pause in (
+            "engines.keeper.LOOK_SECONDS",
+            "rollout.dispatcher._LOOK_SECONDS",
+            "run.ranks._LOOK_SECONDS",
+        ):
             monkeypatch.setattr(f"vapo_megatron.{pause}", seconds)
 
     return look
@@ -64,7 +69,8 @@ def look_every(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
 
 @pytest.fixture
 def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty folder in which this process, and those that it starts, make their temporary files."""
+    """An empty folder in which this process, and those that it starts, make their temporary
+    files."""
     folder = tmp_path / "temporary"
     folder.mkdir()
     monkeypatch.setenv("TMPDIR", str(folder))
@@ -73,17 +79,21 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 class Python:
-    """Stands for the Python that this process starts programs with. It notes them, and runs none."""
+    """Stands for the Python that this process starts programs with. It notes them, and runs
+    none."""
 
     def __init__(self, folder: Path) -> None:
-        self._notes, self._refusal, self.path = folder / "programs", folder / "refusal", folder / "python"
+        self._notes = folder / "programs"
+        self._refusal = folder / "refusal"
+        self.path = folder / "python"
         self._notes.mkdir()
         self._refusal.touch()
         self.path.write_text(
             f"#!{sys.executable}\nimport json, os, sys\n"
             f"note, refusal = '{self._notes}/' + str(os.getpid()), open('{self._refusal}').read()\n"
-            "with open(note + '.part', 'w') as file:\n    json.dump([sys.argv[1:], dict(os.environ)], file)\n"
-            "os.rename(note + '.part', note + '.json')\nsys.exit(refusal or 0)\n"
+            "with open(note + '.part', 'w') as file:\n    json.dump([sys.argv[1:], "
+            "dict(os.environ)], file)\nos.rename(note + '.part', note + '.json')\nsys.exit(refusal "
+            "or 0)\n"
         )
         self.path.chmod(0o755)
 
@@ -92,7 +102,8 @@ class Python:
         self._refusal.write_text(reason)
 
     def programs(self) -> list[tuple[list[str], dict[str, str]]]:
-        """Arguments and environment of the programs that were started since the last call, in no order."""
+        """Arguments and environment of the programs that were started since the last call, in no
+        order."""
         notes = list(self._notes.glob("*.json"))
         programs = [json.loads(note.read_text()) for note in notes]
         for note in notes:
@@ -109,7 +120,8 @@ def python(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyP
 
 @pytest.fixture
 def hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder in which Hugging Face's libraries look for what was downloaded; they reach no network."""
+    """The folder in which Hugging Face's libraries look for downloads; they reach no
+    network."""
     from huggingface_hub import constants  # it has read the environment when it was imported
 
     folder = tmp_path / "hub"
@@ -121,10 +133,12 @@ def hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def use_engines(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
-    """Sets what the commands that start engines of their own get in place of engines_of(model, rollout, ...)."""
+    """Sets the replacement, in commands that start their own engines, of engines_of(model,
+    rollout, ...)."""
 
     def use(engines_of: Any) -> None:
-        for command in ("evaluation.command", "operations.critic_lab.command"):
+        commands = ("evaluation", "operations.critic_lab", "operations.chat")
+        for command in (f"{room}.command" for room in commands):
             monkeypatch.setattr(f"vapo_megatron.{command}.engines_of", engines_of)
 
     return use
@@ -135,7 +149,8 @@ class Critic:
 
     Attributes:
         asked: the states that it was asked about.
-        values: gives the values, from the config, the states and the number of ranks; 0 for each token by default.
+        values: gives the values, from the config, the states and the number of ranks; 0 for each
+            token by default.
     """
 
     def __init__(self) -> None:
@@ -146,7 +161,11 @@ class Critic:
         import torch
 
         self.asked.append(drawn)
-        return torch.zeros(drawn.batch.response_tokens) if self.values is None else self.values(config, drawn, ranks)
+        return (
+            torch.zeros(drawn.batch.response_tokens)
+            if self.values is None
+            else self.values(config, drawn, ranks)
+        )
 
 
 @pytest.fixture

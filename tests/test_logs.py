@@ -1,4 +1,5 @@
-"""The log: one format with time, rank and phase, no more than the level asks for, on standard error."""
+"""The log: one format with time, rank and phase, no more than the level asks for, on standard
+error."""
 
 import logging
 import re
@@ -13,7 +14,9 @@ import vapo_megatron
 from vapo_megatron import logs
 from vapo_megatron.monitoring.timers import PhaseTimer
 
-LINE = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d (DEBUG|INFO|WARNING|ERROR) rank (\S+) (\S+): (.+)")
+LINE = re.compile(
+    r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d (DEBUG|INFO|WARNING|ERROR) rank (\S+) (\S+): (.+)"
+)
 ROOT = Path(__file__).parents[1]
 
 
@@ -22,7 +25,8 @@ def restored() -> Iterator[None]:
     logger = logging.getLogger("vapo_megatron")
     before = logger.handlers, logger.level, logger.propagate
     yield
-    logger.handlers, logger.propagate = before[0], before[2]
+    logger.handlers = before[0]
+    logger.propagate = before[2]
     logger.setLevel(before[1])
     logs.set_rank(0)
 
@@ -36,7 +40,8 @@ def lines(error: str) -> list[tuple[str, ...]]:
 def test_a_line_has_rank_and_the_innermost_phase(capsys: pytest.CaptureFixture[str]) -> None:
     logs.configure(logs.LogLevel.DEBUG)
     logs.set_rank(3)
-    log, timer = logging.getLogger("vapo_megatron.anywhere"), PhaseTimer()
+    log = logging.getLogger("vapo_megatron.anywhere")
+    timer = PhaseTimer()
     with timer("rollout"):
         with timer("weight_sync"):
             log.info("inner")
@@ -51,7 +56,9 @@ def test_a_line_has_rank_and_the_innermost_phase(capsys: pytest.CaptureFixture[s
     assert sum(line[3] == "begins" and line[2] in ("rollout", "weight_sync") for line in said) == 2
 
 
-def test_a_level_leaves_out_what_is_below_it_and_no_line_comes_twice(capsys: pytest.CaptureFixture[str]) -> None:
+def test_level_filters_lower_lines_and_no_line_comes_twice(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     logs.configure(logs.LogLevel.DEBUG)
     logs.configure(logs.LogLevel.WARNING)
     assert logs.configured_level() == logs.LogLevel.WARNING
@@ -64,12 +71,16 @@ def test_a_level_leaves_out_what_is_below_it_and_no_line_comes_twice(capsys: pyt
 def test_the_module_is_the_program_and_tells_its_version() -> None:
     def program(*arguments: str) -> "subprocess.CompletedProcess[str]":
         command = [sys.executable, "-m", "vapo_megatron", *arguments]
-        return subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT)
+        return subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=ROOT)
 
     done = program("--version")
     assert (done.returncode, done.stdout) == (0, f"vapo-megatron {vapo_megatron.__version__}\n")
-    assert f'version="{vapo_megatron.__version__}"' in (ROOT / "setup.py").read_text(encoding="utf-8")
-    newest = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.M)
-    assert newest is not None and newest[1] == vapo_megatron.__version__
+    assert f'version="{vapo_megatron.__version__}"' in (ROOT / "setup.py").read_text(
+        encoding="utf-8"
+    )
+    changes = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    headings = re.findall(r"^## (\S+)", changes, re.M)
+    released = [heading for heading in headings if heading != "Unreleased"]
+    assert released[0] == vapo_megatron.__version__
     refused = program("--log-level", "loud", "plan", "x.yaml")
     assert refused.returncode == 2 and "--log-level" in refused.stderr
