@@ -1,6 +1,7 @@
 """Gates on a pretrained model: SmolLM2-135M-Instruct, from the package that `make smollm`
 trains."""
 
+import json
 import os
 import random
 import subprocess
@@ -17,7 +18,7 @@ from hf_models import forward, megatron
 from ranks import run_ranks
 from tiny_qwen3 import token_logprobs
 from tiny_runs import write_rows
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
 
 from examples.smollm.make_problems import TRAIN_TEMPLATES, number_pairs, rows
 from examples.smollm.run import PACKAGE
@@ -120,28 +121,29 @@ def test_engine_trainer_and_transformers_agree(smollm: Path, tmp_path: Path) -> 
 
 @pytest.fixture(scope="module")
 def trained(smollm: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """A function that trains a run of a name by the command line, and returns its directory."""
+    """A function that runs a command under a run's name, and returns its directory."""
     folder = tmp_path_factory.mktemp("runs")
     draw = random.Random(1)
     problems = rows(number_pairs(draw)[0], TRAIN_TEMPLATES, 16, draw)
     data = write_rows(folder / "train.jsonl", problems)
     (folder / "train.yaml").write_text("{}\n")
 
-    def train(name: str, *overrides: str) -> Path:
+    def run(name: str, *overrides: str, command: str = "train") -> Path:
         places = [f"run.root={folder}", f"run.name={name}", f"model.path={smollm}"]
-        command = [sys.executable, "-m", "vapo_megatron.cli", "train", str(folder / "train.yaml")]
+        program = [sys.executable, "-m", "vapo_megatron.cli", command, str(folder / "train.yaml")]
+        paths = os.pathsep.join(map(str, (ROOT / "tests", Path(__file__).parent)))
         ended = subprocess.run(
-            [*command, *CONFIG, *places, f"data.train={data}", *overrides],
+            [*program, *CONFIG, *places, f"data.train={data}", *overrides],
             capture_output=True,
             text=True,
             cwd=ROOT,
-            env=os.environ | {"PYTHONPATH": str(ROOT / "tests")},
+            env=os.environ | {"PYTHONPATH": paths},
             timeout=DEADLINE,
         )
         assert ended.returncode == 0, ended.stderr[-4000:]
         return folder / name
 
-    return train
+    return run
 
 
 @pytest.fixture(scope="module")
@@ -221,3 +223,56 @@ def test_an_adapter_critic_trains(trained: Callable[..., Path]) -> None:
     last: dict[str, Any] = metrics(run_dir)[-1]
     assert last["critic/grad_norm"] > 0 and last["critic/value_std"] > 0
     assert not [name for name in last if "critic/fault" in name]
+
+
+def test_a_critic_is_pretrained_on_recorded_responses(
+    trained: Callable[..., Path], probe_run: Path
+) -> None:
+    run_dir = trained(
+        "critic",
+        "preset=vapo",
+        f"value_pretraining.from=[{probe_run}]",
+        "value_pretraining.replay_epochs=6",
+        "value_pretraining.minibatch_size=4",
+        "value_pretraining.stop_explained_variance=null",
+        "critic.optimizer.lr=1e-4",
+        "critic.max_tokens_per_microbatch=512",
+        command="pretrain-critic",
+    )
+    key = "value_pretraining/value_loss"
+    losses = [row[key] for row in metrics(run_dir) if key in row]
+    assert len(losses) == 6 and losses[-1] < 0.5 * losses[0]
+    export = run_dir / "hf" / "value_pretrained" / "critic"
+    model, report = AutoModelForTokenClassification.from_pretrained(
+        export, output_loading_info=True
+    )
+    assert not report["missing_keys"] and not report["unexpected_keys"]
+    (row, *_) = (probe_run / "samples" / "step_000001.jsonl").read_text().splitlines()
+    text = json.loads(row)["problem"] + json.loads(row)["response"]
+    with torch.no_grad():
+        values = model(**AutoTokenizer.from_pretrained(export)(text, return_tensors="pt")).logits
+    assert values.shape[-1] == 1 and float(values.std()) > 0
+
+
+def test_an_agent_uses_a_tool(trained: Callable[..., Path]) -> None:
+    run_dir = trained(
+        "agent",
+        "critic.kind=probe",
+        "run.steps=1",
+        "rollout.agent=smollm_agent:run",
+        "rollout.episode.max_tokens=96",
+        "data.prompt.chat_template=true",
+        "sampling.max_new_tokens=24",
+        "rollout.context_length=256",
+    )
+    (row,) = metrics(run_dir)
+    assert row["agent/turns"] == 2 and row["agent/tool_errors"] < 1
+    assert row["rollout/train_infer_logprob_diff"] < TOLERANCE
+    lines = (run_dir / "samples" / "step_000001.jsonl").read_text().splitlines()
+    for sample in map(json.loads, lines):
+        written, said, read = sample["turns"]
+        assert [turn["observed"] for turn in (written, said, read)] == [False, True, False]
+        assert "The calculator " in said["text"]
+        assert sample["loss_mask"].count(0) == sample["episode"]["tokens_observed"] > 0
+        values = sample["estimates"]["values"]
+        assert [value is None for value in values] == [mask == 0 for mask in sample["loss_mask"]]
