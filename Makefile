@@ -71,7 +71,7 @@ smollm-trl: $(STAMP) .venv/.gguf .venv-trl/.installed
 PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q
 
 # A file of tests stays on one worker: its fixtures start engines and train models once. Many tests fork ranks of their own,
-# and many of `make test` wait for a while: it has a worker more than two cores.
+# and many wait for a while: there is a worker more than two cores.
 WORKERS ?=
 test: lint
 	@$(PYTEST) -n $(or $(WORKERS),3) --dist loadfile --no-loadscope-reorder --durations 40
@@ -81,7 +81,7 @@ test-fresh:
 	@DEBIAN=$(DEBIAN) .ci/fresh
 
 test-full: $(STAMP) .venv/.gguf test-verifiers
-	@$(PYTEST) -m full -n $(or $(WORKERS),2) --dist loadfile --no-loadscope-reorder --durations 20
+	@$(PYTEST) -m full -n $(or $(WORKERS),3) --dist loadfile --no-loadscope-reorder --durations 20
 
 test-layouts: $(STAMP)
 	@$(PYTEST) -m layouts -n $(or $(WORKERS),2) tests/megatron
