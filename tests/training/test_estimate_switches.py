@@ -10,13 +10,14 @@ import pytest
 import torch
 from batches import spread
 from step_formulas import responses_of
-from switch_formulas import Estimates, importance
+from switch_formulas import Estimates, group_advantage, importance
 from switch_metrics import of_advantages, of_values
 from switch_rollout import GREEDY, RESPONSES
 from test_step_switches import CASES, A, S, W
 from threads import on_threads
 from torch import Tensor
 
+from vapo_megatron.algorithms.registry import ESTIMATORS, call_with
 from vapo_megatron.config.algorithm import AlgorithmConfig
 from vapo_megatron.config.run import MonitoringConfig
 from vapo_megatron.data.batch import ExperienceBatch, from_samples
@@ -152,6 +153,23 @@ def test_estimates_are_those_of_the_formula(name: str) -> None:
     assert row.keys() - told.keys() <= (
         {key for key in row if key.startswith("critic/")} if values else set()
     )
+
+
+@pytest.mark.parametrize("name", ESTIMATORS.names(groups=True, per_token=False))
+def test_advantages_follow_the_formula_in_any_group(name: str) -> None:
+    """The rollout of switch_rollout has groups of three, where a median of others is their mean."""
+    groups = [prompt for prompt, size in enumerate((2, 3, 4, 5, 8)) for _ in range(size)]
+    lengths = torch.arange(len(groups)) % 7 + 1
+    rewards = noise(6, len(groups))
+    outcomes = {"rewards": rewards, "group_ids": torch.tensor(groups), "lengths": lengths}
+    totals = rewards.tolist()
+    responses: Any = [SimpleNamespace(length=length) for length in lengths.tolist()]
+    expected = []
+    for s, prompt in enumerate(groups):
+        members = [i for i, other in enumerate(groups) if other == prompt]
+        expected.append(group_advantage(name, s, members, totals, responses))
+    found = call_with(ESTIMATORS.formula(name), outcomes)
+    torch.testing.assert_close(found.double(), torch.tensor(expected).double())
 
 
 CORRECTED = {case.name: case.switches for case in CASES if case.key.startswith(W)}
