@@ -9,7 +9,6 @@ papers.
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
@@ -135,8 +134,6 @@ def group_advantage(
         return own - mean
     if estimator in ("rloo", "batch_baseline"):  # alike where every group has two
         return own - (sum(rewards) - own) / (len(rewards) - 1)
-    if estimator == "leave_one_out_median":
-        return own - median(totals[i] for i in group if i != s)
     if estimator == "remax":
         return own - responses[s].greedy
     if estimator == "raft":

@@ -53,23 +53,6 @@ def rloo(rewards: Tensor, group_ids: Tensor) -> Tensor:
     return (rewards - siblings_mean(rewards, group_ids)).to(rewards.dtype)
 
 
-@estimator("leave_one_out_median", groups=True)
-def leave_one_out_median(rewards: Tensor, group_ids: Tensor) -> Tensor:
-    """R_i - median of the other rewards of the group, the mean of the middle two where their number
-    is even.
-
-    A group of one has no others: its baseline is 0. [S], [S] -> [S].
-    """
-    owner, _, _ = grouped(rewards, group_ids)
-    advantages = rewards.clone()
-    for group in owner.unique():
-        members = (owner == group).nonzero().squeeze(1)
-        others = rewards[members].expand(len(members), -1).clone()
-        medians = others.fill_diagonal_(torch.nan).nanquantile(0.5, dim=1)
-        advantages[members] -= medians.nan_to_num(0.0)
-    return advantages
-
-
 @estimator("batch_baseline")
 def batch_baseline(rewards: Tensor, group_ids: Tensor) -> Tensor:
     """R - mean reward of the other responses of the group, or of the batch for a group of one. [S],
