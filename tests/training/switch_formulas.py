@@ -340,9 +340,6 @@ def surrogate(
         return -advantages * new
     if settings.kind == "cispo":
         return -ratio.detach().clamp(max=high) * advantages * new
-    if settings.kind == "tanh_ratio":
-        bounded = torch.tanh((new - old) / settings.clip_high) * settings.clip_high
-        return -bounded.exp() * advantages
     if settings.kind == "sao":
         to_rollout = (new - rollout).exp()
         return -to_rollout * advantages * ((to_rollout > low) & (to_rollout < high))
@@ -375,7 +372,7 @@ def cut(
     low = 1 - settings.clip_low
     high = 1 + settings.clip_high
     ratio = (new - old).exp()
-    if settings.kind in ("reinforce", "tanh_ratio", "function"):
+    if settings.kind in ("reinforce", "function"):
         return None, None, None
     if settings.kind == "cispo":
         return None, ratio > high, None

@@ -205,25 +205,6 @@ def _cispo(terms: PolicyTerms, clip: Clip) -> TokenLosses:
     )
 
 
-# A bound of 0 would divide by 0.
-TANH_LEAST_BOUND = 1e-6
-
-
-def tanh_ratio(
-    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, clip_high: float
-) -> Tensor:
-    """-exp(c tanh(log r / c)) A, c = clip_high: the log ratio stays between -c and c, where its
-    gradient fades, without a clip."""
-    bound = max(clip_high, TANH_LEAST_BOUND)
-    log_ratio = bound * ((logprobs - old_logprobs.detach()) / bound).tanh()
-    return -log_ratio.exp() * advantages.detach()
-
-
-@policy_loss("tanh_ratio")
-def _tanh_ratio(terms: PolicyTerms, clip: Clip) -> TokenLosses:
-    return TokenLosses(tanh_ratio(terms.logprobs, terms.old_logprobs, terms.advantages, clip.high))
-
-
 def sao(
     logprobs: Tensor,
     rollout_logprobs: Tensor,
