@@ -44,11 +44,7 @@ class PolicyLossConfig(Section):
 
     kind: LossKind = Field(
         "ppo_clip",
-        description=(
-            "clipped surrogate, plain policy gradient, sequence-level ratio (gspo), clipped weight "
-            "(cispo), ratio to the rollout policy (sao), bound on the change of probability from "
-            "it (dppo), or your function"
-        ),
+        description="formula of a token's loss (docs/algorithms.md), or your function",
     )
     function: str | None = Field(
         None,
