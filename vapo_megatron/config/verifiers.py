@@ -35,6 +35,11 @@ VERIFIERS = {
         "share",
         "the share of these tests that it passes",
     ),
+    "exact": VerifierKind(
+        "vapo_megatron.rewards.exact:ExactVerifier",
+        "verdict",
+        'the text after the last "answer:" is the ground truth',
+    ),
     "judge": VerifierKind("vapo_megatron.rewards.judge:JudgeVerifier", "share", "a model"),
     "function": VerifierKind("vapo_megatron.rewards.function:FunctionVerifier", "score", "yours"),
 }
