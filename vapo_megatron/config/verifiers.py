@@ -35,11 +35,6 @@ VERIFIERS = {
         "share",
         "the share of these tests that it passes",
     ),
-    "exact": VerifierKind(
-        "vapo_megatron.rewards.exact:ExactVerifier",
-        "verdict",
-        'the text after the last "answer:" is the ground truth',
-    ),
     "judge": VerifierKind("vapo_megatron.rewards.judge:JudgeVerifier", "share", "a model"),
     "function": VerifierKind("vapo_megatron.rewards.function:FunctionVerifier", "score", "yours"),
 }
