@@ -82,7 +82,6 @@ def of_advantages(found: Iteration) -> dict[str, float]:
     row = {
         "advantage/mean": statistics.fmean(every),
         "advantage/std": statistics.pstdev(every),
-        "advantage/positive_share": statistics.fmean(a > 0 for a in every),
         "reward/shaped_mean": statistics.fmean(estimates.rewards),
         names.SIGN_AGREEMENT: statistics.correlation(signs, outcomes),
     }

@@ -115,13 +115,8 @@ def advantage_metrics(batch: ShardedBatch) -> dict[str, float]:
     assert batch.local.advantages is not None and batch.table.shaped_rewards is not None, (
         "estimate them first"
     )
-    advantages = batch.local.advantages
-    statistics, positive = over_tokens(batch, advantages, (advantages > 0).float())
-    row = {
-        "advantage/mean": statistics.mean,
-        "advantage/std": statistics.variance**0.5,
-        "advantage/positive_share": positive.mean,
-    }
+    (statistics,) = over_tokens(batch, batch.local.advantages)
+    row = {"advantage/mean": statistics.mean, "advantage/std": statistics.variance**0.5}
     rewards = batch.table.shaped_rewards
     if batch.table.window_starts is not None:
         rewards = rewards[~batch.table.truncated]
