@@ -49,15 +49,11 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "algorithms": ("tests/algorithms",),
     "data": ("tests/data", "tests/cli/test_records.py"),
     "rewards": (
-        *(
-            f"tests/rewards/test_{name}.py"
-            for name in ("code", "equivalence", "extract", "grading", "judge")
+        *sorted(
+            f"tests/rewards/{path.name}"
+            for path in (ROOT / "tests" / "rewards").glob("test_*.py")
+            if path.name != "test_agreement.py"
         ),
-        *(
-            f"tests/rewards/test_{name}.py"
-            for name in ("math_grade", "matrices", "normal_form", "pool", "quantities")
-        ),
-        *(f"tests/rewards/test_{name}.py" for name in ("symbolic", "values")),
         "tests/rewards/test_agreement.py::test_plain_comparison_is_reflexive_and_never_raises",
     ),
     "training": (
