@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -127,6 +128,7 @@ def test_the_figures_are_those_of_the_responses(finished: tuple[Path, str]) -> N
     run_dir, _ = finished
     metrics = json.loads((run_dir / "evaluation.json").read_text())
     assert [entry["name"] for entry in metrics["sets"]] == ["first", "again", "part"]
+    assert time.time() - 3600 < metrics["unix_seconds"] <= time.time()
     first = metrics["sets"][0]
     rows = _responses(run_dir, "first")
     assert len(rows) == 12 * SAMPLES and (first["problems"], first["samples"]) == (12, SAMPLES)

@@ -1,18 +1,30 @@
 """What a report takes from a run directory: curves, tables, sentences."""
 
 import json
+import os
+import shutil
+import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from called import exit_code_of
 
+from vapo_megatron.config.run import MonitoringConfig
 from vapo_megatron.errors import BadInput
 from vapo_megatron.evaluation.metrics import mean_of_last
 from vapo_megatron.monitoring.facts import environment_facts
+from vapo_megatron.monitoring.recorder import Recorder
 from vapo_megatron.operations.report.panels import panels_of, series
 from vapo_megatron.operations.report.report import headline, write_report
 from vapo_megatron.operations.report.runs import Run, read_run
+
+LATE = 2.0e9  # the time of files that were copied
+
+
+def minute(unix_seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(unix_seconds))
 
 
 def row(step: int, **metrics: float | None) -> dict[str, Any]:
@@ -242,9 +254,50 @@ def test_a_run_says_what_it_was_on_top(tmp_path: Path) -> None:
         '{"hostname": "n1", "cpu_cores": 2, "commit": "0123456789abcdef"}'
     )
     facts = read_run(folder).facts()
-    assert facts.pop("date").startswith("20")
+    assert facts.pop("date") == "not recorded"
     expected = {"preset": "vapo", "model": "m", "data": "a.jsonl, b.jsonl"}
     assert facts == expected | {"machine": "n1 (2 cores)", "commit": "0123456789"}
+
+
+def date_of(folder: Path) -> str:
+    return read_run(folder).facts()["date"]
+
+
+def copied_late(folder: Path, copy: Path) -> Path:
+    """A copy whose files all have the same, later time."""
+    shutil.copytree(folder, copy)
+    for path in (copy, *copy.rglob("*")):
+        os.utime(path, (LATE, LATE))
+    return copy
+
+
+def test_a_copied_run_keeps_its_date(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for step, now in ((1, 1.0e9), (2, 1.1e9)):
+        clock = partial(float, now)
+        monkeypatch.setattr("vapo_megatron.monitoring.recorder.time.time", clock)
+        config = MonitoringConfig(tensorboard=False)
+        with Recorder(tmp_path / "run", config, is_main_rank=True, start_step=step) as recorder:
+            recorder.write(step)
+    copy = copied_late(tmp_path / "run", tmp_path / "copy")
+    assert date_of(copy) == date_of(tmp_path / "run") == minute(1.1e9)
+    # An evaluation that came later
+    (copy / "evaluation.json").write_text(json.dumps({"sets": [], "unix_seconds": 1.2e9}))
+    assert date_of(copy) == minute(1.2e9)
+
+
+def test_a_run_without_times_is_dated_by_its_start_or_not(tmp_path: Path) -> None:
+    folder = run_dir(tmp_path, [row(1), row(2)])
+    assert date_of(copied_late(folder, tmp_path / "bare")) == "not recorded"
+    for seconds, part in ((1000000000, "."), (1100000000, "value_pretraining")):
+        events = folder / "tensorboard" / part / f"events.out.tfevents.{seconds}.n1.7.0"
+        events.parent.mkdir(parents=True, exist_ok=True)
+        events.touch()
+    copy = copied_late(folder, tmp_path / "copy")
+    assert date_of(copy) == f"{minute(1.1e9)} (last start)"
+
+
+def test_a_time_out_of_range_is_no_trace(tmp_path: Path) -> None:
+    assert date_of(run_dir(tmp_path, [row(1, unix_seconds=1e300)])) == "not a time (1e+300)"
 
 
 def test_samples_are_bounded_and_span_first_to_last_step(tmp_path: Path) -> None:

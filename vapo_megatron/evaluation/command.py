@@ -4,6 +4,7 @@ table."""
 import json
 import signal
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
@@ -29,6 +30,7 @@ from vapo_megatron.evaluation.sets import SetResult, intervals_of
 from vapo_megatron.files import atomic_write
 from vapo_megatron.megatron.platform import current_platform
 from vapo_megatron.monitoring.console import RunConsole
+from vapo_megatron.monitoring.names import WRITTEN_AT
 from vapo_megatron.rewards.pool import VerifierPool
 from vapo_megatron.rollout.dispatcher import Dispatcher
 
@@ -167,6 +169,7 @@ def _write(plan: Evaluation, results: Sequence[SetResult], run_dir: Path) -> Non
     with atomic_write(run_dir / "evaluation.json") as file:
         content = {
             "model": plan.model_name,
+            WRITTEN_AT: time.time(),
             "seed": plan.settings.run.seed,
             "sampling": plan.settings.sampling.model_dump(mode="json"),
             "sets": [asdict(result) for result in results],

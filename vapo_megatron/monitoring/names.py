@@ -85,6 +85,8 @@ RESPONSE_TOKENS = "rollout/tokens"  # of a step
 # From the step before to this one, evaluations, exports and checkpoints included; and times GPUs.
 HOURS = "throughput/hours"
 GPU_HOURS = "throughput/gpu_hours"
+# When a row was written, in seconds since 1970: in metrics.jsonl only, trackers have their own.
+WRITTEN_AT = "unix_seconds"
 TIME = "time/"
 STEP_TIME = "time/step"
 

@@ -174,7 +174,8 @@ class Recorder:
             row[names.TRACKER_FAILURES] = float(failures)
         lines = [f"{name}: {text}" for name, text in self._alarms.check(row).items()]
         row |= self._alarms.metrics()
-        finite = self._metrics.write(step, row)
+        finite = self._metrics.write(step, row | {names.WRITTEN_AT: time.time()})
+        del finite[names.WRITTEN_AT]
         self._trackers.write(Record(step, finite, samples, lines))
         for line in lines:
             self.console.alarm(line)

@@ -19,6 +19,7 @@ from vapo_megatron.errors import BadInput
 from vapo_megatron.evaluation.metrics import PROBLEMS
 from vapo_megatron.evaluation.sets import intervals_of
 from vapo_megatron.files import parse_json
+from vapo_megatron.monitoring import names
 from vapo_megatron.monitoring.metrics import METRICS_FILE, read_metrics
 from vapo_megatron.monitoring.pictures import Picture, histogram
 from vapo_megatron.operations.critic_lab.points import POINTS, picture_of_values
@@ -29,6 +30,7 @@ from vapo_megatron.operations.report.panels import Rows
 STEPS_OF_SAMPLES = 12
 BYTES_OF_SAMPLES = 3 << 20
 _SAMPLES_OF_STEP = re.compile(r"step_(\d+)\.jsonl")
+_START = re.compile(r"tfevents\.(\d+)\.")
 # Fields of the result of a set.
 _FIGURES = (
     "problems",
@@ -83,13 +85,8 @@ class Run:
             name: section for name, section in settings.items() if isinstance(section, Mapping)
         }
         data = sections.get("data", {}).get("train")
-        written = [self.directory / METRICS_FILE, self.directory / "evaluation.json"]
-        newest = max((path.stat().st_mtime for path in written if path.is_file()), default=None)
-        date = ""
-        if newest is not None:
-            date = time.strftime("%Y-%m-%d %H:%M", time.localtime(newest))
         facts = {
-            "date": date,
+            "date": self._date(),
             "preset": settings.get("preset"),
             "model": sections.get("model", {}).get("path"),
             "data": ", ".join(map(str, data)) if isinstance(data, list | dict) else data,
@@ -98,6 +95,17 @@ class Run:
             "commit": str(machine.get("commit") or "")[:10],
         }
         return {name: str(fact) for name, fact in facts.items() if fact}
+
+    def _date(self) -> str:
+        """When its last row or evaluation was written, by its own clock. A copy has other times of
+        files; a run of an earlier version has only the start that names TensorBoard's files."""
+        recorded = [record.get(names.WRITTEN_AT) for record in (*self.rows, self.evaluation)]
+        times = [seconds for seconds in recorded if isinstance(seconds, int | float)]
+        if times:
+            return _minute(max(times))
+        events = (self.directory / "tensorboard").rglob("events.out.tfevents.*")
+        starts = [int(match[1]) for path in events if (match := _START.search(path.name))]
+        return f"{_minute(max(starts))} (last start)" if starts else "not recorded"
 
     def samples(self) -> list[dict[str, Any]]:
         """Responses to browse, each with its `step` or `set`: of some steps, always including the
@@ -175,6 +183,14 @@ class Run:
     def sets(self) -> dict[str, Mapping[str, Any]]:
         """The results of its last evaluation, by name."""
         return {entry["name"]: entry for entry in self.evaluation.get("sets", ())}
+
+
+def _minute(unix_seconds: float) -> str:
+    """Of the local clock."""
+    try:
+        return time.strftime("%Y-%m-%d %H:%M", time.localtime(unix_seconds))
+    except (OverflowError, ValueError, OSError):
+        return f"not a time ({unix_seconds:g})"
 
 
 def _within(path: Path, size: int) -> Iterator[dict[str, Any]]:
