@@ -9,6 +9,7 @@ from itertools import chain
 from pathlib import Path
 
 from vapo_megatron.agents.episodes import check_agent
+from vapo_megatron.agents.tool_format import check_tool_parser
 from vapo_megatron.checkpoint.checkpoints import latest_checkpoint
 from vapo_megatron.checkpoint.dist_saver import (
     bytes_per_weight,
@@ -269,12 +270,14 @@ def check_train(
     check_agent(config.rollout, tokenizer)
     if not config.rollout.external_urls:
         first_engine(config, fp8).check_arguments()
+    parser = check_tool_parser(config.rollout, tokenizer)
     with VerifierPool(config.reward) as verifier:
         report.append(
             f"verifier: {', '.join(verifier.check(chain(prompts, *evaluations.values())))}"
         )
     said = (
         tokenizer.caution(),
+        parser,
         *cautions(config, prompts, evaluations),
         *small_shared_memory(config, specs),
     )

@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from os.path import commonprefix
 from pathlib import Path
 from typing import Any
 
@@ -169,6 +170,25 @@ class TextTokenizer:
             )
         return self._render(messages, tools)
 
+    def answer_text(
+        self, messages: list[dict[str, Any]], answer: dict[str, Any], tools: list[dict[str, Any]]
+    ) -> str:
+        """What the model writes for the assistant's message `answer` after these, special tokens
+        included, up to its end token.
+
+        Raises:
+            ValueError: the chat template cannot be applied.
+        """
+        text = self._render([*messages, answer], tools, goes_on=False)
+        prompt = self._render(messages, tools)
+        if not text.startswith(prompt):
+            # It begins differently, as where reasoning of earlier turns is left out
+            before = self._render(messages, tools, goes_on=False)
+            prompt = commonprefix([text, before])  # noqa: RUF071  (of characters)
+        ids = self.encode_response(text.removeprefix(prompt))
+        ends = [place for place, token in enumerate(ids) if token in self.eos_token_ids]
+        return self.decode_all(ids[: min(ends, default=len(ids))])
+
     @cached_property
     def reads_tools(self) -> bool:
         """Whether the chat template shows the model the tools of a request."""
@@ -185,11 +205,17 @@ class TextTokenizer:
         except ValueError:
             return False
 
-    def _render(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> str:
+    def _render(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None,
+        goes_on: bool = True,
+    ) -> str:
+        """goes_on: up to where the assistant begins; or only the messages."""
         more: dict[str, Any] = {
             "tools": tools or None,
             "tokenize": False,
-            "add_generation_prompt": True,
+            "add_generation_prompt": goes_on,
         } | self._template.chat_template_kwargs
         try:
             text = self._tokenizer.apply_chat_template(messages, **more)

@@ -11,6 +11,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from vapo_megatron.agents.episodes import check_agent
+from vapo_megatron.agents.tool_format import check_tool_parser
 from vapo_megatron.checkpoint.checkpoints import CHECKPOINT_FOLDER, HF_FOLDER
 from vapo_megatron.config.data import EvaluationDataConfig, ProblemsConfig
 from vapo_megatron.config.model import ModelConfig
@@ -100,6 +101,8 @@ def check_evaluation(settings: EvaluateConfig, platform: Platform) -> Evaluation
     EngineServer(
         model_dir, settings.rollout, settings.model.dtype, Path(os.devnull), devices[0]
     ).check_arguments()
+    if caution := check_tool_parser(settings.rollout, tokenizer):
+        print(f"vapo-megatron: caution: {caution}", file=sys.stderr, flush=True)
     check_room(Path(settings.run.directory))
     return Evaluation(settings, _prompts(settings, tokenizer), spec, tokenizer, devices)
 

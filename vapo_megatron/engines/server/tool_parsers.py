@@ -1,0 +1,33 @@
+"""Asks SGLang's tool-call parsers what they read in a text, without a server."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+Calls = list[tuple[str, str]]  # name and arguments, as JSON
+
+
+def parsed_by_each(
+    text: str, tools: Sequence[dict[str, Any]], tokenizer: Path
+) -> dict[str, Calls] | None:
+    """The tool calls that each of SGLang's parsers reads in a response, by the parser's name; None
+    where SGLang is not installed or cannot be imported.
+
+    It takes seconds: SGLang is imported in a process of its own.
+    """
+    if find_spec("sglang") is None:
+        return None
+    ended = subprocess.run(
+        [sys.executable, "-m", "vapo_megatron.engines.inside.tool_calls"],
+        input=json.dumps({"text": text, "tools": list(tools), "tokenizer": str(tokenizer)}),
+        capture_output=True,
+        text=True,
+    )
+    if ended.returncode or not ended.stdout.strip():
+        return None
+    calls: dict[str, Calls] = json.loads(ended.stdout.splitlines()[-1])
+    return {name: [(call, arguments) for call, arguments in read] for name, read in calls.items()}
