@@ -292,6 +292,8 @@ def test_a_checkpoint_holds_the_groups_that_wait() -> None:
     assert rollouts.state() == ({}, {})
     again = ahead(experts=None)
     again.saved = state, {2: expected[0][:2], 3: expected[0][2:]}
+    # A run that was saved by memory alone after its last step is saved without beginning
+    assert again.state() == again.saved
     assert again.prompts is not None
     again.prompts.cursor = 2
     again.begin(StepRule(2, 1), 2, 0, fixed_policy=True)

@@ -295,9 +295,11 @@ class Rollouts:
         """On rank 0, for a checkpoint: the ledger's state, and by number the groups that wait for
         the trainer, which nothing changes any more (stream.pack_groups writes them).
 
-        Nothing where all is drawn again anyway: without a stream, or under a policy that stands
-        still.
+        Of a resumed run that has not begun, or has no step left, what its checkpoint had. Nothing
+        where all is drawn again anyway: without a stream, or under a policy that stands still.
         """
+        if self.stream is None and self.saved is not None:
+            return self.saved
         if self.stream is None or self._fixed_policy:
             return {}, {}
         return self.stream.state()
