@@ -11,6 +11,7 @@ import random
 import re
 import shutil
 import signal
+import socket
 import tempfile
 import time
 from collections import Counter
@@ -31,6 +32,10 @@ from vapo_megatron.run import rank
 
 _DISK_LIMIT = 64 << 10
 _STOPPED_SECONDS = 2.0
+# Longer than rollout.health.answer_s of the soak, shorter than a stopped rank may be.
+_OWNER_STOPPED_SECONDS = 8.0
+# Longer than a start waits for its port.
+_SQUATTED_SECONDS = 6.0
 _CLOCK_SECONDS = 7200
 _EARLY = 0.5
 _HELD_SECONDS = 20.0
@@ -87,6 +92,9 @@ class Attempt:
             for process in starter.children(recursive=True):
                 with suppress(psutil.NoSuchProcess):
                     found.setdefault(_role(process, starter.pid), []).append(process)
+            parents = {engine.ppid() for engine in found.get("engine", ())}
+            if owners := [one for one in found.get("rank", ()) if one.pid in parents]:
+                found["owner"] = owners
         return found
 
     def end(self, seconds: float) -> tuple[int, str]:
@@ -135,6 +143,8 @@ SIGNALS: dict[str, tuple[str, list[int]]] = {
     "scheduler: stopped": ("scheduler", [signal.SIGSTOP]),
     "detokenizer: kill -9": ("detokenizer", [signal.SIGKILL]),
     "detokenizer: stopped": ("detokenizer", [signal.SIGSTOP]),
+    "owner: kill -9": ("owner", [signal.SIGKILL]),
+    "owner: stopped for a while": ("owner", [signal.SIGSTOP, signal.SIGCONT]),
     "verifier: kill -9": ("verifier", [signal.SIGKILL]),
     "verifier: stopped for a while": ("verifier", [signal.SIGSTOP, signal.SIGCONT]),
 }
@@ -146,6 +156,8 @@ ASKED = {
 }
 # All but the process that started the run stop when that is killed.
 STANDING = "run: all stopped, kill -9"
+# Its engine is killed, and another program listens where it is to start again.
+SQUATTED = "engine: port taken"
 FILES = ("checkpoint: cut file", "checkpoint: flipped bit")
 # Damaged just before a rank is killed.
 COPIES = ("copy in memory: cut file", "copy in memory: flipped bit")
@@ -156,7 +168,7 @@ SURROUNDINGS = (
     "clock: set forward",
     "clock: set back",
 )
-KINDS = (*SIGNALS, *ASKED, STANDING, *FILES, *COPIES, *SURROUNDINGS)
+KINDS = (*SIGNALS, *ASKED, STANDING, SQUATTED, *FILES, *COPIES, *SURROUNDINGS)
 
 # The phases of a run as the table of faults has them, of phases of rank 0's timer.
 PHASES = {
@@ -174,10 +186,12 @@ _PHASE_OF = {phase: group for group, phases in PHASES.items() for phase in phase
 # Kinds that are one column of the table: which of them is done is left to chance.
 _ENGINE = ("engine", "scheduler", "detokenizer")
 FAMILIES: dict[str, tuple[str, ...]] = {
-    "rank killed": ("rank: kill -9",),
+    "rank killed": ("rank: kill -9", "owner: kill -9"),
     "rank stopped": ("rank: stopped", "rank: stopped for a while"),
     "engine killed": tuple(f"{role}: kill -9" for role in _ENGINE),
     "engine stopped": (*(f"{role}: stopped" for role in _ENGINE), "engine: stopped for a while"),
+    "port taken": (SQUATTED,),
+    "owner stopped": ("owner: stopped for a while",),
     "verifier killed": ("verifier: kill -9",),
     "verifier stopped": ("verifier: stopped for a while",),
     "asked to stop": ("run: SIGTERM", "run: SIGUSR1", "run: SIGHUP"),
@@ -195,6 +209,8 @@ def cells(waits: bool) -> set[tuple[str, str]]:
     started = {
         "engine killed",
         "engine stopped",
+        "port taken",
+        "owner stopped",
         "verifier killed",
         "verifier stopped",
         "copy damaged",
@@ -391,6 +407,16 @@ class Fuzzer:
                 os.kill(attempt.process.pid or 0, ASKED[kind])
                 self._did(kind)
                 return True
+            if kind == SQUATTED:
+                if "owner" not in family:
+                    return False
+                owner = self._chance.choice(family["owner"])
+                engine = next((e for e in family["engine"] if e.ppid() == owner.pid), None)
+                if engine is None:
+                    return False
+                self._take_port(engine, owner)
+                self._did(kind)
+                return True
             if kind in COPIES and not self._harm_copy(family.get("rank", []), kind):
                 return False
             role, numbers = SIGNALS.get(kind, ("rank", [signal.SIGKILL]))
@@ -399,12 +425,26 @@ class Fuzzer:
             victim = self._chance.choice(sorted(family[role], key=lambda process: process.pid))
             for number in numbers:
                 if number == signal.SIGCONT:
-                    time.sleep(_STOPPED_SECONDS)
+                    time.sleep(_OWNER_STOPPED_SECONDS if role == "owner" else _STOPPED_SECONDS)
                 victim.send_signal(number)
         except (psutil.NoSuchProcess, ProcessLookupError):
             return False
         self._did(kind)
         return True
+
+    def _take_port(self, engine: psutil.Process, owner: psutil.Process) -> None:
+        """The owner is stopped until another listener has the port, which accepts connections and
+        answers nothing."""
+        command = engine.cmdline()
+        port = int(command[command.index("--port") + 1])
+        owner.send_signal(signal.SIGSTOP)
+        try:
+            os.killpg(engine.pid, signal.SIGKILL)
+            listener = _listen(port)
+        finally:
+            owner.send_signal(signal.SIGCONT)
+        with listener:
+            time.sleep(_SQUATTED_SECONDS)
 
     def _harm_copy(self, ranks: Sequence[psutil.Process], kind: str) -> bool:
         """Ranks are stopped meanwhile: a newer copy would take its place."""
@@ -485,6 +525,23 @@ class Fuzzer:
         """Processes that were seen at a fault, and groups of engines."""
         groups = [f"process group {pid}" for pid in self._groups if _group_lives(pid)]
         return [*groups, *(str(process) for process in self._seen if _lives(process))]
+
+
+def _listen(port: int) -> socket.socket:
+    """A listener at a port that dying processes may hold for a moment."""
+    end = time.monotonic() + 10
+    while True:
+        listener = socket.socket()
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(("127.0.0.1", port))
+        except OSError:
+            listener.close()
+            assert time.monotonic() < end, f"port {port} is not free"
+            time.sleep(0.01)
+        else:
+            listener.listen()
+            return listener
 
 
 def _lives(process: psutil.Process) -> bool:

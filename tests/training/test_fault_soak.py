@@ -1,11 +1,15 @@
 """Faults of every kind, at random times: the run ends as one that was left alone, and nothing stays
 behind."""
 
+import asyncio
 import json
 import os
 import random
 import re
+import sys
 from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,14 +66,38 @@ async def two_turns(task: dict[str, Any], base_url: str, http_client: Any) -> No
         messages += [answer.json()["choices"][0]["message"], {"role": "user", "content": "1 + 1"}]
 
 
-AGENT = (
-    *(
-        f"rollout.agent={__name__}:two_turns",
+class Hostile(BaseException):
+    """No Exception, which code that is careful would catch."""
+
+
+async def hostile(task: dict[str, Any], base_url: str, http_client: Any) -> None:
+    """Two turns; on some rows of the training data, an end of another kind after them."""
+    await two_turns(task, base_url, http_client)
+    number = int(task["id"].removeprefix("p"))
+    act = number % 16
+    if act == 5:
+        raise asyncio.CancelledError
+    if act == 9:
+        sys.exit(3)
+    if act == 13:
+        raise Hostile
+    while number == SWALLOWS:
+        with suppress(asyncio.CancelledError):
+            await asyncio.sleep(3600)
+
+
+SWALLOWS = 12  # the row, of the second step, whose episodes swallow their cancellation
+
+
+def agent(function: Callable[..., Any], timeout_s: int = 600) -> tuple[str, ...]:
+    """Settings of a run whose episodes this function plays."""
+    return (
+        f"rollout.agent={__name__}:{function.__name__}",
         "rollout.episode.max_tokens=64",
+        f"rollout.episode.timeout_s={timeout_s}",
         "data.max_prompt_tokens=32",
-    ),
-    "data.prompt.chat_template=true",
-)
+        "data.prompt.chat_template=true",
+    )
 
 
 @dataclass(frozen=True)
@@ -86,7 +114,8 @@ class Mode:
 MODES = {
     "synchronous": Mode(),
     "staleness 1": Mode(settings=ahead(1, "wait"), waits=True),
-    "agents": Mode(settings=AGENT),
+    "agents": Mode(settings=agent(two_turns)),
+    "hostile agents": Mode(settings=agent(hostile, timeout_s=40)),
     "windows": Mode(settings=("rollout.windows=2", "algorithm.shaping.truncated=window")),
     "staleness 2": Mode(settings=ahead(2, "wait"), waits=True),
     "retract": Mode(settings=ahead(1, "retract"), repeats=False),
@@ -225,6 +254,45 @@ def test_a_run_under_a_fault_of_each_sort(
     assert soak.seconds["rank: stopped"][0] < 150, (
         "the watchdog names it, before the limit of collectives comes"
     )
+
+
+@pytest.mark.faults
+@pytest.mark.timeout(900)
+def test_a_run_of_hostile_agents_on_a_taken_port(
+    world: attempts.World, capfd: pytest.CaptureFixture[str]
+) -> None:
+    alone, config = (
+        attempts.config_of(
+            *(
+                world,
+                f"hostile_{name}",
+                {"tp": 1},
+                *SETTINGS,
+                PATIENT,
+                *agent(hostile, timeout_s=25),
+            ),
+            *("run.steps=4", "checkpoint.every=4", "cluster.ranks=2", "data.eval=[]"),
+        )
+        for name in ("alone", "faults")
+    )
+    assert attempts.live(world, alone, 2) == attempts.End(0, "")
+    plan = [
+        # While an episode sleeps
+        (1, "engine: port taken"),
+        (1, "owner: stopped for a while"),
+        # While others end as no episode should, and that one is left behind
+        (2, "owner: kill -9"),
+    ]
+    soak = Soak()
+    capfd.readouterr()
+    with temporary_files_of_its_own():
+        Fuzzer(config, random.Random(1), 0, soak, plan=plan).run(600)
+    rows = same_run(Path(config.run.directory), Path(alone.run.directory))
+    assert soak.codes == {0: 1} and not soak.left
+    assert sum(row["agent/broken_error"] for row in rows) > 0
+    assert sum(row["agent/broken_timeout"] for row in rows) > 0, "none swallowed its cancellation"
+    assert "cannot listen on 127.0.0.1, port" in capfd.readouterr().err
+    print(soak.table())
 
 
 @pytest.mark.faults
