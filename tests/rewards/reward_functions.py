@@ -80,10 +80,10 @@ def leave_daemon(pid_file: str) -> None:
         os.waitpid(child, 0)
         return
     os.setsid()
-    if os.fork():
+    if daemon := os.fork():
+        with Path(pid_file).open("a") as file:
+            file.write(f"{daemon} ")
         os._exit(0)
-    with Path(pid_file).open("a") as file:
-        file.write(f"{os.getpid()} ")
     os.execlp("sleep", "sleep", "600")
 
 
