@@ -23,7 +23,7 @@ PROMPT_TEXT = "prompt_text"
 PROMPT_MESSAGES = "prompt_messages"
 
 _SLIME_ENDS = {"completed": "stop", "truncated": "length"}
-# Columns of TRL's completions beside those of its reward functions.
+# Columns of TRL's completions that are no reward function's.
 _TRL_COLUMNS = {"mode", "step", "prompt", "completion", "advantage", "image", "images"}
 
 

@@ -49,7 +49,7 @@ def record_files(sources: Sequence[str]) -> Iterator[Path]:
         if not source.is_dir():
             yield source
             continue
-        # The folder of a run's own evaluations or samples: what is read of the run
+        # The folder of a run's own evaluations or samples: it is read as the run
         parts = ("evaluation", "samples")
         within = source.name if source.name in parts else ""
         if within and (source.parent / "config.yaml").is_file():

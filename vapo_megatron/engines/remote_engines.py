@@ -188,7 +188,7 @@ def serve_engine(
         config: the trainer's config.
         host: address of this machine to listen on.
         port: port to listen on; 0: a free one.
-        node: this machine's number among those of rollout.nodes, from 0; a trainer is given the URL
+        node: this machine's number, from 0 to rollout.nodes - 1; a trainer is given the URL
             of the first.
         meet: HOST:PORT where the first node's command waits for the others; None: the engine is on
             one node.

@@ -3,7 +3,7 @@ phase of a step.
 
 A part's tensors keep their identity: their storages are emptied and refilled, so that views into
 Megatron's flat buffers, optimizer states and cached shards stay valid. On CUDA, copies go through
-pinned memory, in each direction on a stream of its own; on the CPU the same code moves the same
+pinned memory, in each direction on its own stream; on the CPU the same code moves the same
 bytes.
 """
 
@@ -155,7 +155,7 @@ class Offloader:
         self._platform.empty_cache()
 
     def fetch(self, *parts: Part, room: float = math.inf) -> float:
-        """Onload those of some parts that fit `room` bytes; returns the bytes that remain."""
+        """Onload the parts that fit `room` bytes; returns the bytes that remain."""
         for part in PARTS:
             if part in parts and part in self._offloaded:
                 size = sum(size for _, size in self._offloaded[part])
@@ -185,7 +185,7 @@ class Offloader:
         return list(storages.values())
 
     def _unchanged(self, storages: list[tuple[UntypedStorage, int]]) -> bool:
-        """Whether host memory has what is in these storages of the weights: sums of words are
+        """Whether host memory has the content of these storages of the weights: sums of words are
         compared, as in every weight sync."""
         if self._arrived is None:
             return False
@@ -282,7 +282,7 @@ class MemoryPlan:
     ) -> None:
         """models: by name, as in ONLOADED. shares_device: whether engines use the same device; if
         not, nothing is offloaded for rollouts. stays: what there is room for in a phase beside what
-        it needs; a part that is there stays. free_bytes: of the device, where parts may arrive
+        it needs; a part in device memory stays. free_bytes: of the device, where parts may arrive
         before others have left."""
         self._models = dict(models)
         self._shares_device = shares_device
@@ -294,7 +294,7 @@ class MemoryPlan:
 
     def enter(self, phase: Phase) -> None:
         """Have on the device what a phase needs of every model, and what may stay. Parts arrive
-        while others leave as far as there is room for both, and the rest after that."""
+        while others leave where there is room for both, and the rest after that."""
         self.settle()
         self._phase = phase
         started = time.perf_counter()

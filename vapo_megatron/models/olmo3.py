@@ -58,7 +58,7 @@ def _layer(config: Config, attention: SelfAttention) -> Layer:
 
 
 def engine_config(config: dict[str, Any]) -> dict[str, Any]:
-    """With flat rotary settings, those of layers without a window. SGLang reads no others, and
+    """With flat rotary settings, of the layers without a window. SGLang reads no others, and
     scales layers with a window never."""
     parameters = rope_parameters(config)
     full, local = (parameters.get(kind) for kind in ("full_attention", "sliding_attention"))

@@ -142,7 +142,7 @@ def _bars(picture: Bars, width: int) -> Text:
 
 
 def _main_parts(picture: Bars) -> list[str]:
-    """The parts that have a mark of their own, largest first; the others are drawn as one."""
+    """The parts that have their own mark, largest first; the others are drawn as one."""
     sizes: dict[str, float] = {}
     for _, parts in picture.rows:
         for name, size in parts:

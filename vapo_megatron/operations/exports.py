@@ -48,7 +48,7 @@ def kind_of_run(config: Path) -> type[TrainConfig | SftConfig | EvaluateConfig]:
     try:
         content = yaml.safe_load(config.read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError):
-        return TrainConfig  # loading it says what is wrong
+        return TrainConfig  # loading it names the fault
     sections = content if isinstance(content, dict) else {}
     if "algorithm" in sections:
         return TrainConfig

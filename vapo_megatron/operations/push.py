@@ -27,7 +27,7 @@ Model = Literal["actor", "critic", "actor_adapter"]
 
 @dataclass(frozen=True)
 class Pushed:
-    """The result: what was sent, and where it is now."""
+    """The result: the files sent, and their address."""
 
     folder: Path
     url: str
@@ -101,7 +101,7 @@ def _export(run_dir: Path, config: TrainConfig | SftConfig, note: Callable[[str]
     """Export the policy of the newest checkpoint."""
     checkpoint = latest_checkpoint(run_dir)
     if checkpoint is None or not (checkpoint / "actor").is_dir():
-        return  # chosen_export says what is missing
+        return  # chosen_export names the missing part
     out = run_dir / "hf" / checkpoint.name / "actor"
     note(f"exporting {checkpoint} to {out}")
     source = checkpoint / "actor"

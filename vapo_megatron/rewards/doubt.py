@@ -1,7 +1,7 @@
 r"""When math-verify's "equal" is not believed.
 
-It finds two answers equal where it has read only a part of them, and drops words and what it does
-not know: 10^{-100} and 70^{-100} (both round to 0), two functions by cases, "n even" and "n odd".
+It finds two answers equal where it has read only a part of them, and drops all that it does not
+know: 10^{-100} and 70^{-100} (both round to 0), two functions by cases, "n even" and "n odd".
 What shows that in the texts alone is here; rewards.symbolic checks the values.
 """
 

@@ -42,7 +42,7 @@ from vapo_megatron.weights.export import adapter_folder, save_adapters, save_hf
 
 
 def gpus_held(external: int = 0) -> int:
-    """The GPUs of a run: one a rank, and those of external engines."""
+    """The GPUs of a run: one a rank, and the external engines'."""
     if not current_platform().is_cuda:
         return 0
     return dist.get_world_size() + external

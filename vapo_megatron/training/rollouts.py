@@ -296,7 +296,7 @@ class Rollouts:
         the trainer, which nothing changes any more (stream.pack_groups writes them).
 
         Of a resumed run that has not begun, or has no step left, what its checkpoint had. Nothing
-        where all is drawn again anyway: without a stream, or under a policy that stands still.
+        where all is drawn again anyway: without a stream, or under a policy that does not change.
         """
         if self.stream is None and self.saved is not None:
             return self.saved

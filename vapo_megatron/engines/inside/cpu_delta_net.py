@@ -38,9 +38,9 @@ def causal_conv1d_fn_cpu(
 ) -> Tensor:
     """Prefill: x [channels, tokens] of all requests, weight [channels, kernel] -> [channels,
     tokens].
-    conv_states [slots, channels, kernel - 1] get the last inputs of each request, and have those of
-    its earlier pieces where has_initial_state [requests] says so. Requests are the spans of
-    query_start_loc, slots are cache_indices."""
+    conv_states [slots, channels, kernel - 1] get the last inputs of each request, and have
+    the inputs of its earlier pieces where has_initial_state [requests] says so. Requests are the
+    spans of query_start_loc, slots are cache_indices."""
     assert conv_states is not None
     assert cache_indices is not None
     assert query_start_loc is not None

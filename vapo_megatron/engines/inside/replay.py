@@ -21,7 +21,7 @@ class Copied(NamedTuple):
 
 
 class Write(NamedTuple):
-    """One write to a parameter: a view of it, and what is copied there; or how it is filled."""
+    """One write to a parameter: a view of it, and the source of the copy; or how it is filled."""
 
     target: Tensor
     source: Copied | None
@@ -135,7 +135,7 @@ class BucketReplay:
 
     @torch.no_grad()
     def run(self, buffer: Tensor) -> None:
-        """Write what is in a bucket's bytes to the parameters."""
+        """Write a bucket's bytes to the parameters."""
         typed: dict[str, Tensor] = {}
         for run in self.runs:
             if run[0][1].fill is not None:

@@ -180,7 +180,7 @@ class StrictLoader:
     def _learn(
         self, places: tuple[Place, ...], written: Counter[str], counts: Mapping[str, int]
     ) -> None:
-        """Keep what was done with the latest bucket, if copies can repeat it. written, counts: of
+        """Keep the writes of the latest bucket, if copies can repeat them. written, counts: of
         elements and of sources by parameter, before that bucket."""
         if not self._is_plain:
             self._replays.clear()

@@ -28,7 +28,7 @@ class NodePart:
     Its methods may be called from any thread.
 
     Args:
-        index: the node's number among those of the server, from 0. Requests go to the first one.
+        index: the node's number in the server, from 0. Requests go to the first one.
         of: number of nodes.
         host, port: where the store of the first part listens; port 0, for the first part only: a
             free one.
@@ -126,7 +126,7 @@ class NodePart:
             return False
 
     def close(self) -> None:
-        """The server ends for good: no part is to be started again."""
+        """The server ends and stays ended: no part is to be started again."""
         if self._store is not None:
             try:
                 _set(self._store, _CLOSED, "yes")

@@ -304,7 +304,7 @@ class EngineServer:
         return None if self._part is None else self._part.look()
 
     def is_closed(self) -> bool:
-        """Whether another node's part of the server has ended for good."""
+        """Whether another node's part of the server has ended and will not start again."""
         return self._part is not None and self._part.is_closed()
 
     def is_ready(self) -> bool:
@@ -384,7 +384,7 @@ class EngineServer:
         return aside
 
     def close(self) -> None:
-        """End the server for good; the keepers of its parts on other nodes do not start it
+        """End the server and keep it ended; the keepers of its parts on other nodes do not start it
         again."""
         if self._part is not None:
             self._part.close()

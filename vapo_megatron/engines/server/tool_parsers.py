@@ -1,4 +1,4 @@
-"""Asks SGLang's tool-call parsers what they read in a text, without a server."""
+"""Asks SGLang's tool-call parsers which calls they read in a text, without a server."""
 
 import json
 import subprocess
@@ -17,7 +17,7 @@ def parsed_by_each(
     """The tool calls that each of SGLang's parsers reads in a response, by the parser's name; None
     where SGLang is not installed or cannot be imported.
 
-    It takes seconds: SGLang is imported in a process of its own.
+    It takes seconds: SGLang is imported in another process.
     """
     if find_spec("sglang") is None:
         return None

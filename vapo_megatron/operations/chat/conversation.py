@@ -34,7 +34,7 @@ class Answer:
 class Conversation:
     """One conversation with the engine of a dispatcher.
 
-    Without a chat template a message is a prompt of its own.
+    Without a chat template each message is a whole prompt.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Conversation:
         self._messages: list[dict[str, Any]] = []
 
     def start_again(self) -> None:
-        """Forget what was said."""
+        """Forget the conversation."""
         self._messages = []
 
     def ask(self, message: str, on_text: Callable[[str], None] = lambda text: None) -> Answer:

@@ -149,5 +149,5 @@ def check_run(settings: TrainConfig, planned: PlanConfig) -> int:
     print(f"not ready: {'; '.join(faults)}" if faults else "ready", flush=True)
     if not faults:
         return 0
-    # A job goes on to doctor, which leaves out the nodes that have a fault (slurm/lib.sh).
+    # A job then calls doctor, which leaves out the nodes that have a fault (slurm/lib.sh).
     return 1 if "SLURM_JOB_ID" in os.environ else BadInput.exit_code

@@ -30,7 +30,7 @@ class Curve:
 class Panel:
     """Curves over steps, or over `counter`. stacked: areas on top of each other.
 
-    bottom, top: the range of the axis is cut there; what is below a logarithmic one lies on it.
+    bottom, top: the range of the axis is cut there; points below a logarithmic one lie on it.
     line: a level to compare with.
     """
 
