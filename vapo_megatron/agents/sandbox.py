@@ -206,6 +206,7 @@ _KILL_PROCESS = 0x80000000
 _ERRNO = 0x00050000
 _NUMBER_AT = 0
 _ARCHITECTURE_AT = 4
+_SECCOMP_ACTIONS = Path("/proc/sys/kernel/seccomp/actions_avail")  # kernels with filters have it
 
 
 class NoBoundary(BadInput):
@@ -230,7 +231,7 @@ def check_boundary() -> int:
             "(kernel parameter lsm=landlock,...; a container's seccomp profile must allow it), or "
             "run code in a container"
         )
-    if not Path("/proc/sys/kernel/seccomp/actions_avail").exists():
+    if not _SECCOMP_ACTIONS.exists():
         raise NoBoundary(
             f"running code needs seccomp, and the kernel {platform.release()} has none: use one "
             "built with CONFIG_SECCOMP_FILTER, or run code in a separate container"
