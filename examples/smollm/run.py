@@ -18,6 +18,7 @@ from typing import Annotated, Any
 
 import psutil
 import typer
+import yaml
 from rich.markup import escape
 
 HERE = Path(__file__).resolve().parent
@@ -77,6 +78,15 @@ def check_start(out: Path) -> None:
     check_place(RunPlace(root=str(out), name="rl", overwrite=True))
 
 
+def continues(run_dir: Path, seed: int, steps: int) -> bool:
+    """Whether a run of this seed and length is in `run_dir`, finished or not."""
+    saved = run_dir / "config.yaml"
+    if not saved.is_file():
+        return False
+    place = yaml.safe_load(saved.read_text(encoding="utf-8"))["run"]
+    return bool(place["seed"] == seed and place["steps"] == steps)
+
+
 def held_out_comparison(run_dir: Path, steps: int) -> Comparison:
     """Accuracy on held-out problems after the last step against step 0, paired by problem."""
     folder = run_dir / "evaluation"
@@ -129,7 +139,8 @@ def main(
         Path | None, typer.Option(help="a directory made by prepare-model before; none: make it")
     ] = None,
 ) -> None:
-    """Train SmolLM2-135M-Instruct on small sums, differences and products."""
+    """Train SmolLM2-135M-Instruct on small sums, differences and products. A run of this seed that
+    was interrupted continues; one of another seed is replaced."""
     started = time.monotonic()
     out = out.resolve()
     try:
@@ -165,7 +176,7 @@ def main(
         f"run.seed={seed}",
         f"run.steps={steps}",
         f"evaluation.every={steps}",
-        "run.overwrite=true",
+        "run.resume=auto" if continues(run_dir, seed, steps) else "run.overwrite=true",
     )
     export = run_dir / "hf" / "final" / "actor"
     trained = time.monotonic()

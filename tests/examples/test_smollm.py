@@ -10,8 +10,9 @@ import pytest
 from examples.smollm import beside_trl, make_problems
 from examples.smollm.check_export import interval, is_right, restates
 from examples.smollm.model_card import write_card
+from examples.smollm.run import continues
 from vapo_megatron.cli import PRESETS
-from vapo_megatron.config.load import load_config
+from vapo_megatron.config.load import dump_config, load_config
 from vapo_megatron.config.train import TrainConfig
 
 HERE = Path(make_problems.__file__).parent
@@ -98,6 +99,16 @@ def test_the_config_fits_its_problems(tmp_path: Path) -> None:
     config = load_config(TrainConfig, HERE / "rl.yaml", overrides, PRESETS)
     assert config.cluster.ranks == config.rollout.num_engines == 1
     assert config.data.max_prompt_tokens + config.sampling.max_new_tokens <= 192
+
+
+def test_only_a_run_of_the_same_seed_and_length_continues(tmp_path: Path) -> None:
+    overrides = [f"run.root={tmp_path}", "model.path=m", "run.seed=3"]
+    config = load_config(TrainConfig, HERE / "rl.yaml", overrides, PRESETS)
+    assert not continues(tmp_path, 3, 24)
+    dump_config(config, tmp_path / "config.yaml")
+    assert continues(tmp_path, 3, 24)
+    assert not continues(tmp_path, 2, 24)
+    assert not continues(tmp_path, 3, 12)
 
 
 def test_the_card_states_origin_and_results(tmp_path: Path) -> None:
