@@ -1,13 +1,18 @@
 """What SGLang makes of a config that one would not guess (docs/dependencies.md)."""
 
 import ast
+import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 import transformers
 from test_transformers import sglang_source
 
+from vapo_megatron.engines.server.model_directory import engine_directory
+from vapo_megatron.errors import BadInput
 from vapo_megatron.models.registry import engine_config_of
 from vapo_megatron.models.spec import LatentAttention
 
@@ -36,6 +41,14 @@ def test_sglang_loses_the_rotary_base_of_olmo3() -> None:
     assert "self.rope_theta, _ = get_rope_config(config)" in sglang_source("srt/models/olmo2.py")
     given = engine_config_of({"model_type": "olmo3", "rope_parameters": nested.rope_parameters})
     assert get_rope_config()(SimpleNamespace(**given)) == (500_000.0, None)
+
+
+def test_an_olmo3_with_two_rotary_bases_gets_no_engine(tmp_path: Path) -> None:
+    rope = {"full_attention": {"rope_theta": 5e5}, "sliding_attention": {"rope_theta": 1e4}}
+    config = {"model_type": "olmo3", "rope_parameters": rope}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(BadInput, match=r"config\.json: rope_parameters of sliding_attention are"):
+        engine_directory(tmp_path, tmp_path)
 
 
 def test_sglang_gives_latent_norms_another_epsilon() -> None:

@@ -3,8 +3,10 @@ config.json as SGLang reads it rightly."""
 
 from pathlib import Path
 
+from vapo_megatron.errors import BadInput
 from vapo_megatron.models.model_files import read_config
 from vapo_megatron.models.registry import engine_config_of, read_spec
+from vapo_megatron.models.rotary import BadConfig
 from vapo_megatron.weights.hf_writer import CONFIG, write_json
 
 
@@ -16,7 +18,10 @@ def engine_directory(model: Path, scratch: Path) -> Path:
     if not (model / CONFIG).is_file():  # SGLang says so
         return model
     config = read_config(model)
-    read_rightly = engine_config_of(config)
+    try:
+        read_rightly = engine_config_of(config)
+    except BadConfig as error:
+        raise BadInput(f"{model / CONFIG}: {error}") from None
     if read_rightly == config:
         return model
     folder = scratch / "model"
