@@ -2,10 +2,12 @@
 
 import gc
 import os
+import shutil
 import signal
+import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -110,3 +112,39 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--require-browser", action="store_true", help="fail, rather than skip, without Chromium"
     )
+
+
+@pytest.fixture(scope="session")
+def browse(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], str]:
+    """A page after its scripts have run, as HTML. Without a browser it skips, or fails under
+    --require-browser."""
+    browser = shutil.which("chromium") or shutil.which("google-chrome")
+    if browser is None:
+        if request.config.getoption("--require-browser"):
+            pytest.fail("no Chromium")
+        pytest.skip("no Chromium")
+    flags = [
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-quic",
+        "--no-first-run",
+        "--disable-sync",
+    ]
+    flags += [
+        "--disable-background-networking",
+        "--disable-component-update",
+        "--virtual-time-budget=3000",
+    ]
+    flags.append(f"--user-data-dir={tmp_path_factory.mktemp('browser')}")
+
+    def dump(address: str) -> str:
+        command = [browser, *flags, "--dump-dom", address]
+        found = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        shown = found.stdout
+        assert "<body" in shown, found.stderr
+        return shown
+
+    return dump

@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -72,6 +73,13 @@ def test_the_site_loads_nothing_from_elsewhere(site: Path) -> None:
             r'<link\b[^>]*\brel="(?:stylesheet|preload)"[^>]*\bhref="(https?:)?//', text
         )
         assert not loaded, page.name
+
+
+def test_search_finds_pages_that_are_opened_from_a_file(
+    site: Path, browse: Callable[[str], str]
+) -> None:
+    found = browse(f"{(site / 'results' / 'critic.html').as_uri()}?q=Landlock")
+    assert re.search(r"md-search-result__meta\">\s*\d+ matching document", found)
 
 
 def test_broken_link_or_page_outside_the_menu_stops_the_build(tmp_path: Path) -> None:

@@ -3,8 +3,6 @@ that goes on."""
 
 import json
 import re
-import shutil
-import subprocess
 import threading
 import urllib.error
 import urllib.request
@@ -22,40 +20,6 @@ HOSTILE = (
     "onerror=\"document.title='taken'\"> \u2028"
 )
 Browse = Callable[[str], str]
-
-
-@pytest.fixture(scope="module")
-def browse(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Browse:
-    """A page after its scripts have run, as HTML. Without a browser it skips, or fails under
-    --require-browser."""
-    browser = shutil.which("chromium") or shutil.which("google-chrome")
-    if browser is None:
-        if request.config.getoption("--require-browser"):
-            pytest.fail("no Chromium")
-        pytest.skip("no Chromium")
-    flags = [
-        "--headless",
-        "--no-sandbox",
-        "--disable-gpu",
-        "--disable-quic",
-        "--no-first-run",
-        "--disable-sync",
-    ]
-    flags += [
-        "--disable-background-networking",
-        "--disable-component-update",
-        "--virtual-time-budget=3000",
-    ]
-    flags.append(f"--user-data-dir={tmp_path_factory.mktemp('browser')}")
-
-    def dump(address: str) -> str:
-        command = [browser, *flags, "--dump-dom", address]
-        found = subprocess.run(command, capture_output=True, text=True, timeout=120)
-        shown = found.stdout
-        assert "<body" in shown, found.stderr
-        return shown
-
-    return dump
 
 
 def train_run(folder: Path, steps: int = 3, name: str = "my run") -> Path:
