@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 import urllib.request
+from contextlib import suppress
 from pathlib import Path
 
 import vapo_megatron
@@ -98,7 +99,9 @@ class StubServer:
         process = self._process
         self._process = None
         if process is not None:
-            os.killpg(process.pid, signal.SIGKILL)
+            # It may have ended by itself, and have been waited for, since it was looked at.
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         if self._scratch is not None:
             shutil.rmtree(self._scratch)

@@ -3,6 +3,7 @@ from pathlib import Path
 
 import pytest
 
+from vapo_megatron.engines.server import environment as server_environment
 from vapo_megatron.engines.server.environment import engine_environment
 
 
@@ -26,18 +27,31 @@ def test_a_server_sees_the_gpus_of_its_ranks(
 @pytest.mark.parametrize(
     "name", ["libcudart.so.13.0.48", "libcudart.so.13", "libcudart-9335f6a2.so.13"]
 )
-def test_cuda_runtime_of_this_process_found_before_python_starts(name: str, tmp_path: Path) -> None:
+def test_cuda_runtime_of_this_process_found_before_python_starts(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     runtime = tmp_path / name
     scratch = tmp_path / "scratch"
     runtime.write_bytes(bytes(mmap.PAGESIZE))
     scratch.mkdir()
     with runtime.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ):
+        # The CUDA build of torch has a runtime of its own in this process.
+        mapped = Path("/proc/self/maps").read_text().splitlines(keepends=True)
+        maps = tmp_path / "maps"
+        maps.write_text(
+            "".join(line for line in mapped if "cudart" not in line or str(tmp_path) in line)
+        )
+        monkeypatch.setattr(server_environment, "_MAPS", maps)
         found = environment({"LD_LIBRARY_PATH": "/opt/lib"}, [0], scratch, offloads=True)
     first, rest = found["LD_LIBRARY_PATH"].split(":")
     # Under the name that a library asks the loader for, and nothing else with it.
     assert [path.name for path in Path(first).iterdir()] == ["libcudart.so.13"]
     assert (Path(first) / "libcudart.so.13").resolve() == runtime
     assert rest == "/opt/lib"
+
+
+def test_the_cuda_runtime_is_looked_for_in_this_process() -> None:
+    assert Path("/proc/self/maps") == server_environment._MAPS
 
 
 def test_only_what_is_needed_is_set(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ def perform(
     results = run_all(
         checks,
         out,
-        {**os.environ},
+        environment_of_checks(None, os.environ),
         root=ROOT,
         budget=budget,
         has_gpu=has_gpu,

@@ -19,6 +19,7 @@ import torch
 from vapo_megatron.megatron.platform import current_platform
 
 _CPU = torch.device("cpu")
+_MEGATRON = "megatron.core"
 _TENSOR_FACTORIES = (
     *(
         "tensor",
@@ -180,6 +181,19 @@ def _with_cuda_type_names(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def _without_compilation(owner: types.ModuleType | type) -> None:
+    """Put Megatron's own functions back where it has given them to torch.compile, which needs a C++
+    compiler on a CPU, and minutes. Modules imported after `disable_jit_fuser` have none such."""
+    for name, value in list(vars(owner).items()):
+        if isinstance(value, type) and isinstance(owner, types.ModuleType):
+            if str(value.__module__).startswith(_MEGATRON):
+                _without_compilation(value)
+        elif isinstance(value, types.FunctionType):
+            original = getattr(value, "_torchdynamo_orig_callable", None)
+            if original is not None and original.__module__.startswith(_MEGATRON):
+                setattr(owner, name, original)
+
+
 @functools.cache
 def _patch_once() -> None:
     import megatron.core.jit as jit
@@ -187,6 +201,9 @@ def _patch_once() -> None:
     jit.disable_jit_fuser()
     for name in _LATE_MODULES:
         importlib.import_module("megatron.core." + name)
+    for name, module in list(sys.modules.items()):
+        if name.startswith(_MEGATRON):
+            _without_compilation(module)
     # On a machine without CUDA these two can do nothing but raise.
     torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign]
     torch.nn.Module.cuda = lambda self, *_, **__: self  # type: ignore[method-assign]
@@ -212,7 +229,7 @@ def install() -> None:
     _patch_once()
     view = _torch_view()
     for name, module in list(sys.modules.items()):
-        if not name.startswith("megatron.core"):
+        if not name.startswith(_MEGATRON):
             continue
         if getattr(module, "torch", None) is torch:
             module.torch = view  # type: ignore[attr-defined]

@@ -18,6 +18,8 @@ from vapo_megatron.weights.fp8 import BlockFp8
 _MOST_CPU_TOKENS = 65536
 _LEAST_WATCHDOG_SECONDS = 600.0  # a bucket of weights may take as long
 
+# Files of which parts are in this process's memory.
+_MAPS = Path("/proc/self/maps")
 # As wheels and toolkits name it: libcudart.so.13, libcudart.so.13.0.48, libcudart-9335f6a2.so.12.
 _RUNTIME = re.compile(r"libcudart(-[0-9a-f]+)?\.so\.(?P<major>\d+)(\.\d+)*")
 
@@ -37,9 +39,7 @@ def _link_runtime(folder: Path) -> Path | None:
     runtime in the system's places. If CUDA came with pip, only torch knows where it is
     (sgl-project/sglang issue 36533).
     """
-    for line in (
-        Path("/proc/self/maps").read_text(encoding="utf-8", errors="surrogateescape").splitlines()
-    ):
+    for line in _MAPS.read_text(encoding="utf-8", errors="surrogateescape").splitlines():
         path = Path(line.split(maxsplit=5)[-1])
         match = _RUNTIME.fullmatch(path.name)
         if match is not None:
