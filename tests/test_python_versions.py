@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import tomllib
+from importlib.metadata import distribution
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,22 @@ def test_ranges_admit_the_versions_of_make_and_no_other(origin: str) -> None:
     admits = SpecifierSet(range_of_setup[1] if origin == "setup.py" else PYTHON)
     minors = [f"3.{minor}" for minor in range(8, 20) if f"3.{minor}.5" in admits]
     assert minors == versions()
+
+
+@pytest.mark.parametrize("patch", [0, 2])
+def test_every_pinned_package_takes_the_first_releases_of_each_version(patch: int) -> None:
+    """Debian 12 has Python 3.11.2, Ubuntu 24.04 3.12.3: a package that asks for 3.11.5 is not
+    found there."""
+    pins = re.findall(r"^([\w.-]+)==", read("requirements/cpu.lock"), re.MULTILINE)
+    assert len(pins) > 100
+    asked = {name: distribution(name).metadata["Requires-Python"] or "" for name in pins}
+    refused = {
+        f"{name}: {asked[name]}"
+        for name in pins
+        for version in versions()
+        if f"{version}.{patch}" not in SpecifierSet(asked[name])
+    }
+    assert not refused
 
 
 def test_classifiers_are_the_versions_of_make() -> None:
