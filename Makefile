@@ -21,7 +21,7 @@ UNUSED := /(tests?|multimodal_gen)/|/transformers/models/.*/(modeling|modular|co
 
 ROOMS ?=
 
-.PHONY: help install quickstart quickstart-families smollm smollm-trl test test-fresh test-full test-layouts test-long test-faults test-verifiers test-mcore019 test-next mutants bench gpu-check gpu-packages lint format docs docs-serve
+.PHONY: help install quickstart quickstart-families smollm smollm-trl test test-fresh test-full test-layouts test-long test-faults test-verifiers test-mcore019 test-next mutants bench bench-gpu gpu-check gpu-packages lint format docs docs-serve
 
 help:
 	@echo "make quickstart   train a small reasoning model with VAPO on this machine, from nothing"
@@ -39,6 +39,7 @@ help:
 	@echo "make test-next    make test's tests with the newest libraries, in .venv-next; TORCH_INDEX=URL adds PyTorch's CPU build there"
 	@echo "make mutants      which small changes to the code no test notices, in .venv-mutants; takes hours, resumes where it stopped"
 	@echo "make bench        every benchmark at CPU sizes, and what became slower; installs TRL in .venv-trl"
+	@echo "make bench-gpu    benchmarks beside peers on a GPU node, BUDGET=300 seconds; without a GPU at sizes of a CPU"
 	@echo "make gpu-check    check a GPU node, in the active environment; see docs/gpu.md"
 	@echo "make gpu-packages install, compile and import the packages of a GPU node without a GPU, in .venv-h100; 25 GB"
 	@echo "make lint         ruff and mypy"
@@ -159,6 +160,14 @@ ATTENTION ?= auto
 gpu-check:
 	@python="$(or $(PYTHON),$$(if [ -z "$${VIRTUAL_ENV:-}" ] && [ -x $(BIN)/python ]; then echo $(BIN)/python; else echo python3; fi))"
 	"$$python" -m tools.gpu_check $(STEPS) --out "$(OUT)" --attention "$(ATTENTION)" \
+	  $(if $(BUDGET),--budget $(BUDGET)) $(if $(SITE),--site "$(SITE)")
+
+# The benchmarks beside peers that need a GPU, in the same environment; without a GPU they run at sizes of a CPU.
+# Parts alone: PARTS="head update".
+PARTS ?=
+bench-gpu:
+	@python="$(or $(PYTHON),$$(if [ -z "$${VIRTUAL_ENV:-}" ] && [ -x $(BIN)/python ]; then echo $(BIN)/python; else echo python3; fi))"
+	"$$python" -m benchmarks.gpu_suite $(PARTS) $(if $(filter-out runs/gpu-check,$(OUT)),--out "$(OUT)") \
 	  $(if $(BUDGET),--budget $(BUDGET)) $(if $(SITE),--site "$(SITE)")
 
 # LIST=requirements/h100-mcore019.txt: the second stack.

@@ -2,16 +2,16 @@
 
     python -m benchmarks.collection [--prompts 32] [--group 8] [--engines 2] [--json FILE]
 
-A random model (0.85 M parameters) on real engines of this machine. "bare" sends requests for the
-responses, as many at once, and reads only the length of each answer; "collected" is what a step
-does: groups are drawn by the ledger, spread over the engines, decoded and graded by the verifier
-    while others are generated, and put in order. "not graded" is the
-same without grading. All send the same prompts with the same seeds, again and again: each gets the
-same tokens, and engines have read the prompts before. Every response gives a number as its answer.
-With "a straggler" one engine answers each group --delay seconds late, on both sides. With "a
-failing engine" one of them refuses its first request and gets nothing more: its groups move to the
-remaining engines; the "bare" baseline uses only those from the start. Sides take turns. "s of rank
-0" is CPU time of the collecting process per step.
+A random model (0.85 M parameters, or another of --model) on real engines of this machine, which on
+a GPU share it. "bare" sends requests for the responses, as many at once, and reads only the length
+of each answer; "collected" is what a step does: groups are drawn by the ledger, spread over the
+engines, decoded and graded by the verifier while others are generated, and put in order. "not
+graded" is the same without grading. All send the same prompts with the same seeds, again and again:
+each gets the same tokens, and engines have read the prompts before. Every response gives a number
+as its answer. With "a straggler" one engine answers each group --delay seconds late, on both sides.
+With "a failing engine" one of them refuses its first request and gets nothing more: its groups move
+to the remaining engines; the "bare" baseline uses only those from the start. Sides take turns. "s
+of rank 0" is CPU time of the collecting process per step.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.common import in_turns, parser, publish, ratio_figure
-from benchmarks.step_beside_trl import make_inputs
+from benchmarks.training_runs import MODELS, make_inputs
 from vapo_megatron.config.data import DataConfig
 from vapo_megatron.config.reward import RewardConfig
 from vapo_megatron.config.rollout import RolloutConfig, SamplingConfig
@@ -36,6 +36,7 @@ from vapo_megatron.data.tokenizer import TextTokenizer
 from vapo_megatron.engines.server.client import Completion, EngineClient
 from vapo_megatron.engines.server.process import EngineServer
 from vapo_megatron.errors import TryAgain
+from vapo_megatron.megatron.platform import current_platform
 from vapo_megatron.rewards.grading import grade_samples
 from vapo_megatron.rewards.pool import VerifierPool
 from vapo_megatron.rollout.dispatcher import Dispatcher
@@ -67,10 +68,8 @@ class Bench:
     def __init__(
         self, servers: list[EngineServer], given: argparse.Namespace, folder: Path
     ) -> None:
-        self.given, self.config = (
-            given,
-            RolloutConfig(num_engines=given.engines, context_length=512),
-        )
+        self.given = given
+        self.config = rollout_config(given)
         self.addresses = [server.address for server in servers]
         self.sampling = SamplingConfig(max_new_tokens=given.longest)
         data = DataConfig(train=folder / "train.jsonl", max_prompt_tokens=given.prompt)
@@ -145,11 +144,23 @@ class Bench:
         return sum(len(sample.response_ids) for group in groups for sample in group)
 
 
+def rollout_config(given: argparse.Namespace) -> RolloutConfig:
+    """Of all engines; on a GPU they share its memory."""
+    return RolloutConfig(
+        num_engines=given.engines,
+        context_length=given.prompt + given.longest + 368,
+        **({"mem_fraction_static": 0.6 / given.engines} if current_platform().is_cuda else {}),
+    )
+
+
 @contextmanager
-def engines(folder: Path, count: int, config: RolloutConfig) -> Iterator[list[EngineServer]]:
+def engines(
+    folder: Path, count: int, config: RolloutConfig, dtype: str
+) -> Iterator[list[EngineServer]]:
     """So many servers of the model of make_inputs."""
+    devices = [0] if current_platform().is_cuda else None
     servers = [
-        EngineServer(folder / "model", config, "float32", folder / f"engine{n}.log")
+        EngineServer(folder / "model", config, dtype, folder / f"engine{n}.log", devices)
         for n in range(count)
     ]
     try:
@@ -166,6 +177,8 @@ def engines(folder: Path, count: int, config: RolloutConfig) -> Iterator[list[En
 def main() -> None:
     """A row for each way."""
     arguments = parser(__doc__)
+    arguments.add_argument("--model", choices=MODELS, default="1m")
+    arguments.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     arguments.add_argument("--prompts", type=int, default=32)
     arguments.add_argument("--prompt", type=int, default=16, help="tokens of a prompt")
     arguments.add_argument("--group", type=int, default=8)
@@ -179,9 +192,9 @@ def main() -> None:
     rows, figures = [], []
     with tempfile.TemporaryDirectory() as name, VerifierPool(RewardConfig(workers=1)) as pool:
         folder = Path(name)
-        make_inputs(folder, given.prompts, given.prompt)
-        config = RolloutConfig(num_engines=given.engines, context_length=512)
-        with engines(folder, given.engines, config) as servers:
+        make_inputs(folder, given.prompts, given.prompt, given.model, given.dtype)
+        config = rollout_config(given)
+        with engines(folder, given.engines, config, given.dtype) as servers:
             bench = Bench(servers, given, folder)
             for what, delay in (
                 ("", 0.0),

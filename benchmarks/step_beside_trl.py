@@ -1,30 +1,29 @@
 """A whole GRPO step beside TRL's: the same model, prompts, sampling and numbers of tokens, on all
-cores of a machine.
+cores of a machine, or on one GPU.
 
-    make bench ONLY=step_beside_trl                 # installs TRL beside the packages of .venv, in
-    .venv-trl python -m benchmarks.step_beside_trl [--model 1m] [--longest 64] [--steps 10]
-    [--rounds 2] [--json FILE]
+    make bench ONLY=step_beside_trl         # installs TRL beside the packages of .venv, in .venv-trl
+    python -m benchmarks.step_beside_trl [--model 1m] [--longest 64] [--steps 10] [--rounds 2]
+                                         [--dtype float32] [--json FILE]
 
 A random Qwen3 of 0.85 M parameters (4 layers, hidden 128, 256 words; --model 30m: 29 M, 9 layers,
-hidden 512), float32, 16 prompts x 16 responses of at most 64 tokens at temperature 1, one optimizer
-step, no reference, no critic. A response ends by chance, after 256 tokens on average: --longest 400
-makes lengths unequal. Ours is `vapo-megatron train` with the preset grpo on two ranks and two
-engines; TRL's is its GRPOTrainer on two threads. They take turns; the first steps of each do not
-count. A figure is their seconds over ours for the same number of response tokens; medians over
-steps, quartiles in brackets. TRL 1.16 no longer has PPO, so a step with a critic has nothing to be
-compared with.
+hidden 512; --model 1.5b: the shape of Qwen2.5-1.5B), 16 prompts x 16 responses of at most 64 tokens
+at temperature 1, one optimizer step, no reference, no critic. A response ends by chance, after as
+many tokens on average as the model has words: --longest 400 makes lengths unequal with 256 words.
+Ours is `vapo-megatron train` with the preset grpo on two ranks and two engines, on a GPU on one
+rank and one engine; TRL's is its GRPOTrainer on two threads, on a GPU with its continuous batching.
+They take turns; the first steps of each do not count. A figure is their seconds over ours for the
+same number of response tokens; medians over steps, quartiles in brackets. TRL 1.16 no longer has
+PPO, so a step with a critic has nothing to be compared with.
 
     generation    from the requests until all responses have arrived
     update        forward, backward and optimizer, including the scoring of old log-probs, if any
     rest          everything else: grading, batch, weight sync, logging. TRL generates with the
-    weights it trains
+                  weights it trains
 """
 
 import argparse
 import json
 import os
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -32,54 +31,20 @@ from typing import Any
 import numpy as np
 
 from benchmarks.common import parser, publish, ratio_figure
-from vapo_megatron.config.tiny_model import TinyModel
-from vapo_megatron.files import atomic_write
-from vapo_megatron.monitoring.metrics import read_metrics
-from vapo_megatron.weights.tiny import save_tiny_model, word_tokenizer
+from benchmarks.training_runs import MODELS, ROOT, SKIPPED, make_inputs, phases_of, run, train
+from vapo_megatron.megatron.platform import current_platform
 
-ROOT = Path(__file__).parents[1]
-SKIPPED = 3
 PARTS = ("generation", "update", "rest", "step")
-MODELS: dict[str, dict[str, int]] = {
-    "1m": {"layers": 4, "intermediate_size": 384},
-    "30m": {
-        "layers": 9,
-        "hidden_size": 512,
-        "head_dim": 64,
-        "heads": 8,
-        "kv_heads": 4,
-        "intermediate_size": 1536,
-    },
-}
 Steps = list[dict[str, float]]
-
-
-def make_inputs(folder: Path, prompts: int, tokens: int, model: str = "1m") -> None:
-    """The model and a file of prompts, which both sides read."""
-    words = [f"w{number}" for number in range(252)]
-    template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
-    shape = TinyModel(vocab_size=256, tied=False, **MODELS[model])
-    save_tiny_model(shape, word_tokenizer(words, 512, template), folder / "model")
-    random = np.random.default_rng(0)
-    rows = [
-        {"problem": " ".join(random.choice(words, tokens)), "answer": "7"} for _ in range(prompts)
-    ]
-    with atomic_write(folder / "train.jsonl") as out:
-        out.writelines(json.dumps(row) + "\n" for row in rows)
 
 
 def ours(folder: Path, given: argparse.Namespace, number: int) -> Steps:
     """Seconds by part of each step of a run of ours."""
-    config = folder / "grpo.yaml"
-    config.write_text("preset: grpo\n")
+    on_gpu = current_platform().is_cuda
     settings = {
-        "run.name": f"ours{number}",
-        "run.root": folder / "runs",
-        "run.steps": given.steps + SKIPPED,
-        "cluster.ranks": 2,
-        "model.path": folder / "model",
-        "model.dtype": "float32",
-        "data.train": folder / "train.jsonl",
+        "run.steps": given.steps,
+        "cluster.ranks": 1 if on_gpu else 2,
+        "model.dtype": given.dtype,
         "data.max_prompt_tokens": given.prompt,
         "batch.prompts_per_step": given.prompts,
         "batch.samples_per_prompt": given.group,
@@ -88,38 +53,27 @@ def ours(folder: Path, given: argparse.Namespace, number: int) -> Steps:
         "algorithm.kl.placement": "none",
         "algorithm.kl.coef": 0,
         "algorithm.kl.replace_reference_every": "null",
-        "rollout.num_engines": given.engines,
-        "rollout.context_length": 512,
-        "reward.verifier": "function",
-        "reward.function": "benchmarks.parity_reward:verify",
-        "reward.grade_truncated": "true",
-        "reward.workers": 1,
+        "rollout.context_length": given.prompt + given.longest + 96,
+        **({} if on_gpu else {"rollout.num_engines": given.engines}),
         **dict(setting.split("=", 1) for setting in given.set),
     }
-    command = [sys.executable, "-W", "ignore", "-m", "vapo_megatron.cli", "train", str(config)]
-    run([*command, *(f"{key}={value}" for key, value in settings.items())], OMP_NUM_THREADS="1")
     steps = []
-    for row in read_metrics(folder / "runs" / f"ours{number}"):
-        times = {
-            name.removeprefix("time/"): value
-            for name, value in row.items()
-            if name.startswith("time/")
-        }
+    for row in train(folder, f"ours{number}", "grpo", settings):
+        times = phases_of(row)
         update = sum(
             value for name, value in times.items() if name in ("update_policy", "score_policy")
         )
         steps.append(
             told(row["rollout/tokens"], times["rollout"], update, times["step"]) | {"phases": times}
         )
-    return steps[SKIPPED:]
+    return steps
 
 
 def theirs(folder: Path, given: argparse.Namespace) -> Steps:
     """Seconds by part of each step of TRL."""
     out = folder / "trl.json"
-    sizes = {name: getattr(given, name) for name in ("prompts", "group", "longest")} | {
-        "steps": given.steps + SKIPPED
-    }
+    sizes = {name: getattr(given, name) for name in ("prompts", "group", "longest", "dtype")}
+    sizes |= {"steps": given.steps + SKIPPED, "cuda": current_platform().is_cuda}
     command = [str(given.trl), "-W", "ignore", str(Path(__file__).with_name("trl_steps.py"))]
     run([*command, str(folder), str(out), json.dumps(sizes)], OMP_NUM_THREADS=str(os.cpu_count()))
     rows = json.loads(out.read_text())
@@ -139,22 +93,6 @@ def told(tokens: float, generation: float, update: float, step: float) -> dict[s
     }
 
 
-def run(command: list[str], **environment: str) -> None:
-    """Run a program; its failure is ours, with the end of what it said."""
-    paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH", ""))))
-    ended = subprocess.run(
-        command,
-        env={**os.environ, "PYTHONPATH": paths, **environment},
-        capture_output=True,
-        text=True,
-    )
-    if ended.returncode:
-        raise SystemExit(
-            f"{' '.join(command)}: ended with code "
-            f"{ended.returncode}\n{(ended.stdout + ended.stderr)[-3000:]}"
-        )
-
-
 def main() -> None:
     """A row for each side and part, and the ratios."""
     arguments = parser(__doc__)
@@ -162,6 +100,7 @@ def main() -> None:
         "--trl", type=Path, default=ROOT / ".venv-trl" / "bin" / "python", help="its Python"
     )
     arguments.add_argument("--model", choices=MODELS, default="1m", help="parameters")
+    arguments.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     arguments.add_argument("--prompts", type=int, default=16)
     arguments.add_argument("--prompt", type=int, default=16, help="tokens of a prompt")
     arguments.add_argument("--group", type=int, default=16)
@@ -176,7 +115,7 @@ def main() -> None:
     found: dict[str, Steps] = {"ours": [], "TRL": []}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        make_inputs(folder, given.prompts, given.prompt, given.model)
+        make_inputs(folder, given.prompts, given.prompt, given.model, given.dtype)
         for number in range(given.rounds):
             found["ours"] += ours(folder, given, number)
             found["TRL"] += theirs(folder, given)

@@ -48,6 +48,8 @@ def peer(given: argparse.Namespace, batch: ExperienceBatch, length: int) -> tupl
     model: Any = transformers.AutoModelForCausalLM.from_config(
         shape.hf_config(), dtype=getattr(torch, given.dtype), attn_implementation="sdpa"
     ).to(device)
+    if given.compile:
+        model.compile()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
 
     def forward_backward() -> None:
@@ -86,6 +88,9 @@ def main() -> None:
     arguments.add_argument("--tokens", type=int, default=2048, help="of a micro-batch")
     arguments.add_argument(
         "--chunk", type=int, help="rows of logits held at once; as a run has it where left out"
+    )
+    arguments.add_argument(
+        "--compile", action="store_true", help="transformers' model, by torch.compile"
     )
     arguments.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     arguments.add_argument("--repeats", type=int, default=5)

@@ -53,7 +53,7 @@ class Clock(TrainerCallback):
         )
 
 
-def main(folder: Path, out: Path, sizes: dict[str, int]) -> None:
+def main(folder: Path, out: Path, sizes: dict[str, Any]) -> None:
     rows = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
     clock = Clock()
 
@@ -71,12 +71,14 @@ def main(folder: Path, out: Path, sizes: dict[str, int]) -> None:
         learning_rate=3e-6,
         beta=0.0,
         temperature=1.0,
-        bf16=False,
+        bf16=sizes["dtype"] == "bfloat16",
         gradient_checkpointing=False,
         save_strategy="no",
         report_to="none",
         logging_steps=1,
-        use_cpu=True,
+        use_cpu=not sizes["cuda"],
+        # Continuous batching is made for GPUs.
+        use_transformers_continuous_batching=sizes["cuda"],
         disable_tqdm=True,
     )
     trainer = GRPOTrainer(

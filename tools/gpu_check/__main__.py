@@ -49,11 +49,11 @@ def _check(checks: Sequence[Check], out: Path, budget: float | None, site: Path 
             f"--out {out}: {error.strerror}: give a folder that can be written"
         ) from None
     environment = environment_of_checks(site, os.environ)
-    gpu = _gpu(environment)
+    gpu = gpu_name(environment)
     machine = gpu or "no GPU that PyTorch can use"
     print(f"gpu-check: {machine}; {len(checks)} checks, results in {out}", flush=True)
     results = run_all(
-        checks, logs, environment, root=_ROOT, budget=budget, has_gpu=bool(gpu), tell=_tell
+        checks, logs, environment, root=_ROOT, budget=budget, has_gpu=bool(gpu), tell=tell_result
     )
     write_results(results, out, machine)
     left = [result.check.name for result in results if result.status == "not checked"]
@@ -104,7 +104,7 @@ def environment_of_checks(
     return environment
 
 
-def _gpu(environment: dict[str, str]) -> str:
+def gpu_name(environment: dict[str, str]) -> str:
     """The name of the GPU; empty where PyTorch finds none, or is not there."""
     try:
         done = subprocess.run(
@@ -120,7 +120,8 @@ def _gpu(environment: dict[str, str]) -> str:
     return done.stdout.strip() if done.returncode == 0 else ""
 
 
-def _tell(result: Result) -> None:
+def tell_result(result: Result) -> None:
+    """Print a line of what came of a check."""
     print(
         f"{result.status:<14} {result.check.name:<16} {result.seconds:5.0f} s  {result.line}",
         flush=True,

@@ -21,7 +21,9 @@ _WORDS = {
 }
 
 
-def write_results(results: Sequence[Result], out: Path, machine: str) -> None:
+def write_results(
+    results: Sequence[Result], out: Path, machine: str, title: str = "GPU check"
+) -> None:
     """Write out/results.json and out/results.md. machine: what PyTorch says of the GPU, or of its
     absence."""
     facts = {
@@ -44,11 +46,11 @@ def write_results(results: Sequence[Result], out: Path, machine: str) -> None:
     with atomic_write(out / "results.json") as file:
         file.write(json.dumps(found, indent=1) + "\n")
     with atomic_write(out / "results.md") as file:
-        file.write(_page(results, out, facts))
+        file.write(_page(results, out, facts, title))
 
 
-def _page(results: Sequence[Result], out: Path, facts: dict[str, str]) -> str:
-    lines = ["# GPU check", "", *(f"- {name}: {value}" for name, value in facts.items()), ""]
+def _page(results: Sequence[Result], out: Path, facts: dict[str, str], title: str) -> str:
+    lines = [f"# {title}", "", *(f"- {name}: {value}" for name, value in facts.items()), ""]
     lines += [_WORDS[exit_code(results)], ""]
     lines += _rows(
         [
@@ -81,10 +83,19 @@ def _page(results: Sequence[Result], out: Path, facts: dict[str, str]) -> str:
 
 
 def _figures(file: Path) -> list[str]:
-    """The table of a benchmark, where it has written one."""
+    """The table of a benchmark and its ratios, where it has written them."""
     try:
         found = json.loads(file.read_text())
-        return ["", f"## {file.stem}: {found['title']}", "", *_rows(found["rows"])]
+        lines = ["", f"## {file.stem}: {found['title']}", "", *_rows(found["rows"])]
+        ratios = [
+            {
+                "ratio": figure["name"],
+                "median": figure["ratio"],
+                "quartiles": f"{figure['low']:.3g} to {figure['high']:.3g}",
+            }
+            for figure in found["figures"]
+        ]
+        return [*lines, "", *_rows(ratios)] if ratios else lines
     except (OSError, ValueError, KeyError, TypeError):
         return []
 
