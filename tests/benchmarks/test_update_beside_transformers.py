@@ -21,18 +21,19 @@ def test_the_loss_of_packed_sequences_is_that_of_each_alone() -> None:
     network = model()
     predicted = sum(len(sequence) - 1 for sequence in SEQUENCES)
     alone = sum(
-        float(network(input_ids=ids[None], labels=ids[None]).loss) * (len(ids) - 1)
+        float(network(input_ids=ids[None], labels=ids[None]).loss.detach()) * (len(ids) - 1)
         for ids in map(torch.tensor, SEQUENCES)
     )
     together = sum(
-        float(network(**batch, use_cache=False, num_items_in_batch=predicted).loss)
+        float(network(**batch, use_cache=False, num_items_in_batch=predicted).loss.detach())
         for batch in packed(SEQUENCES, 8)
     )
-    assert abs(together - alone / predicted) < 1e-9
+    # transformers computes its loss in float32.
+    assert abs(together - alone / predicted) < 1e-5
 
 
 def test_no_micro_batch_holds_more_than_it_may() -> None:
     batches = packed(SEQUENCES, 8)
-    assert [batch["input_ids"].shape[1] for batch in batches] == [7, 7]
+    assert [batch["input_ids"].shape[1] for batch in batches] == [8, 6]
     tokens = torch.cat([batch["input_ids"][0] for batch in batches]).tolist()
     assert sorted(tokens) == sorted(token for sequence in SEQUENCES for token in sequence)
