@@ -1,7 +1,7 @@
 """A whole GRPO step beside TRL's: the same model, prompts, sampling and numbers of tokens, on all
 cores of a machine, or on one GPU.
 
-    make bench ONLY=step_beside_trl         # installs TRL beside the packages of .venv, in .venv-trl
+    make bench ONLY=step_beside_trl        # installs TRL beside the packages of .venv, in .venv-trl
     python -m benchmarks.step_beside_trl [--model 1m] [--longest 64] [--steps 10] [--rounds 2]
                                          [--dtype float32] [--json FILE]
 

@@ -1,5 +1,5 @@
-"""One update of sequences of unequal length against transformers with padding-free batches, and on a
-GPU with Liger's kernels.
+"""One update of sequences of unequal length against transformers with padding-free batches, and on
+a GPU with Liger's kernels.
 
     python -m benchmarks.update_beside_transformers [--shape 1.5b] [--total 131072] [--json FILE]
 
@@ -47,7 +47,7 @@ _IGNORED = -100
 
 
 def sequences_of(given: argparse.Namespace) -> list[list[int]]:
-    """Random tokens, --total of them together or a few less, each sequence at most a micro-batch."""
+    """Random tokens, about --total of them together; no sequence is longer than a micro-batch."""
     longest = min(given.longest, given.tokens)
     lengths = heavy_tailed_lengths(given.total // given.mean, given.mean, longest)
     generator = torch.Generator().manual_seed(0)
