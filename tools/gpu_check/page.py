@@ -93,7 +93,7 @@ def _figures(file: Path) -> list[str]:
                 "median": figure["ratio"],
                 "quartiles": f"{figure['low']:.3g} to {figure['high']:.3g}",
             }
-            for figure in found["figures"]
+            for figure in found.get("figures", ())
         ]
         return [*lines, "", *_rows(ratios)] if ratios else lines
     except (OSError, ValueError, KeyError, TypeError):
