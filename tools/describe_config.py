@@ -21,9 +21,6 @@ from vapo_megatron.config.train import EvaluateConfig, SftConfig, TrainConfig
 from vapo_megatron.files import atomic_write
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
-GLOSSARY = PAGE.with_name("glossary.md")
-# The generated part of the glossary begins here.
-KEYS_OF_OTHERS = "## Keys of other trainers\n"
 COMMANDS: dict[str, type[Section]] = {
     "train": TrainConfig,
     "sft": SftConfig,
@@ -121,36 +118,17 @@ class Described:
 def main(
     out: Annotated[Path, typer.Option(help="file to write")] = PAGE,
 ) -> None:
-    """Write the page, and the glossary's table of other trainers' keys."""
+    """Write the page."""
     with atomic_write(out) as file:
         file.write(page())
-    if out == PAGE:
-        text = GLOSSARY.read_text(encoding="utf-8").partition(KEYS_OF_OTHERS)[0]
-        with atomic_write(GLOSSARY) as file:
-            file.write(text + keys_of_others())
     typer.echo(out)
-
-
-def keys_of_others() -> str:
-    """The end of docs/glossary.md: keys of other trainers and their names here."""
-    lines = [
-        KEYS_OF_OTHERS,
-        "<!-- Written by tools/describe_config.py from vapo_megatron/config/other_trainers.yaml. "
-        "-->\n",
-        "A config with one of these keys is refused, and the message names ours.\n",
-        "| | theirs | here |",
-        "|---|---|---|",
-    ]
-    for trainer, keys in OTHER_TRAINERS.items():
-        lines += [f"| {trainer} | {key} | {ours} |" for key, ours in keys.items()]
-    return "\n".join(lines) + "\n"
 
 
 def page() -> str:
     """The whole page."""
     parts = [INTRODUCTION, _first_keys(), LAYERS, _commands(), _presets(), "## Sections\n"]
     parts += [_section(described) for described in sections().values()]
-    return "\n".join(parts)
+    return "\n".join([*parts, _keys_of_others()])
 
 
 def sections() -> dict[type[Section], Described]:
@@ -224,6 +202,16 @@ def _presets() -> str:
         lines.append(
             f"| [`{path.stem}`](../vapo_megatron/config/presets/{path.name}) | {_cell(comment)} |"
         )
+    return "\n".join(lines) + "\n"
+
+
+def _keys_of_others() -> str:
+    """Keys of other trainers and their names here."""
+    lines = ["## Keys of other trainers\n"]
+    lines.append("A config with one of these keys is refused, and the message names ours.\n")
+    lines += ["| | theirs | here |", "|---|---|---|"]
+    for trainer, keys in OTHER_TRAINERS.items():
+        lines += [f"| {trainer} | {key} | {ours} |" for key, ours in keys.items()]
     return "\n".join(lines) + "\n"
 
 

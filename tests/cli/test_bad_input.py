@@ -299,7 +299,7 @@ def test_ranks_that_the_run_does_not_have_cannot_be_traced(
         (
             "train",
             "actor_rollout_ref.rollout.name=vllm",
-            ["actor_rollout_ref.rollout.name", "docs/glossary.md"],
+            ["actor_rollout_ref.rollout.name", "docs/configuration.md"],
         ),
         ("train", "trainer.val_only=true", ["trainer.val_only", "vapo-megatron evaluate"]),
         ("train", "actor.lora_rank=8", ["actor.lora_rank", "docs/lora.md"]),

@@ -32,7 +32,7 @@ def named_here(key: str) -> str | None:
     if (ours := _OURS.get(last_two) or _OURS.get(name)) is not None:
         return f"here it is {ours}"
     if key.partition(".")[0] in ("actor_rollout_ref", "trainer"):
-        return "it looks like one of verl's: docs/glossary.md has the names here"
+        return "it looks like one of verl's: docs/configuration.md has the names here"
     return None
 
 
