@@ -1,5 +1,7 @@
 """What cannot be converted is named in one line, and nothing is left of it."""
 
+import enum
+import io
 import json
 import os
 import pickle
@@ -237,3 +239,42 @@ def test_a_checkpoints_metadata_runs_no_code(sound: tuple[Path, Path], tmp_path:
     with pytest.raises(BadInput, match=r"\.metadata: .*names posix\.mkdir"):
         megatron_to_hf(folder, tmp_path / "hf", Silent())
     assert not made.exists()
+
+
+class _AsPython311(pickle.Pickler):
+    """Python 3.11.0 to 3.11.3, Debian 12's among them, write members of enumerations so."""
+
+    def reducer_override(self, value: object) -> object:
+        if isinstance(value, enum.Enum):
+            return getattr, (type(value), value.name)
+        return NotImplemented
+
+
+class _Looks:
+    """Pickled, it asks whoever unpickles it for an attribute of what is no enumeration."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return getattr, (Metadata, "__init__")
+
+
+def test_metadata_of_an_older_python_is_read(sound: tuple[Path, Path], tmp_path: Path) -> None:
+    folder = tmp_path / "old"
+    shutil.copytree(sound[1], folder)
+    written = io.BytesIO()
+    _AsPython311(written).dump(pickle.loads((folder / ".metadata").read_bytes()))
+    assert b"getattr" in written.getvalue()
+    (folder / ".metadata").write_bytes(written.getvalue())
+    megatron_to_hf(folder, tmp_path / "hf", Silent())
+    megatron_to_hf(sound[1], tmp_path / "same", Silent())
+    for name in ("model.safetensors", "config.json"):
+        assert (tmp_path / "hf" / name).read_bytes() == (tmp_path / "same" / name).read_bytes()
+
+
+def test_metadata_takes_attributes_of_enumerations_alone(
+    sound: tuple[Path, Path], tmp_path: Path
+) -> None:
+    folder = tmp_path / "bare"
+    shutil.copytree(sound[1], folder)
+    _change_metadata(folder, lambda m: m.state_dict_metadata.update(other=_Looks()))
+    with pytest.raises(BadInput, match=r"\.metadata: .*'__init__' of .*is no member of it"):
+        megatron_to_hf(folder, tmp_path / "hf", Silent())

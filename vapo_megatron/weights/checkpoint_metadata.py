@@ -18,9 +18,19 @@ METADATA_FILE = ".metadata"
 _DESCRIBE = tuple(
     f"torch.distributed.checkpoint.{name}" for name in ("metadata", "planner", "filesystem")
 )
+
+
+def _member_of_enum(kind: Any, name: Any) -> Any:
+    """As getattr, which Python 3.11.0 to 3.11.3 write for a member of an enumeration."""
+    if not isinstance(kind, enum.EnumMeta) or name not in kind.__members__:
+        raise pickle.UnpicklingError(f"it asks for {name!r} of {kind!r}, which is no member of it")
+    return kind[name]
+
+
 _OTHERS: dict[tuple[str, str], Any] = {
     ("torch", "Size"): torch.Size,
     ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
+    ("builtins", "getattr"): _member_of_enum,
     ("collections", "OrderedDict"): collections.OrderedDict,
     ("pathlib", "PosixPath"): PosixPath,
     ("pathlib._local", "PosixPath"): PosixPath,  # from Python 3.13 on
