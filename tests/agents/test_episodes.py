@@ -15,7 +15,8 @@ from openai import AsyncOpenAI
 from tiny_qwen3 import token_logprobs
 from transformers import Qwen3ForCausalLM
 
-from vapo_megatron.agents.episodes import Agents, episode_metrics, is_whole, load_agent
+from vapo_megatron.agents.agent import load_agent
+from vapo_megatron.agents.episodes import Agents, episode_metrics, is_whole
 from vapo_megatron.config.data import PromptTemplate
 from vapo_megatron.config.reward import RewardConfig
 from vapo_megatron.config.rollout import EpisodeConfig, RolloutConfig, SamplingConfig

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 from stub_episodes import TEMPLATE, WRITTEN, make_tokenizer, play
 
-from vapo_megatron.agents.episodes import check_agent, load_agent, task_of
+from vapo_megatron.agents.agent import check_agent, load_agent
+from vapo_megatron.agents.episodes import task_of
 from vapo_megatron.config.rollout import EpisodeConfig, RolloutConfig
 from vapo_megatron.data.sample import Prompt
 from vapo_megatron.data.tokenizer import TextTokenizer

@@ -13,8 +13,8 @@ from test_transformers import sglang_source
 
 from vapo_megatron.engines.server.model_directory import engine_directory
 from vapo_megatron.errors import BadInput
+from vapo_megatron.models.layers import LatentAttention
 from vapo_megatron.models.registry import engine_config_of
-from vapo_megatron.models.spec import LatentAttention
 
 
 def get_rope_config() -> Any:

@@ -10,8 +10,9 @@ from specs import spec_of
 
 from vapo_megatron.config.model import ActorConfig, AdapterConfig
 from vapo_megatron.errors import BadInput
+from vapo_megatron.models.layers import ClampedSwiGLU
 from vapo_megatron.models.registry import read_spec
-from vapo_megatron.models.spec import ClampedSwiGLU, ModelSpec
+from vapo_megatron.models.spec import ModelSpec
 from vapo_megatron.operations.plan.inputs import SHIPPED
 from vapo_megatron.weights.adapters import check_adapter
 from vapo_megatron.weights.fp8 import check_blocks

@@ -5,9 +5,10 @@ import pytest
 import torch
 from specs import spec_of
 
+from vapo_megatron.models.layers import SelfAttention
 from vapo_megatron.models.parts import gated_mlp, self_attention
 from vapo_megatron.models.registry import FAMILIES
-from vapo_megatron.models.spec import Head, SelfAttention
+from vapo_megatron.models.spec import Head
 from vapo_megatron.weights.mapping import entries
 
 SPEC = spec_of("qwen2")

@@ -23,8 +23,8 @@ from vapo_megatron.config.rollout import RolloutConfig
 from vapo_megatron.engines.engine_limits import check_load_format
 from vapo_megatron.engines.server.process import EngineServer
 from vapo_megatron.errors import BadInput
+from vapo_megatron.models.layers import LatentAttention
 from vapo_megatron.models.registry import read_spec
-from vapo_megatron.models.spec import LatentAttention
 from vapo_megatron.operations.plan.inputs import SHIPPED
 from vapo_megatron.weights.fp8 import (
     FP8,

@@ -8,7 +8,7 @@ from functools import partial
 from itertools import chain
 from pathlib import Path
 
-from vapo_megatron.agents.episodes import check_agent
+from vapo_megatron.agents.agent import check_agent
 from vapo_megatron.agents.tool_format import check_tool_parser
 from vapo_megatron.checkpoint.checkpoints import latest_checkpoint
 from vapo_megatron.checkpoint.dist_saver import (

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vapo_megatron.models.spec import Activation, ClampedSwiGLU
+from vapo_megatron.models.layers import Activation, ClampedSwiGLU
 
 
 class _SwiGLU(torch.autograd.Function):
@@ -67,7 +67,7 @@ class _ClampedSwiGLU(torch.autograd.Function):
 
 
 def clamped_swiglu(x: Tensor, alpha: float, limit: float) -> Tensor:
-    """ClampedSwiGLU (models/spec.py) of x [..., 2 * n], gate first -> [..., n], as in transformers'
+    """ClampedSwiGLU (models/layers.py) of x [..., 2 * n], gate first -> [..., n], as in transformers'
     GptOssExperts."""
     activated: Tensor = _ClampedSwiGLU.apply(x, alpha, limit)
     return activated

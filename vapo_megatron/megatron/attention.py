@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from vapo_megatron.data.microbatch import local_positions, natural_order
+from vapo_megatron.models.layers import SINK_CHANNELS, SelfAttention
 from vapo_megatron.models.rotary import PositionScale
-from vapo_megatron.models.spec import SINK_CHANNELS, SelfAttention
 
 
 class _Rotate(torch.autograd.Function):

@@ -32,7 +32,7 @@ from typing_extensions import override
 
 from vapo_megatron.data.microbatch import natural_order
 from vapo_megatron.megatron.platform import current_platform
-from vapo_megatron.models.spec import DeltaNet
+from vapo_megatron.models.layers import DeltaNet
 
 # Tokens whose corrections are solved for together.
 CHUNK = 64

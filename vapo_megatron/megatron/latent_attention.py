@@ -19,7 +19,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from vapo_megatron.megatron.attention import RotaryTables, SDPACoreAttention, rotate
-from vapo_megatron.models.spec import LatentAttention
+from vapo_megatron.models.layers import LatentAttention
 
 
 class DuplicatedLinear(torch.nn.Module):

@@ -1,4 +1,4 @@
-"""Megatron's layer specs, by the kinds of a layer's attention and MLP (models/spec.py)."""
+"""Megatron's layer specs, by the kinds of a layer's attention and MLP (models/layers.py)."""
 
 from typing import Any
 
@@ -15,7 +15,8 @@ from vapo_megatron.megatron.delta_net import GatedDeltaNet
 from vapo_megatron.megatron.latent_attention import LatentSelfAttention
 from vapo_megatron.megatron.norms import AddToResidual, AllHeadsRMSNorm, RMSNorm, ZeroCentredRMSNorm
 from vapo_megatron.megatron.platform import Platform
-from vapo_megatron.models.spec import DeltaNet, LatentAttention, Layer, ModelSpec
+from vapo_megatron.models.layers import DeltaNet, LatentAttention, Layer
+from vapo_megatron.models.spec import ModelSpec
 from vapo_megatron.weights.mapping import fused_names
 
 

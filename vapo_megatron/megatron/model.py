@@ -38,8 +38,9 @@ from vapo_megatron.megatron.moe import (
 from vapo_megatron.megatron.pipeline import PipelinePieces
 from vapo_megatron.megatron.platform import current_platform
 from vapo_megatron.megatron.precision import fp8_settings
+from vapo_megatron.models.layers import DeltaNet, Experts, LatentAttention, Layer
 from vapo_megatron.models.rotary import DEFAULT_THETA, Rotary
-from vapo_megatron.models.spec import DeltaNet, Experts, Head, LatentAttention, Layer, ModelSpec
+from vapo_megatron.models.spec import Head, ModelSpec
 
 
 def transformer_config(

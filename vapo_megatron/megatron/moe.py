@@ -23,7 +23,7 @@ from torch.nn import Module, Parameter
 from vapo_megatron.config.model import LayoutConfig
 from vapo_megatron.errors import RunFailed
 from vapo_megatron.megatron.platform import current_platform
-from vapo_megatron.models.spec import Experts
+from vapo_megatron.models.layers import Experts
 from vapo_megatron.weights.mapping import unwrapped
 
 

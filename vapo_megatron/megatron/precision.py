@@ -10,7 +10,8 @@ from vapo_megatron.errors import BadInput
 from vapo_megatron.megatron.layer_spec import uses_transformer_engine
 from vapo_megatron.megatron.mesh import stage_pieces
 from vapo_megatron.megatron.platform import Platform
-from vapo_megatron.models.spec import LatentAttention, ModelSpec
+from vapo_megatron.models.layers import LatentAttention
+from vapo_megatron.models.spec import ModelSpec
 from vapo_megatron.weights.adapters import check_adapter
 
 # Least compute capability of a GPU whose matrix units take a recipe's operands.

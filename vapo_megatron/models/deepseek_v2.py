@@ -8,7 +8,7 @@ from pydantic import NonNegativeInt, PositiveInt
 from vapo_megatron.config.tiny_model import TinyModel
 from vapo_megatron.models.deepseek_v3 import LatentConfig, tiny_latent
 from vapo_megatron.models.family import Family, check_experts, refuse_unless
-from vapo_megatron.models.spec import Experts, Layer
+from vapo_megatron.models.layers import Experts, Layer
 
 
 class Config(LatentConfig):

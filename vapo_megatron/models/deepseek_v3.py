@@ -10,6 +10,7 @@ from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
 from vapo_megatron.config.tiny_model import TinyModel
 from vapo_megatron.models.family import DecoderConfig, Family, check_experts, refuse_unless
+from vapo_megatron.models.layers import Experts, GatedMlp, LatentAttention, Layer
 from vapo_megatron.models.parts import MLP, decoder_layer, gated_mlp
 from vapo_megatron.models.rotary import (
     BadConfig,
@@ -18,7 +19,6 @@ from vapo_megatron.models.rotary import (
     rope_parameters,
     turned_channels,
 )
-from vapo_megatron.models.spec import Experts, GatedMlp, LatentAttention, Layer
 
 # Numbers of YaRN that latent attention reads by its own rules.
 _MSCALES = ("mscale", "mscale_all_dim", "attention_factor")

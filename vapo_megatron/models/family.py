@@ -17,8 +17,9 @@ from typing import Any, ClassVar
 from pydantic import BaseModel, ConfigDict, PositiveFloat, PositiveInt
 
 from vapo_megatron.config.tiny_model import TinyModel
+from vapo_megatron.models.layers import Experts, Layer, SelfAttention
 from vapo_megatron.models.rotary import DEFAULT_THETA, BadConfig, Rotary, read_rope, turned_channels
-from vapo_megatron.models.spec import Experts, Layer, ModelSpec, SelfAttention
+from vapo_megatron.models.spec import ModelSpec
 
 # Rows and columns of a block of FP8 weights that share a scale (weights/fp8.py).
 FP8_BLOCK = 128

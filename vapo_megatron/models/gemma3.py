@@ -9,9 +9,9 @@ from typing import Any, Literal
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from vapo_megatron.models.family import DecoderConfig, Family, refuse_unless
+from vapo_megatron.models.layers import GatedMlp, Layer, SelfAttention
 from vapo_megatron.models.parts import LAYER, decoder_layer, norm
 from vapo_megatron.models.rotary import Rotary, read_rope, rope_parameters
-from vapo_megatron.models.spec import GatedMlp, Layer, SelfAttention
 
 LayerType = Literal["sliding_attention", "full_attention"]
 

@@ -4,8 +4,8 @@ tensor."""
 from pydantic import PositiveFloat, PositiveInt
 
 from vapo_megatron.models.family import DecoderConfig, Family
+from vapo_megatron.models.layers import GatedMlp, Layer
 from vapo_megatron.models.parts import LAYER, fused_gated_mlp, norm, self_attention
-from vapo_megatron.models.spec import GatedMlp, Layer
 
 
 class Config(DecoderConfig):

@@ -9,8 +9,8 @@ from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
 from vapo_megatron.config.tiny_model import TinyModel
 from vapo_megatron.models.family import DecoderConfig, Family, check_experts, refuse_unless
+from vapo_megatron.models.layers import Experts, GatedMlp, Layer
 from vapo_megatron.models.parts import MLP, decoder_layer, gated_mlp
-from vapo_megatron.models.spec import Experts, GatedMlp, Layer
 
 
 class Config(DecoderConfig):

@@ -7,7 +7,7 @@ from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 from vapo_megatron.config.tiny_model import TinyModel
 from vapo_megatron.models.deepseek_v3 import LatentConfig, features, tiny_latent
 from vapo_megatron.models.family import Family, refuse_unless
-from vapo_megatron.models.spec import Layer
+from vapo_megatron.models.layers import Layer
 
 
 class Config(LatentConfig):

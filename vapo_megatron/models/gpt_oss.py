@@ -7,9 +7,9 @@ from pydantic import PositiveFloat, PositiveInt, model_validator
 
 from vapo_megatron.config.tiny_model import TinyModel
 from vapo_megatron.models.family import DecoderConfig, Family, check_experts, refuse_unless
+from vapo_megatron.models.layers import ClampedSwiGLU, Experts, Layer, SelfAttention
 from vapo_megatron.models.parts import MLP, attention_block, router
 from vapo_megatron.models.rules import Replicated
-from vapo_megatron.models.spec import ClampedSwiGLU, Experts, Layer, SelfAttention
 from vapo_megatron.models.stacked_experts import stacked_experts
 
 LayerType = Literal["sliding_attention", "full_attention"]

@@ -8,8 +8,8 @@ from typing import Any
 from pydantic import PositiveFloat
 
 from vapo_megatron.models.family import DecoderConfig, Family
+from vapo_megatron.models.layers import GatedMlp, Layer
 from vapo_megatron.models.parts import decoder_layer
-from vapo_megatron.models.spec import GatedMlp, Layer
 
 
 class Config(DecoderConfig):

@@ -1,8 +1,8 @@
 """Llama 2 and 3.x."""
 
 from vapo_megatron.models.family import DecoderConfig, Family
+from vapo_megatron.models.layers import GatedMlp, Layer
 from vapo_megatron.models.parts import decoder_layer
-from vapo_megatron.models.spec import GatedMlp, Layer
 
 
 def layers(config: DecoderConfig) -> tuple[Layer, ...]:

@@ -7,8 +7,8 @@ from pydantic import NonNegativeInt, PositiveInt, model_validator
 
 from vapo_megatron.config.tiny_model import TinyModel
 from vapo_megatron.models.family import DecoderConfig, Family, check_experts, refuse_unless
+from vapo_megatron.models.layers import Experts, Layer
 from vapo_megatron.models.parts import LAYER, attention_block, expert, router
-from vapo_megatron.models.spec import Experts, Layer
 
 MOE = LAYER + "block_sparse_moe."
 

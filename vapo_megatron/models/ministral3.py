@@ -8,9 +8,9 @@ from pydantic import PositiveFloat, PositiveInt, model_validator
 
 from vapo_megatron.config.tiny_model import TinyModel
 from vapo_megatron.models.family import DecoderConfig, Family, refuse_unless
+from vapo_megatron.models.layers import GatedMlp, Layer
 from vapo_megatron.models.parts import decoder_layer
 from vapo_megatron.models.rotary import PositionScale, rope_parameters
-from vapo_megatron.models.spec import GatedMlp, Layer
 
 # The rotary embedding of a file that has none.
 _YARN: Mapping[str, Any] = {

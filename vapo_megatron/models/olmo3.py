@@ -8,9 +8,9 @@ from typing import Any, Literal
 from pydantic import PositiveFloat, PositiveInt
 
 from vapo_megatron.models.family import DecoderConfig, Family, refuse_unless
+from vapo_megatron.models.layers import GatedMlp, Layer, SelfAttention
 from vapo_megatron.models.parts import LAYER, gated_mlp, norm, self_attention
 from vapo_megatron.models.rotary import BadConfig, Rotary, read_rope, rope_parameters
-from vapo_megatron.models.spec import GatedMlp, Layer, SelfAttention
 
 LayerType = Literal["sliding_attention", "full_attention"]
 _WINDOWED = 4  # the last of so many layers has no window, where the file does not say

@@ -1,6 +1,14 @@
 """Rules of the parts that layers are made of, under the names that most families give them in their
 files."""
 
+from vapo_megatron.models.layers import (
+    Experts,
+    LatentAttention,
+    Layer,
+    MlpKind,
+    SelfAttention,
+    SoftmaxAttention,
+)
 from vapo_megatron.models.rules import (
     QKV,
     ExactVector,
@@ -11,14 +19,6 @@ from vapo_megatron.models.rules import (
     Replicated,
     Row,
     Rule,
-)
-from vapo_megatron.models.spec import (
-    Experts,
-    LatentAttention,
-    Layer,
-    MlpKind,
-    SelfAttention,
-    SoftmaxAttention,
 )
 
 LAYER = "model.layers.{layer}."

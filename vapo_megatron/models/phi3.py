@@ -3,9 +3,9 @@
 from pydantic import PositiveFloat
 
 from vapo_megatron.models.family import DecoderConfig, Family
+from vapo_megatron.models.layers import GatedMlp, Layer
 from vapo_megatron.models.parts import ATTENTION, LAYER, fused_gated_mlp, norm
 from vapo_megatron.models.rules import FusedQKV, Row
-from vapo_megatron.models.spec import GatedMlp, Layer
 
 
 class Config(DecoderConfig):

@@ -1,8 +1,8 @@
 """Qwen2 and Qwen2.5: biases on query, key and value."""
 
 from vapo_megatron.models.family import DecoderConfig, Family
+from vapo_megatron.models.layers import GatedMlp, Layer
 from vapo_megatron.models.parts import decoder_layer
-from vapo_megatron.models.spec import GatedMlp, Layer
 
 
 class Config(DecoderConfig):

@@ -4,9 +4,9 @@ layer."""
 from pydantic import PositiveInt
 
 from vapo_megatron.models.family import Family
+from vapo_megatron.models.layers import DeltaNet, GatedMlp, Layer
 from vapo_megatron.models.qwen3_next import NET, HybridConfig, features, hybrid_layers, tiny_net
 from vapo_megatron.models.rules import HeadGroups, Rule, WholeHeadGroups
-from vapo_megatron.models.spec import DeltaNet, GatedMlp, Layer
 
 
 class Config(HybridConfig):

@@ -6,6 +6,7 @@ from pydantic import PositiveInt
 
 from vapo_megatron.config.tiny_model import TinyModel
 from vapo_megatron.models.family import Family, check_experts
+from vapo_megatron.models.layers import Experts, Layer
 from vapo_megatron.models.qwen3_5 import projections
 from vapo_megatron.models.qwen3_next import (
     UNFUSED,
@@ -15,7 +16,6 @@ from vapo_megatron.models.qwen3_next import (
     tiny_experts,
     tiny_net,
 )
-from vapo_megatron.models.spec import Experts, Layer
 
 
 class Config(HybridConfig):

@@ -6,8 +6,8 @@ from pydantic import AliasChoices, Field, PositiveInt
 
 from vapo_megatron.config.tiny_model import TinyModel
 from vapo_megatron.models.family import DecoderConfig, Family, check_experts, refuse_unless
+from vapo_megatron.models.layers import Experts, Layer
 from vapo_megatron.models.parts import decoder_layer
-from vapo_megatron.models.spec import Experts, Layer
 
 
 class Config(DecoderConfig):

@@ -8,6 +8,7 @@ from pydantic import NonNegativeInt, PositiveInt
 
 from vapo_megatron.config.tiny_model import TinyModel
 from vapo_megatron.models.family import DecoderConfig, Family, check_experts, refuse_unless
+from vapo_megatron.models.layers import DeltaNet, Experts, GatedMlp, Layer
 from vapo_megatron.models.parts import (
     LAYER,
     MLP,
@@ -19,7 +20,6 @@ from vapo_megatron.models.parts import (
     shared_expert,
 )
 from vapo_megatron.models.rules import HeadGroups, Replicated, Row, Rule, WholeHeadGroups
-from vapo_megatron.models.spec import DeltaNet, Experts, GatedMlp, Layer
 
 LayerType = Literal["linear_attention", "full_attention"]
 NET = LAYER + "linear_attn."

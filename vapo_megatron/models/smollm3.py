@@ -5,8 +5,8 @@ from dataclasses import replace
 from pydantic import PositiveInt
 
 from vapo_megatron.models.family import DecoderConfig, Family, refuse_unless
+from vapo_megatron.models.layers import GatedMlp, Layer
 from vapo_megatron.models.parts import decoder_layer
-from vapo_megatron.models.spec import GatedMlp, Layer
 
 
 class Config(DecoderConfig):

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from vapo_megatron.models.layers import Experts
 from vapo_megatron.models.rules import Replicated, Rule, SliceableTensor
-from vapo_megatron.models.spec import Experts
 
 
 @dataclass(frozen=True)

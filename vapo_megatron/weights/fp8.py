@@ -18,7 +18,8 @@ from torch import Tensor
 
 from vapo_megatron.errors import BadInput
 from vapo_megatron.models.family import FP8_BLOCK
-from vapo_megatron.models.spec import LatentAttention, ModelSpec
+from vapo_megatron.models.layers import LatentAttention
+from vapo_megatron.models.spec import ModelSpec
 from vapo_megatron.models.stacked_experts import Stacked
 from vapo_megatron.weights.bucket import NamedTensors
 

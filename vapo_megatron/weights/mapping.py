@@ -10,8 +10,9 @@ from typing import Any, TypeAlias
 from torch.nn import Module, Parameter
 
 from vapo_megatron.errors import RunFailed
+from vapo_megatron.models.layers import LatentAttention, Layer
 from vapo_megatron.models.rules import Rule
-from vapo_megatron.models.spec import Head, LatentAttention, Layer, ModelSpec
+from vapo_megatron.models.spec import Head, ModelSpec
 from vapo_megatron.models.stacked_experts import Stacked
 
 # Where Transformer Engine fuses a norm into the linear layer after it: its name, and the

@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from vapo_megatron.agents.episodes import Agents, check_agent
+from vapo_megatron.agents.agent import check_agent
+from vapo_megatron.agents.episodes import Agents
 from vapo_megatron.agents.leftovers import leftovers_end
 from vapo_megatron.algorithms.critic_faults import value_faults
 from vapo_megatron.algorithms.critic_metrics import Figures, figures_of

@@ -19,18 +19,17 @@ from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.errors import BadInput
 from vapo_megatron.megatron.mesh import check_layout, check_model_layout, stage_pieces
 from vapo_megatron.megatron.offload import Part
-from vapo_megatron.models.registry import read_spec
-from vapo_megatron.models.rules import Rule
-from vapo_megatron.models.spec import (
+from vapo_megatron.models.layers import (
     SINK_CHANNELS,
     DeltaNet,
     Experts,
-    Head,
     LatentAttention,
     Layer,
-    ModelSpec,
     SelfAttention,
 )
+from vapo_megatron.models.registry import read_spec
+from vapo_megatron.models.rules import Rule
+from vapo_megatron.models.spec import Head, ModelSpec
 from vapo_megatron.operations.plan.inputs import Hardware, Lengths, model_directory
 from vapo_megatron.weights.adapters import adapter_entries, check_adapter
 

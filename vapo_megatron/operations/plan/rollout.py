@@ -10,8 +10,9 @@ from vapo_megatron.config.algorithm import DynamicSamplingConfig
 from vapo_megatron.config.model import LayoutConfig, RecomputeConfig
 from vapo_megatron.config.plan import PlannedRunConfig
 from vapo_megatron.config.rollout import RolloutConfig
+from vapo_megatron.models.layers import AttentionKind, DeltaNet
 from vapo_megatron.models.rules import Rule
-from vapo_megatron.models.spec import AttentionKind, DeltaNet, Head, ModelSpec
+from vapo_megatron.models.spec import Head, ModelSpec
 from vapo_megatron.operations.plan.inputs import Hardware, Lengths
 
 # SGLang's prefill takes the prompts in pieces of at most this many tokens (its chunked_prefill_size

@@ -27,7 +27,7 @@ from sglang.srt.models import (
 )
 
 from vapo_megatron.engines.inside import cpu_delta_net, cpu_shim
-from vapo_megatron.models.spec import LatentAttention
+from vapo_megatron.models.layers import LatentAttention
 
 _Weights: TypeAlias = Iterable[tuple[str, torch.Tensor]]
 
