@@ -17,7 +17,7 @@ import torch
 
 from benchmarks.common import growth, heavy_tailed_lengths, in_turns, parser, publish, ratio_figure
 from vapo_megatron.config.algorithm import AlgorithmConfig
-from vapo_megatron.data.batch import from_samples
+from vapo_megatron.data.collation import from_samples
 from vapo_megatron.data.sample import Prompt, Sample
 from vapo_megatron.training.advantages import critic_row, gae
 from vapo_megatron.training.shards import ShardedBatch, scatter

@@ -24,7 +24,7 @@ from benchmarks.common import growth, in_turns, parser, publish, ratio_figure
 from vapo_megatron.agents.recording import Recording, Segment
 from vapo_megatron.config.data import PromptTemplate
 from vapo_megatron.data import prompt_tokens
-from vapo_megatron.data.batch import from_samples
+from vapo_megatron.data.collation import from_samples
 from vapo_megatron.data.microbatch import pack
 from vapo_megatron.data.rows import Problem
 from vapo_megatron.data.sample import Prompt, Sample

@@ -37,12 +37,13 @@ import torch.distributed as dist
 from benchmarks.common import Planner, growth, heavy_tailed_lengths, over_ranks, parser, publish
 from vapo_megatron.config.algorithm import AlgorithmConfig
 from vapo_megatron.config.run import MonitoringConfig
-from vapo_megatron.data.batch import ExperienceBatch, SampleTable, from_samples
+from vapo_megatron.data.batch import ExperienceBatch, SampleTable
+from vapo_megatron.data.collation import from_samples
 from vapo_megatron.data.microbatch import pack
 from vapo_megatron.data.sample import Prompt, Sample
 from vapo_megatron.engines.inside import columns
+from vapo_megatron.engines.server.address import EngineAddress
 from vapo_megatron.engines.server.client import EngineClient
-from vapo_megatron.engines.server.process import EngineAddress
 from vapo_megatron.monitoring.recorder import Recorder
 from vapo_megatron.monitoring.timers import MemoryGauge, host_gauge
 from vapo_megatron.training.advantages import estimate_advantages

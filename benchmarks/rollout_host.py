@@ -32,11 +32,11 @@ import numpy as np
 from aiohttp import web
 
 from benchmarks.common import anonymous_bytes, growth, in_turns, parser, publish, ratio_figure
-from vapo_megatron.data.batch import from_samples
+from vapo_megatron.data.collation import from_samples
 from vapo_megatron.data.sample import Prompt, Sample
 from vapo_megatron.engines.inside import columns
+from vapo_megatron.engines.server.address import EngineAddress
 from vapo_megatron.engines.server.client import EngineClient
-from vapo_megatron.engines.server.process import EngineAddress
 
 PROMPT = Prompt("", "", "", tuple(range(200)))
 PARAMS = {

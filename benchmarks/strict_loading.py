@@ -20,7 +20,8 @@ import numpy as np
 import torch
 
 from benchmarks.common import growth, in_turns, parser, publish, ratio_figure
-from vapo_megatron.engines.inside.strict_loading import StrictLoader, take_message
+from vapo_megatron.engines.inside.strict_loading import StrictLoader
+from vapo_megatron.engines.inside.strict_updates import take_message
 from vapo_megatron.weights.bucket import DeviceSlots, announce, pack, sums_of_places
 
 EXPERTS = 128

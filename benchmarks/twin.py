@@ -41,8 +41,8 @@ from vapo_megatron.config.rollout import (
 from vapo_megatron.config.run import BatchConfig
 from vapo_megatron.data.prompts import PromptSource
 from vapo_megatron.data.sample import Prompt, Sample
+from vapo_megatron.engines.server.address import EngineAddress
 from vapo_megatron.engines.server.client import EngineClient, PauseMode
-from vapo_megatron.engines.server.process import EngineAddress
 from vapo_megatron.operations.plan.rollout import BETWEEN_PROMPTS
 from vapo_megatron.operations.plan.simulation import Outcome, Scenario, simulate
 from vapo_megatron.rollout.dispatcher import Dispatcher

@@ -34,8 +34,9 @@ import vapo_megatron.training.value_pretraining as value_pretraining
 from vapo_megatron import logs
 from vapo_megatron.config import algorithm
 from vapo_megatron.config.load import load_config
-from vapo_megatron.config.train import SftConfig, TrainConfig
-from vapo_megatron.engines.server.process import EngineAddress
+from vapo_megatron.config.sft import SftConfig
+from vapo_megatron.config.train import TrainConfig
+from vapo_megatron.engines.server.address import EngineAddress
 from vapo_megatron.errors import VapoError
 from vapo_megatron.run import launch, rank
 from vapo_megatron.training import sft

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from hf_models import VOCAB
 
-from vapo_megatron.data.batch import ExperienceBatch, from_samples
+from vapo_megatron.data.batch import ExperienceBatch
+from vapo_megatron.data.collation import from_samples
 from vapo_megatron.data.prompts import PromptSource
 from vapo_megatron.data.sample import Prompt, Sample
 from vapo_megatron.training.shards import ShardedBatch, scatter

@@ -10,7 +10,8 @@ from tiny_qwen3 import make_model
 from transformers import Qwen3ForCausalLM
 
 from vapo_megatron.config.rollout import RolloutConfig
-from vapo_megatron.engines.server.process import EngineAddress, EngineServer
+from vapo_megatron.engines.server.address import EngineAddress
+from vapo_megatron.engines.server.process import EngineServer
 
 # On a GPU, compile kernels when they are met: DeepGEMM otherwise spends minutes on all that an
 # engine may ever need.

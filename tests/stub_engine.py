@@ -16,7 +16,7 @@ from pathlib import Path
 import vapo_megatron
 from vapo_megatron.engines.inside.heartbeat import HEALTH_PATH, lost_processes
 from vapo_megatron.engines.remote_engines import PROTOCOL
-from vapo_megatron.engines.server.process import EngineAddress
+from vapo_megatron.engines.server.address import EngineAddress
 
 
 class StubServer:

@@ -12,9 +12,11 @@ import typer
 from vapo_megatron.cli import PRESETS, SCRIPTS, app
 from vapo_megatron.config.base import Section, known_keys
 from vapo_megatron.config.critic_probes import ProbedRunConfig
+from vapo_megatron.config.evaluate import EvaluateConfig
 from vapo_megatron.config.load import load_config
 from vapo_megatron.config.plan import PlanConfig
-from vapo_megatron.config.train import EvaluateConfig, SftConfig, TrainConfig
+from vapo_megatron.config.sft import SftConfig
+from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.errors import BadInput
 from vapo_megatron.operations.plan.inputs import SHIPPED
 from vapo_megatron.operations.plan.plan import default_world, make_plan

@@ -15,9 +15,11 @@ from pydantic_core import PydanticUndefined
 from vapo_megatron.cli import PRESETS
 from vapo_megatron.config.base import Section
 from vapo_megatron.config.critic_probes import ProbedRunConfig
+from vapo_megatron.config.evaluate import EvaluateConfig
 from vapo_megatron.config.explain import OTHER_TRAINERS
 from vapo_megatron.config.plan import PlanConfig
-from vapo_megatron.config.train import EvaluateConfig, SftConfig, TrainConfig
+from vapo_megatron.config.sft import SftConfig
+from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.files import atomic_write
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"

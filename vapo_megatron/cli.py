@@ -16,9 +16,11 @@ from vapo_megatron.checks.config import look_first
 from vapo_megatron.command_line import refuse_another_copy, run_app
 from vapo_megatron.config.base import Section, known_keys
 from vapo_megatron.config.critic_probes import CriticPretrainingConfig, ProbedRunConfig
+from vapo_megatron.config.evaluate import EvaluateConfig
 from vapo_megatron.config.load import load_config
 from vapo_megatron.config.plan import PlanConfig
-from vapo_megatron.config.train import EvaluateConfig, SftConfig, TrainConfig
+from vapo_megatron.config.sft import SftConfig
+from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.errors import BadInput
 from vapo_megatron.run.launch_env import place_from_environment
 

@@ -19,7 +19,8 @@ from examples.ablation.task import PROMPT_TOKENS, SPARE_TOKENS, longest_sequence
 from vapo_megatron.cli import PRESETS
 from vapo_megatron.config.base import Section
 from vapo_megatron.config.load import load_config
-from vapo_megatron.config.train import SftConfig, TrainConfig
+from vapo_megatron.config.sft import SftConfig
+from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.errors import BadInput
 from vapo_megatron.monitoring import names
 from vapo_megatron.monitoring.metrics import read_metrics

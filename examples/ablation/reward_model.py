@@ -27,7 +27,8 @@ from vapo_megatron.config.model import CriticConfig
 from vapo_megatron.config.run import MonitoringConfig
 from vapo_megatron.config.run_directory import make_run_dir
 from vapo_megatron.config.value import ValueLossConfig
-from vapo_megatron.data.batch import ExperienceBatch, from_samples
+from vapo_megatron.data.batch import ExperienceBatch
+from vapo_megatron.data.collation import from_samples
 from vapo_megatron.data.jsonl import read_rows
 from vapo_megatron.data.tokenizer import TextTokenizer
 from vapo_megatron.errors import told_in_one_line

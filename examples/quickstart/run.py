@@ -25,7 +25,8 @@ from vapo_megatron.config.base import known_keys, nearest  # noqa: E402
 from vapo_megatron.config.load import load_config  # noqa: E402
 from vapo_megatron.config.run import RunPlace  # noqa: E402
 from vapo_megatron.config.run_directory import check_place  # noqa: E402
-from vapo_megatron.config.train import SftConfig, TrainConfig  # noqa: E402
+from vapo_megatron.config.sft import SftConfig  # noqa: E402
+from vapo_megatron.config.train import TrainConfig  # noqa: E402
 from vapo_megatron.errors import BadInput, reason_of  # noqa: E402
 from vapo_megatron.evaluation.metrics import LAST_STEPS, mean_of_last  # noqa: E402
 from vapo_megatron.monitoring import names  # noqa: E402

@@ -15,8 +15,8 @@ from vapo_megatron.config.data import PromptTemplate
 from vapo_megatron.config.rollout import EpisodeConfig, RolloutConfig, SamplingConfig
 from vapo_megatron.data.sample import Prompt, Sample
 from vapo_megatron.data.tokenizer import TextTokenizer
+from vapo_megatron.engines.server.address import EngineAddress
 from vapo_megatron.engines.server.client import Completion
-from vapo_megatron.engines.server.process import EngineAddress
 from vapo_megatron.errors import TryAgain
 from vapo_megatron.rollout.dispatcher import Dispatcher
 from vapo_megatron.rollout.request import GroupRequest

@@ -14,7 +14,7 @@ from tiny_runs import CONTEXT, WORDS, evaluate_config, make_model, write_config
 
 from vapo_megatron.config.tiny_model import TinyModel
 from vapo_megatron.config.train import TrainConfig
-from vapo_megatron.engines.server.process import EngineAddress
+from vapo_megatron.engines.server.address import EngineAddress
 from vapo_megatron.megatron import schedule
 from vapo_megatron.weights.tiny import CHATML_TEMPLATE, save_tiny_model, word_tokenizer
 

@@ -24,13 +24,14 @@ from vapo_megatron.config.run import BatchConfig, MonitoringConfig
 from vapo_megatron.data.prompts import PromptSource
 from vapo_megatron.data.sample import Prompt, Sample
 from vapo_megatron.data.tokenizer import TextTokenizer
-from vapo_megatron.engines.server.process import EngineAddress
+from vapo_megatron.engines.server.address import EngineAddress
 from vapo_megatron.errors import TryAgain
 from vapo_megatron.monitoring.recorder import Recorder
 from vapo_megatron.rewards.math import Grade
 from vapo_megatron.rollout.dispatcher import Dispatcher
 from vapo_megatron.rollout.ledger import step_rule
-from vapo_megatron.rollout.stream import StopAsked, pack_groups, unpack_groups
+from vapo_megatron.rollout.packed_groups import pack_groups, unpack_groups
+from vapo_megatron.rollout.stream import StopAsked
 from vapo_megatron.training.rollouts import Rollouts
 
 # What the agent does with the row at each place, over and over. The first three have signal.

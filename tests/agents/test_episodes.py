@@ -20,7 +20,7 @@ from vapo_megatron.agents.episodes import Agents, episode_metrics, is_whole
 from vapo_megatron.config.data import PromptTemplate
 from vapo_megatron.config.reward import RewardConfig
 from vapo_megatron.config.rollout import EpisodeConfig, RolloutConfig, SamplingConfig
-from vapo_megatron.data.batch import from_samples
+from vapo_megatron.data.collation import from_samples
 from vapo_megatron.data.sample import Prompt
 from vapo_megatron.data.tokenizer import TextTokenizer
 from vapo_megatron.engines.server.process import EngineServer
@@ -31,8 +31,8 @@ from vapo_megatron.rewards.grading import grade_samples
 from vapo_megatron.rewards.math import Grade
 from vapo_megatron.rewards.pool import Case, VerifierPool
 from vapo_megatron.rollout.dispatcher import Dispatcher
+from vapo_megatron.rollout.packed_groups import pack_groups, unpack_groups
 from vapo_megatron.rollout.request import GroupRequest
-from vapo_megatron.rollout.stream import pack_groups, unpack_groups
 from vapo_megatron.weights.tiny import word_tokenizer
 
 TEMPLATE = (

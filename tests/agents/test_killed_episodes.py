@@ -15,12 +15,13 @@ from vapo_megatron.config.rollout import EpisodeConfig, RolloutConfig, SamplingC
 from vapo_megatron.data.prompts import PromptSource
 from vapo_megatron.data.sample import Prompt
 from vapo_megatron.data.tokenizer import TextTokenizer
+from vapo_megatron.engines.server.address import EngineAddress
 from vapo_megatron.engines.server.client import Completion
-from vapo_megatron.engines.server.process import EngineAddress
 from vapo_megatron.rollout.dispatcher import Dispatcher
 from vapo_megatron.rollout.ledger import Ledger, StepRule
+from vapo_megatron.rollout.packed_groups import pack_groups, unpack_groups
 from vapo_megatron.rollout.request import GroupRequest
-from vapo_megatron.rollout.stream import GroupStream, Work, pack_groups, unpack_groups
+from vapo_megatron.rollout.stream import GroupStream, Work
 from vapo_megatron.weights.tiny import word_tokenizer
 
 TEMPLATE = (

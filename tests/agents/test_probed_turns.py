@@ -26,7 +26,7 @@ from vapo_megatron.config.reward import RewardConfig
 from vapo_megatron.config.rollout import EpisodeConfig, RolloutConfig, SamplingConfig
 from vapo_megatron.data.sample import Prompt, Sample
 from vapo_megatron.data.tokenizer import TextTokenizer
-from vapo_megatron.engines.server.process import EngineAddress
+from vapo_megatron.engines.server.address import EngineAddress
 from vapo_megatron.errors import RunFailed
 from vapo_megatron.operations.critic_lab.command import probe_critic, probed
 from vapo_megatron.operations.critic_lab.probe_rollouts import Drawn, draw

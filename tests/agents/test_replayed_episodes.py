@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from stub_episodes import TEMPLATE, Engine, fresh_engine, make_tokenizer, play
 
-from vapo_megatron.data.batch import from_samples
+from vapo_megatron.data.collation import from_samples
 from vapo_megatron.data.microbatch import pack
 from vapo_megatron.data.sample import Sample
 from vapo_megatron.data.tokenizer import TextTokenizer

@@ -14,9 +14,10 @@ from vapo_megatron.agents import tool_format
 from vapo_megatron.agents.tool_format import check_tool_parser
 from vapo_megatron.checks.preflight import check_train
 from vapo_megatron.config.data import PromptTemplate
+from vapo_megatron.config.evaluate import EvaluateConfig
 from vapo_megatron.config.rollout import EpisodeConfig, RolloutConfig
 from vapo_megatron.config.tiny_model import TinyModel
-from vapo_megatron.config.train import EvaluateConfig, TrainConfig
+from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.data.tokenizer import TextTokenizer
 from vapo_megatron.engines.server.process import EngineServer
 from vapo_megatron.engines.server.tool_parsers import parsed_by_each

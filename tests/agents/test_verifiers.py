@@ -16,7 +16,7 @@ from vapo_megatron.config.rollout import EpisodeConfig, RolloutConfig, SamplingC
 from vapo_megatron.data.prompts import train_prompts
 from vapo_megatron.data.sample import Prompt, Sample
 from vapo_megatron.data.tokenizer import TextTokenizer
-from vapo_megatron.engines.server.process import EngineAddress
+from vapo_megatron.engines.server.address import EngineAddress
 from vapo_megatron.rollout.dispatcher import Dispatcher
 from vapo_megatron.rollout.request import GroupRequest
 

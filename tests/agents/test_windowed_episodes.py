@@ -12,10 +12,10 @@ from stub_episodes import Engine, Moody, agents_of, play
 
 from vapo_megatron.agents.episodes import episode_metrics
 from vapo_megatron.agents.recording import recorded_turns
-from vapo_megatron.data.batch import from_samples
+from vapo_megatron.data.collation import from_samples
 from vapo_megatron.data.sample import Prompt, Sample
 from vapo_megatron.data.tokenizer import TextTokenizer
-from vapo_megatron.rollout.stream import pack_groups, unpack_groups
+from vapo_megatron.rollout.packed_groups import pack_groups, unpack_groups
 
 pytestmark = pytest.mark.usefixtures("fresh")
 TURNS = 5

@@ -24,7 +24,7 @@ from vapo_megatron.checkpoint import checkpointer as checkpoint
 from vapo_megatron.checkpoint import nodes
 from vapo_megatron.checkpoint.manifest import Manifest, file_facts
 from vapo_megatron.checkpoint.nodes import NodeCopy, Nodes
-from vapo_megatron.config.train import SftConfig
+from vapo_megatron.config.sft import SftConfig
 from vapo_megatron.errors import TryAgain
 from vapo_megatron.run import launch
 from vapo_megatron.run.ranks import LOST_A_PEER

@@ -32,7 +32,8 @@ from vapo_megatron.checkpoint.recorded_rollouts import (
     write_rollout,
 )
 from vapo_megatron.config.algorithm import AlgorithmConfig
-from vapo_megatron.data.batch import ExperienceBatch, from_samples
+from vapo_megatron.data.batch import ExperienceBatch
+from vapo_megatron.data.collation import from_samples
 from vapo_megatron.data.sample import Prompt, Sample
 from vapo_megatron.errors import BadInput
 from vapo_megatron.files import CannotWrite

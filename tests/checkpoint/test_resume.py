@@ -41,8 +41,9 @@ from vapo_megatron.checkpoint.host_memory import host_memory, host_memory_of
 from vapo_megatron.checkpoint.manifest import GROUPS_FILE, Manifest, Progress
 from vapo_megatron.checkpoint.resume import Resumed, open_resumed, restore_run_files
 from vapo_megatron.config.run_directory import MARKER
-from vapo_megatron.config.train import SftConfig, TrainConfig
-from vapo_megatron.engines.server.process import EngineAddress
+from vapo_megatron.config.sft import SftConfig
+from vapo_megatron.config.train import TrainConfig
+from vapo_megatron.engines.server.address import EngineAddress
 from vapo_megatron.errors import BadInput, TryAgain
 from vapo_megatron.run import rank as run_rank
 from vapo_megatron.run.failures import explain

@@ -14,7 +14,7 @@ from attempts import fine_tune
 from tiny_runs import make_model, sft_config
 
 from vapo_megatron.checkpoint.checkpointer import Checkpointer
-from vapo_megatron.config.train import SftConfig
+from vapo_megatron.config.sft import SftConfig
 from vapo_megatron.errors import TryAgain
 from vapo_megatron.signals import first_signal
 

@@ -24,7 +24,8 @@ from vapo_megatron.config.data import EvalSet
 from vapo_megatron.config.load import load_config
 from vapo_megatron.config.reward import RewardConfig
 from vapo_megatron.config.train import TrainConfig
-from vapo_megatron.data.batch import ExperienceBatch, from_samples
+from vapo_megatron.data.batch import ExperienceBatch
+from vapo_megatron.data.collation import from_samples
 from vapo_megatron.data.records import KEY, Records, record_files
 from vapo_megatron.data.sample import Prompt, Sample
 from vapo_megatron.data.tokenizer import TextTokenizer

@@ -8,7 +8,7 @@ from vapo_megatron.cli import PRESETS
 from vapo_megatron.config.data import FieldNames
 from vapo_megatron.config.hub import with_models_from_hub
 from vapo_megatron.config.load import load_config
-from vapo_megatron.config.train import SftConfig
+from vapo_megatron.config.sft import SftConfig
 from vapo_megatron.data.rows import read_problems
 from vapo_megatron.errors import BadInput
 

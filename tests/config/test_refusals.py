@@ -9,11 +9,12 @@ from pydantic import ValidationError
 from vapo_megatron.config.algorithm import AlgorithmConfig
 from vapo_megatron.config.base import Section, known_keys
 from vapo_megatron.config.data import EvalSet, EvaluationDataConfig, PromptTemplate, ServerConfig
+from vapo_megatron.config.evaluate import EvaluateConfig
 from vapo_megatron.config.model import CriticConfig, LayoutConfig, OptimizerSettings
 from vapo_megatron.config.rollout import RolloutConfig
 from vapo_megatron.config.run import SftDataConfig
 from vapo_megatron.config.tiny_model import TinyModel
-from vapo_megatron.config.train import EvaluateConfig, TrainConfig
+from vapo_megatron.config.train import TrainConfig
 
 TRAIN: dict[str, Any] = {
     "model": {"path": "m"},

@@ -19,10 +19,12 @@ from omegaconf import OmegaConf
 from vapo_megatron.cli import PRESETS
 from vapo_megatron.config.base import Section
 from vapo_megatron.config.critic_probes import ProbedRunConfig
+from vapo_megatron.config.evaluate import EvaluateConfig
 from vapo_megatron.config.load import load_config
 from vapo_megatron.config.plan import PlanConfig
 from vapo_megatron.config.schema import editor_schema
-from vapo_megatron.config.train import EvaluateConfig, SftConfig, TrainConfig
+from vapo_megatron.config.sft import SftConfig
+from vapo_megatron.config.train import TrainConfig
 
 ROOT = Path(__file__).parents[2]
 VAPO = ROOT / "examples" / "gsm8k" / "vapo.yaml"

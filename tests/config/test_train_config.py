@@ -10,7 +10,8 @@ from vapo_megatron.cli import PRESETS
 from vapo_megatron.config.load import load_config
 from vapo_megatron.config.model import LayoutConfig
 from vapo_megatron.config.plan import PlanConfig
-from vapo_megatron.config.train import SftConfig, TrainConfig
+from vapo_megatron.config.sft import SftConfig
+from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.data.balance import Cost, plan_microbatches
 from vapo_megatron.errors import BadInput
 

@@ -7,7 +7,8 @@ import pytest
 import torch
 from batches import LENGTHS, make_batch
 
-from vapo_megatron.data.batch import ExperienceBatch, from_samples, stretches
+from vapo_megatron.data.batch import ExperienceBatch, stretches
+from vapo_megatron.data.collation import from_samples
 from vapo_megatron.data.sample import Prompt, Sample
 
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from vapo_megatron.data.balance import Cost, plan_microbatches
-from vapo_megatron.data.batch import ExperienceBatch, from_samples
+from vapo_megatron.data.batch import ExperienceBatch
+from vapo_megatron.data.collation import from_samples
 from vapo_megatron.data.microbatch import (
     Packed,
     Share,

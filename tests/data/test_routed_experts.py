@@ -9,7 +9,8 @@ import torch
 from batches import spread, whole_of
 from ranks import run_ranks
 
-from vapo_megatron.data.batch import ExperienceBatch, from_samples
+from vapo_megatron.data.batch import ExperienceBatch
+from vapo_megatron.data.collation import from_samples
 from vapo_megatron.data.microbatch import pack
 from vapo_megatron.data.sample import Prompt, Sample
 

@@ -11,10 +11,11 @@ import torch
 from batches import in_segments, with_observation, with_segment
 
 from vapo_megatron.algorithms.gae import decoupled_gae
-from vapo_megatron.data.batch import ExperienceBatch, from_samples
+from vapo_megatron.data.batch import ExperienceBatch
+from vapo_megatron.data.collation import from_samples
 from vapo_megatron.data.microbatch import pack, padded_lengths, planned_lengths
 from vapo_megatron.data.sample import Prompt, Sample
-from vapo_megatron.rollout.stream import pack_groups, unpack_groups
+from vapo_megatron.rollout.packed_groups import pack_groups, unpack_groups
 
 
 def episodes(seed: int, count: int = 5) -> list[Sample]:

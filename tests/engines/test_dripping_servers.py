@@ -12,11 +12,12 @@ import pytest
 
 from vapo_megatron.config.rollout import RolloutConfig
 from vapo_megatron.deadlines import ask
-from vapo_megatron.engines import keeper
-from vapo_megatron.engines.keeper import ask_health, end_server
+from vapo_megatron.engines import external_server
+from vapo_megatron.engines.external_server import ask_health, end_server
 from vapo_megatron.engines.server import process
+from vapo_megatron.engines.server.address import EngineAddress
 from vapo_megatron.engines.server.client import EngineClient, call_once
-from vapo_megatron.engines.server.process import EngineAddress, EngineServer
+from vapo_megatron.engines.server.process import EngineServer
 from vapo_megatron.errors import TryAgain
 
 PAUSE = 0.02  # seconds between two bytes: no read takes long
@@ -74,7 +75,7 @@ def test_health_of_an_engine(dripping: EngineAddress) -> None:
 
 
 def test_end_of_an_engine(dripping: EngineAddress, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keeper, "_END_SECONDS", DEADLINE)
+    monkeypatch.setattr(external_server, "_END_SECONDS", DEADLINE)
     end_server(dripping, "a test")
 
 

@@ -18,15 +18,11 @@ from stand_ins import Clock
 from stub_engine import StubServer
 
 from vapo_megatron.config.rollout import HealthConfig, RolloutConfig
+from vapo_megatron.engines.external_server import ask_health, end_server
 from vapo_megatron.engines.inside.heartbeat import Heartbeat, beats_with, register
-from vapo_megatron.engines.keeper import (
-    EngineKeeper,
-    ask_health,
-    end_server,
-    fault_of,
-    is_named,
-)
-from vapo_megatron.engines.server.process import EngineAddress, EngineServer
+from vapo_megatron.engines.keeper import EngineKeeper, fault_of, is_named
+from vapo_megatron.engines.server.address import EngineAddress
+from vapo_megatron.engines.server.process import EngineServer
 
 HEALTH = HealthConfig(answer_s=2, max_failures=2)
 DEADLINE = 120

@@ -14,7 +14,8 @@ import pytest
 from stub_engine import StubServer
 
 from vapo_megatron.config.rollout import HealthConfig, RolloutConfig
-from vapo_megatron.engines.keeper import EngineKeeper, ExternalServer, ask_health
+from vapo_megatron.engines.external_server import ExternalServer, ask_health
+from vapo_megatron.engines.keeper import EngineKeeper
 from vapo_megatron.engines.remote_engines import take_back
 
 CONFIG = RolloutConfig(health=HealthConfig(answer_s=1.0, max_failures=1))

@@ -9,7 +9,7 @@ import pytest
 from engine_faults import disturb, same_run
 
 from vapo_megatron.config.train import TrainConfig
-from vapo_megatron.engines.server.process import EngineAddress
+from vapo_megatron.engines.server.address import EngineAddress
 
 pytestmark = pytest.mark.full
 

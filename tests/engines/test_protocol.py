@@ -10,10 +10,10 @@ import numpy as np
 from safetensors import deserialize
 
 from vapo_megatron.engines.inside import columns, heartbeat
-from vapo_megatron.engines.inside.strict_loading import BROADCAST_GROUP, LOAD_FORMAT
+from vapo_megatron.engines.inside.strict_updates import BROADCAST_GROUP, LOAD_FORMAT
 from vapo_megatron.engines.remote_engines import PROTOCOL
+from vapo_megatron.engines.server.address import EngineAddress
 from vapo_megatron.engines.server.client import EngineClient, LoadAnswer
-from vapo_megatron.engines.server.process import EngineAddress
 from vapo_megatron.weights.bucket import Place, announce
 from vapo_megatron.weights.routed_experts import ExpertChoices
 

@@ -8,8 +8,8 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
+from vapo_megatron.engines.server.address import EngineAddress
 from vapo_megatron.engines.server.client import EngineClient
-from vapo_megatron.engines.server.process import EngineAddress
 from vapo_megatron.errors import RunFailed, TryAgain
 
 

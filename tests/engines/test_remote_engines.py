@@ -24,16 +24,17 @@ from tiny_runs import make_model, problems, write_config, write_rows
 from vapo_megatron.config.rollout import RolloutConfig, SamplingConfig
 from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.data.sample import Prompt
+from vapo_megatron.engines.external_server import ask_health
 from vapo_megatron.engines.inside.broadcast_group import BroadcastGroup
-from vapo_megatron.engines.keeper import ask_health
 from vapo_megatron.engines.remote_engines import (
     PROTOCOL,
     compatibility_fields,
     serve_engine,
     take_over_engines,
 )
+from vapo_megatron.engines.server.address import EngineAddress
 from vapo_megatron.engines.server.client import EngineClient
-from vapo_megatron.engines.server.process import EngineAddress, EngineServer
+from vapo_megatron.engines.server.process import EngineServer
 from vapo_megatron.engines.weight_sync.session import WeightSync
 from vapo_megatron.engines.weight_sync.transports import DistributedTransport
 from vapo_megatron.errors import BadInput, RunFailed, TryAgain

@@ -13,13 +13,11 @@ import pytest
 
 from vapo_megatron.config.rollout import RolloutConfig, SamplingConfig
 from vapo_megatron.data.sample import Prompt
-from vapo_megatron.engines.keeper import ask_health
-from vapo_megatron.engines.server.process import (
-    EngineServer,
-    _locked,
-    cause_in_log,
-    remove_left_folders,
-)
+from vapo_megatron.engines.external_server import ask_health
+from vapo_megatron.engines.server.address import cause_in_log
+from vapo_megatron.engines.server.process import EngineServer
+from vapo_megatron.engines.server.scratch import locked as _locked
+from vapo_megatron.engines.server.scratch import remove_left_folders
 from vapo_megatron.errors import RunFailed, TryAgain
 from vapo_megatron.rollout.dispatcher import Dispatcher
 from vapo_megatron.rollout.request import GenerationRequest

@@ -12,10 +12,11 @@ import pytest
 from commands import Command, assert_refused
 from tiny_runs import make_model, train_config
 
+from vapo_megatron.config.evaluate import EvaluateConfig
 from vapo_megatron.config.load import load_config
 from vapo_megatron.config.model import ModelConfig
 from vapo_megatron.config.rollout import RolloutConfig
-from vapo_megatron.config.train import EvaluateConfig, TrainConfig
+from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.data.prompts import eval_prompts
 from vapo_megatron.data.tokenizer import TextTokenizer
 from vapo_megatron.evaluation.check import at_its_place

@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from vapo_megatron.config.evaluate import EvaluateConfig
 from vapo_megatron.config.load import dump_config
-from vapo_megatron.config.train import EvaluateConfig
 from vapo_megatron.errors import BadInput, RunFailed, TryAgain
 from vapo_megatron.evaluation import openai_client
 from vapo_megatron.evaluation.command import evaluate_checkpoint

@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 
 from vapo_megatron.cli import PRESETS
+from vapo_megatron.config.evaluate import EvaluateConfig
 from vapo_megatron.config.load import load_config
 from vapo_megatron.config.plan import PlanConfig
-from vapo_megatron.config.train import EvaluateConfig, TrainConfig
+from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.operations.plan.plan import default_world, make_plan
 
 FOLDER = Path(__file__).parents[2] / "examples" / "aime_qwen2.5_32b"

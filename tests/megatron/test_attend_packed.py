@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from vapo_megatron.data.microbatch import local_positions
-from vapo_megatron.megatron import attention
-from vapo_megatron.megatron.attention import attend_packed, packed_segments
+from vapo_megatron.megatron import packed_attention
+from vapo_megatron.megatron.packed_attention import attend_packed, packed_segments
 
 HEADS = 4
 KV_HEADS = 2
@@ -134,8 +134,8 @@ def test_runs_of_queries_are_the_whole_with_its_gradients(
         return [out, *torch.autograd.grad((out * weight).sum(), inputs)]
 
     expected = attend()
-    monkeypatch.setattr(attention, "_MASK_ENTRIES", 900)
-    longest = [s for s in segments if attention._is_long(s, window)]
+    monkeypatch.setattr(packed_attention, "_MASK_ENTRIES", 900)
+    longest = [s for s in segments if packed_attention._is_long(s, window)]
     assert longest or (cp == 1 and window is None), "a causal square needs no mask"
     for mine_, whole in zip(attend(), expected, strict=True):
         assert torch.allclose(mine_, whole, atol=1e-5)
@@ -143,7 +143,7 @@ def test_runs_of_queries_are_the_whole_with_its_gradients(
 
 LONG = """
 import resource, sys, torch
-from vapo_megatron.megatron.attention import attend_packed, packed_segments
+from vapo_megatron.megatron.packed_attention import attend_packed, packed_segments
 tokens, cp, window = int(sys.argv[1]), int(sys.argv[2]), eval(sys.argv[3])
 q = torch.randn(tokens // cp, 1, 16).requires_grad_()
 k, v = (torch.randn(tokens, 1, 16).requires_grad_() for _ in range(2))

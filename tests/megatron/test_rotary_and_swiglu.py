@@ -7,7 +7,7 @@ from torch import Tensor
 
 from vapo_megatron.data.microbatch import local_positions
 from vapo_megatron.megatron.activations import clamped_swiglu, swiglu
-from vapo_megatron.megatron.attention import RotaryTables, rotate
+from vapo_megatron.megatron.rotary import RotaryTables, rotate
 from vapo_megatron.megatron.schedule import packed_sequences
 
 INV_FREQ = 10000.0 ** -(torch.arange(4) / 4)

@@ -12,7 +12,7 @@ from ranks import run_ranks
 from trainables import loss_of, make_trainable
 
 from vapo_megatron.config.model import LayoutConfig
-from vapo_megatron.data.batch import from_samples
+from vapo_megatron.data.collation import from_samples
 from vapo_megatron.data.sample import Prompt, Sample
 
 

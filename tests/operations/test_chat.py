@@ -21,17 +21,12 @@ from vapo_megatron.cli import PRESETS
 from vapo_megatron.config.critic_probes import ProbedRunConfig
 from vapo_megatron.config.load import load_config
 from vapo_megatron.config.value import ValueLossConfig
-from vapo_megatron.data.batch import from_samples
+from vapo_megatron.data.collation import from_samples
 from vapo_megatron.data.sample import Prompt, Sample
 from vapo_megatron.data.tokenizer import TextTokenizer
 from vapo_megatron.megatron.platform import current_platform
 from vapo_megatron.operations.chat import command
-from vapo_megatron.operations.chat.values import (
-    ValueReader,
-    coloured,
-    key_of_colours,
-    scale_of,
-)
+from vapo_megatron.operations.chat.values import ValueReader, coloured, key_of_colours, scale_of
 from vapo_megatron.operations.critic_lab.command import values_on_ranks
 from vapo_megatron.rollout.request import GenerationRequest, GroupRequest, empty_response
 

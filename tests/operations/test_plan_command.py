@@ -391,7 +391,7 @@ def test_a_plan_imports_no_megatron() -> None:
     """That takes five seconds, and a plan two."""
     program = (
         "import sys\nimport vapo_megatron.operations.plan.command, "
-        "vapo_megatron.operations.plan.simulation\n"
+        "vapo_megatron.operations.plan.rollout_modes\n"
         "print([name for name in ('megatron', 'transformers', 'sglang') if name in sys.modules])"
     )
     done = subprocess.run(

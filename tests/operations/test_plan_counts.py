@@ -15,8 +15,9 @@ from vapo_megatron.config.model import LayoutConfig, RecomputeConfig
 from vapo_megatron.models.registry import read_spec
 from vapo_megatron.models.rules import Rule
 from vapo_megatron.operations.plan.inputs import Lengths
-from vapo_megatron.operations.plan.models import can_be_cut, shard
+from vapo_megatron.operations.plan.models import can_be_cut
 from vapo_megatron.operations.plan.rollout import forward_flops, training_flops
+from vapo_megatron.operations.plan.shards import shard
 
 REAL = (
     "qwen2.5-math-1.5b.derived.json",

@@ -9,18 +9,12 @@ import numpy as np
 import pytest
 from plans import planned_config
 
-from vapo_megatron.operations.plan import simulation
+from vapo_megatron.operations.plan import rollout_modes
 from vapo_megatron.operations.plan.inputs import Lengths
 from vapo_megatron.operations.plan.plan import make_plan
 from vapo_megatron.operations.plan.rollout import rollout_seconds
-from vapo_megatron.operations.plan.simulation import (
-    Outcome,
-    Scenario,
-    drawn_lengths,
-    full_rate,
-    modes,
-    simulate,
-)
+from vapo_megatron.operations.plan.rollout_modes import drawn_lengths, full_rate, modes
+from vapo_megatron.operations.plan.simulation import Outcome, Scenario, simulate
 from vapo_megatron.rollout.ledger import DROPPED, StepRule
 
 
@@ -197,7 +191,7 @@ def test_what_is_simulated_is_announced_before(
         drawn.append(outcome.counts["drawn"])
         return outcome
 
-    monkeypatch.setattr(simulation, "simulate", counted)
+    monkeypatch.setattr(rollout_modes, "simulate", counted)
     config = planned_config(
         Path("Qwen2.5-1.5B"), "batch.prompts_per_step=16", "plan.mean_response_tokens=200", *more
     )

@@ -15,7 +15,8 @@ from vapo_megatron.cli import PRESETS
 from vapo_megatron.config.critic_probes import ProbedRunConfig
 from vapo_megatron.config.load import load_config
 from vapo_megatron.config.regression import RegressionConfig
-from vapo_megatron.data.batch import ExperienceBatch, from_samples
+from vapo_megatron.data.batch import ExperienceBatch
+from vapo_megatron.data.collation import from_samples
 from vapo_megatron.data.sample import Prompt, Sample
 from vapo_megatron.errors import BadInput
 from vapo_megatron.operations.critic_lab import regression_lab

@@ -18,13 +18,14 @@ from vapo_megatron.config.rollout import RolloutConfig, SamplingConfig
 from vapo_megatron.data.prompts import PromptSource
 from vapo_megatron.data.sample import FinishReason, Prompt, Sample
 from vapo_megatron.engines.inside.heartbeat import END_PATH
+from vapo_megatron.engines.server.address import EngineAddress
 from vapo_megatron.engines.server.client import Completion
-from vapo_megatron.engines.server.process import EngineAddress
 from vapo_megatron.errors import RunFailed, TryAgain
 from vapo_megatron.rollout.dispatcher import Dispatcher
 from vapo_megatron.rollout.ledger import Ledger, StepRule
+from vapo_megatron.rollout.packed_groups import pack_groups, unpack_groups
 from vapo_megatron.rollout.request import GenerationRequest, GroupRequest
-from vapo_megatron.rollout.stream import GroupStream, Work, pack_groups, unpack_groups
+from vapo_megatron.rollout.stream import GroupStream, Work
 
 SAMPLING = SamplingConfig(max_new_tokens=8)
 PROMPTS = [Prompt(str(n), "", "", (n,), cursor=n) for n in range(12)]

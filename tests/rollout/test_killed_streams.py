@@ -15,9 +15,10 @@ from vapo_megatron.data.sample import Prompt, Sample
 from vapo_megatron.errors import RunFailed
 from vapo_megatron.loop_thread import LoopThread
 from vapo_megatron.rollout.ledger import DROPPED, Ledger, StepRule
+from vapo_megatron.rollout.packed_groups import pack_groups, unpack_groups
 from vapo_megatron.rollout.progress import Progress
 from vapo_megatron.rollout.request import GroupRequest
-from vapo_megatron.rollout.stream import GroupStream, Work, pack_groups, unpack_groups
+from vapo_megatron.rollout.stream import GroupStream, Work
 
 PROMPTS = [Prompt(str(n), "", "", (n, 7)) for n in range(500)]
 

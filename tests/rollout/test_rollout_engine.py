@@ -14,7 +14,7 @@ from transformers import Qwen3ForCausalLM
 
 from vapo_megatron.config.rollout import AsynchronousConfig, RolloutConfig, SamplingConfig
 from vapo_megatron.data.sample import Prompt
-from vapo_megatron.engines.keeper import ask_health
+from vapo_megatron.engines.external_server import ask_health
 from vapo_megatron.engines.server.client import EngineClient, PauseMode
 from vapo_megatron.engines.server.process import EngineServer
 from vapo_megatron.engines.weight_sync.session import WeightSync

@@ -12,17 +12,18 @@ import pytest
 
 from vapo_megatron.config.reward import RewardConfig
 from vapo_megatron.config.rollout import RolloutConfig, SamplingConfig
-from vapo_megatron.data.batch import from_samples
+from vapo_megatron.data.collation import from_samples
 from vapo_megatron.data.prompts import PromptSource
 from vapo_megatron.data.sample import FinishReason, Prompt, Sample
+from vapo_megatron.engines.server.address import EngineAddress
 from vapo_megatron.engines.server.client import Completion
-from vapo_megatron.engines.server.process import EngineAddress
 from vapo_megatron.rewards.grading import TRUNCATED, grade_samples
 from vapo_megatron.rewards.pool import VerifierPool
 from vapo_megatron.rollout.dispatcher import Dispatcher
 from vapo_megatron.rollout.ledger import Ledger, StepRule
+from vapo_megatron.rollout.packed_groups import pack_groups, unpack_groups
 from vapo_megatron.rollout.request import GroupRequest
-from vapo_megatron.rollout.stream import GroupStream, StopAsked, Work, pack_groups, unpack_groups
+from vapo_megatron.rollout.stream import GroupStream, StopAsked, Work
 from vapo_megatron.training.rollouts import age_metrics
 
 WINDOW = 4

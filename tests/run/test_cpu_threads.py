@@ -11,7 +11,8 @@ from tiny_runs import make_model, problems, write_rows
 from vapo_megatron.checkpoint.resume import Start
 from vapo_megatron.config.rollout import RolloutConfig
 from vapo_megatron.config.train import TrainConfig
-from vapo_megatron.engines.server.process import EngineAddress, EngineServer
+from vapo_megatron.engines.server.address import EngineAddress
+from vapo_megatron.engines.server.process import EngineServer
 from vapo_megatron.run import launch
 
 

@@ -21,7 +21,7 @@ from vapo_megatron.checkpoint.manifest import MANIFEST_FILE, Damaged, Manifest, 
 from vapo_megatron.checkpoint.resume import Start
 from vapo_megatron.config.load import dump_config
 from vapo_megatron.config.train import TrainConfig
-from vapo_megatron.engines.server.process import EngineAddress
+from vapo_megatron.engines.server.address import EngineAddress
 from vapo_megatron.errors import Interrupted, TryAgain
 from vapo_megatron.run import launch
 from vapo_megatron.run.ranks import RankKilled

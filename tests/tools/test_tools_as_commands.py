@@ -7,7 +7,7 @@ from pathlib import Path
 
 from vapo_megatron.cli import PRESETS, SCRIPTS
 from vapo_megatron.config.load import load_config
-from vapo_megatron.config.train import SftConfig
+from vapo_megatron.config.sft import SftConfig
 
 ROOT = Path(__file__).parents[2]
 LAUNCH = "import sys; from vapo_megatron.cli import main; sys.argv[0] = 'vapo-megatron'; main()"

@@ -18,7 +18,8 @@ from switch_formulas import ADAM
 
 from vapo_megatron.config.run import MonitoringConfig
 from vapo_megatron.config.train import TrainConfig
-from vapo_megatron.data.batch import ExperienceBatch, from_samples
+from vapo_megatron.data.batch import ExperienceBatch
+from vapo_megatron.data.collation import from_samples
 from vapo_megatron.data.sample import Prompt, Sample
 from vapo_megatron.megatron.trainable import Trainable
 from vapo_megatron.monitoring.recorder import Advance, Recorder

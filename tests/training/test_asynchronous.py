@@ -14,7 +14,7 @@ from attempts import End, World, config_of, kill_at, left_behind, live, make_wor
 from command_lines import command_line
 
 from vapo_megatron.config.train import TrainConfig
-from vapo_megatron.engines.server.process import EngineAddress
+from vapo_megatron.engines.server.address import EngineAddress
 from vapo_megatron.rollout import stream
 
 pytestmark = pytest.mark.full

@@ -15,7 +15,7 @@ from written_rollouts import CUT, END, RIGHT, WRONG, write_rollouts
 from vapo_megatron.config.algorithm import AlgorithmConfig, DynamicSamplingConfig
 from vapo_megatron.config.rollout import AsynchronousConfig, PartialResponsesConfig, RolloutConfig
 from vapo_megatron.config.run import BatchConfig, MonitoringConfig
-from vapo_megatron.data.batch import from_samples
+from vapo_megatron.data.collation import from_samples
 from vapo_megatron.data.sample import Prompt, Sample
 from vapo_megatron.monitoring.recorder import Recorder
 from vapo_megatron.rollout.ledger import StepRule, step_rule

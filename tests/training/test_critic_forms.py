@@ -15,7 +15,7 @@ from vapo_megatron.config.critic_probes import ProbedRunConfig
 from vapo_megatron.config.load import load_config
 from vapo_megatron.config.tiny_model import TinyModel
 from vapo_megatron.config.train import TrainConfig
-from vapo_megatron.engines.server.process import EngineAddress
+from vapo_megatron.engines.server.address import EngineAddress
 from vapo_megatron.megatron.probe import PROBE_FILE, read_probe
 from vapo_megatron.models.registry import read_spec
 from vapo_megatron.operations.critic_lab.command import probe_critic

@@ -16,7 +16,8 @@ from written_rollouts import END, RIGHT, WRONG, write_rollouts
 from vapo_megatron.algorithms.policy_loss import ppo_clip
 from vapo_megatron.config.algorithm import AlgorithmConfig
 from vapo_megatron.config.run import MonitoringConfig
-from vapo_megatron.data.batch import ExperienceBatch, from_samples
+from vapo_megatron.data.batch import ExperienceBatch
+from vapo_megatron.data.collation import from_samples
 from vapo_megatron.data.sample import Prompt, Sample
 from vapo_megatron.errors import BadInput
 from vapo_megatron.monitoring.recorder import Recorder

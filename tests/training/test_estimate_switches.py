@@ -20,7 +20,8 @@ from torch import Tensor
 from vapo_megatron.algorithms.registry import ESTIMATORS, call_with
 from vapo_megatron.config.algorithm import AlgorithmConfig
 from vapo_megatron.config.run import MonitoringConfig
-from vapo_megatron.data.batch import ExperienceBatch, from_samples
+from vapo_megatron.data.batch import ExperienceBatch
+from vapo_megatron.data.collation import from_samples
 from vapo_megatron.data.sample import Prompt, Sample
 from vapo_megatron.monitoring import names
 from vapo_megatron.monitoring.recorder import Recorder

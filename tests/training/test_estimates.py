@@ -10,7 +10,8 @@ from torch import Tensor
 from vapo_megatron.algorithms import policy_loss, value_loss
 from vapo_megatron.config.algorithm import AdvantageConfig, AlgorithmConfig
 from vapo_megatron.config.value import ValueLossConfig
-from vapo_megatron.data.batch import ExperienceBatch, from_samples
+from vapo_megatron.data.batch import ExperienceBatch
+from vapo_megatron.data.collation import from_samples
 from vapo_megatron.data.sample import Prompt, Sample
 from vapo_megatron.errors import BadInput
 from vapo_megatron.megatron.token_loss import StepResult

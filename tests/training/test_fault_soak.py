@@ -21,7 +21,7 @@ from fault_soak import Fuzzer, Soak, cells, temporary_files_of_its_own
 
 from vapo_megatron.checkpoint import checkpointer as checkpoint
 from vapo_megatron.checkpoint.host_memory import host_memory_of
-from vapo_megatron.engines.server.process import EngineAddress
+from vapo_megatron.engines.server.address import EngineAddress
 from vapo_megatron.rollout.ledger import DROPPED
 
 STEPS = 12

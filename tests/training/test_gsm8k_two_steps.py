@@ -16,8 +16,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tools.make_tiny_model import app
 from vapo_megatron.cli import PRESETS
+from vapo_megatron.config.evaluate import EvaluateConfig
 from vapo_megatron.config.load import load_config
-from vapo_megatron.config.train import EvaluateConfig, TrainConfig
+from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.data.tokenizer import TextTokenizer
 
 pytestmark = pytest.mark.full

@@ -14,12 +14,13 @@ from vapo_megatron.algorithms.advantages import reinforce_pp
 from vapo_megatron.algorithms.gae import length_adaptive_lambda, monte_carlo_returns
 from vapo_megatron.config.algorithm import AlgorithmConfig
 from vapo_megatron.config.run import MonitoringConfig
-from vapo_megatron.data.batch import ExperienceBatch, from_samples
+from vapo_megatron.data.batch import ExperienceBatch
+from vapo_megatron.data.collation import from_samples
 from vapo_megatron.data.microbatch import Share, pack
 from vapo_megatron.data.sample import Prompt, Sample
 from vapo_megatron.monitoring import names
 from vapo_megatron.monitoring.recorder import Recorder
-from vapo_megatron.rollout.stream import pack_groups, unpack_groups
+from vapo_megatron.rollout.packed_groups import pack_groups, unpack_groups
 from vapo_megatron.training.advantages import estimate_advantages
 from vapo_megatron.training.metrics import policy_metrics, rollout_metrics
 from vapo_megatron.training.shards import ModelInput

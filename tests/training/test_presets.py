@@ -35,7 +35,8 @@ from vapo_megatron.config.load import load_config
 from vapo_megatron.config.rollout import RolloutConfig
 from vapo_megatron.config.run import BatchConfig
 from vapo_megatron.config.train import TrainConfig
-from vapo_megatron.engines.server.process import EngineAddress, EngineServer
+from vapo_megatron.engines.server.address import EngineAddress
+from vapo_megatron.engines.server.process import EngineServer
 from vapo_megatron.megatron.trainable import Trainable
 from vapo_megatron.training.models import Models
 from vapo_megatron.weights.export import stream_hf

@@ -17,7 +17,8 @@ from trainables import make_trainable
 
 from vapo_megatron.config.run import MonitoringConfig
 from vapo_megatron.config.value import ValueLossConfig
-from vapo_megatron.data.batch import ExperienceBatch, from_samples
+from vapo_megatron.data.batch import ExperienceBatch
+from vapo_megatron.data.collation import from_samples
 from vapo_megatron.data.sample import Prompt, Sample
 from vapo_megatron.megatron.trainable import Trainable
 from vapo_megatron.monitoring.names import EXPLAINED_VARIANCE

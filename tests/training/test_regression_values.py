@@ -20,7 +20,8 @@ from vapo_megatron.algorithms.segments import place_terminal
 from vapo_megatron.config.algorithm import AlgorithmConfig
 from vapo_megatron.config.regression import RegressionConfig
 from vapo_megatron.config.run import MonitoringConfig
-from vapo_megatron.data.batch import ExperienceBatch, from_samples
+from vapo_megatron.data.batch import ExperienceBatch
+from vapo_megatron.data.collation import from_samples
 from vapo_megatron.data.sample import Prompt, Sample
 from vapo_megatron.monitoring import names
 from vapo_megatron.monitoring.recorder import Recorder

@@ -28,7 +28,7 @@ from vapo_megatron.checkpoint.checkpoints import CheckpointName
 from vapo_megatron.checkpoint.manifest import Progress
 from vapo_megatron.config.run import MonitoringConfig
 from vapo_megatron.config.train import TrainConfig
-from vapo_megatron.data.batch import from_samples
+from vapo_megatron.data.collation import from_samples
 from vapo_megatron.data.sample import Sample
 from vapo_megatron.data.tokenizer import TextTokenizer
 from vapo_megatron.errors import BadInput, TryAgain
@@ -38,8 +38,8 @@ from vapo_megatron.monitoring.recorder import Recorder
 from vapo_megatron.rewards.math import FAILED, Grade
 from vapo_megatron.rewards.pool import Case
 from vapo_megatron.rollout.ledger import StepRule
+from vapo_megatron.rollout.packed_groups import pack_groups, unpack_groups
 from vapo_megatron.rollout.request import GenerationRequest, GroupRequest
-from vapo_megatron.rollout.stream import pack_groups, unpack_groups
 from vapo_megatron.training.rollouts import Rollouts, age_metrics, make_rollouts
 from vapo_megatron.weights.routed_experts import ExpertChoices
 

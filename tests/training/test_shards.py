@@ -19,7 +19,8 @@ from vapo_megatron.config.algorithm import AlgorithmConfig
 from vapo_megatron.config.model import LayoutConfig
 from vapo_megatron.config.run import MonitoringConfig
 from vapo_megatron.data.balance import Cost, plan_microbatches
-from vapo_megatron.data.batch import ExperienceBatch, from_samples
+from vapo_megatron.data.batch import ExperienceBatch
+from vapo_megatron.data.collation import from_samples
 from vapo_megatron.data.sample import Prompt, Sample
 from vapo_megatron.megatron.mesh import make_mesh
 from vapo_megatron.monitoring.recorder import Recorder

@@ -17,7 +17,7 @@ from hf_models import write_model
 from ranks import run_ranks
 from trainables import make_trainable, policy_loss, weights_digest
 
-from vapo_megatron.engines.server.process import EngineAddress
+from vapo_megatron.engines.server.address import EngineAddress
 from vapo_megatron.megatron import trainable as trainable_module
 from vapo_megatron.megatron.optimizer import optimizer_tensors
 from vapo_megatron.training import skipped_updates, updates

@@ -12,7 +12,7 @@ from vapo_megatron.checkpoint.manifest import GROUPS_FILE
 from vapo_megatron.checkpoint.state_saver import Snapshot
 from vapo_megatron.config.run import CheckpointConfig, RunConfig
 from vapo_megatron.data.sample import Prompt, Sample
-from vapo_megatron.rollout.stream import pack_groups, unpack_groups
+from vapo_megatron.rollout.packed_groups import pack_groups, unpack_groups
 from vapo_megatron.training import state as state_module
 from vapo_megatron.training.return_history import TRACKER_FILE
 from vapo_megatron.training.skipped_updates import SkippedUpdates

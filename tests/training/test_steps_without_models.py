@@ -21,7 +21,8 @@ from threads import on_threads
 from torch import Tensor
 
 from vapo_megatron.config.algorithm import AlgorithmConfig
-from vapo_megatron.data.batch import ExperienceBatch, from_samples
+from vapo_megatron.data.batch import ExperienceBatch
+from vapo_megatron.data.collation import from_samples
 from vapo_megatron.data.sample import Prompt, Sample
 from vapo_megatron.megatron.token_loss import StepResult
 from vapo_megatron.monitoring import names

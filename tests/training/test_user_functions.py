@@ -9,7 +9,8 @@ import torch
 
 from vapo_megatron.algorithms.selection import loss_mask
 from vapo_megatron.config.algorithm import AlgorithmConfig
-from vapo_megatron.data.batch import ExperienceBatch, from_samples
+from vapo_megatron.data.batch import ExperienceBatch
+from vapo_megatron.data.collation import from_samples
 from vapo_megatron.data.sample import Prompt, Sample
 from vapo_megatron.errors import BadInput
 from vapo_megatron.training.user_functions import (

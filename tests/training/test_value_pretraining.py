@@ -8,7 +8,8 @@ import torch
 from vapo_megatron.algorithms.gae import decoupled_gae, monte_carlo_returns
 from vapo_megatron.algorithms.segments import place_terminal
 from vapo_megatron.config.value import ValueLossConfig, ValuePretrainingConfig
-from vapo_megatron.data.batch import ExperienceBatch, from_samples
+from vapo_megatron.data.batch import ExperienceBatch
+from vapo_megatron.data.collation import from_samples
 from vapo_megatron.data.sample import Prompt, Sample
 from vapo_megatron.monitoring import names
 from vapo_megatron.training.value_pretraining import (

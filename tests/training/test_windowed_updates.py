@@ -12,7 +12,7 @@ from vapo_megatron.config.algorithm import AlgorithmConfig
 from vapo_megatron.config.run import MonitoringConfig
 from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.config.value import ValueLossConfig
-from vapo_megatron.data.batch import from_samples
+from vapo_megatron.data.collation import from_samples
 from vapo_megatron.data.microbatch import Share
 from vapo_megatron.data.sample import Prompt, Sample
 from vapo_megatron.errors import BadInput

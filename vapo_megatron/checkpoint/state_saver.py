@@ -48,7 +48,8 @@ from vapo_megatron.checkpoint.resume import RUN_FILES, Resumed, SavedModel, layo
 from vapo_megatron.collectives import gather_values, on_rank_zero
 from vapo_megatron.config.load import dump_config
 from vapo_megatron.config.run import RetentionConfig
-from vapo_megatron.config.train import SftConfig, TrainConfig
+from vapo_megatron.config.sft import SftConfig
+from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.errors import BadInput, reason_of
 from vapo_megatron.files import atomic_write, sync
 from vapo_megatron.megatron.mesh import world_timeout

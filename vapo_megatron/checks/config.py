@@ -7,9 +7,11 @@ from pathlib import Path
 
 from vapo_megatron.checks.limits import check_open_files
 from vapo_megatron.config.critic_probes import CriticPretrainingConfig
+from vapo_megatron.config.evaluate import EvaluateConfig
 from vapo_megatron.config.run import MonitoringConfig
 from vapo_megatron.config.run_directory import check_folders, check_place
-from vapo_megatron.config.train import EvaluateConfig, SftConfig, TrainConfig
+from vapo_megatron.config.sft import SftConfig
+from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.data.jsonl import read_rows
 from vapo_megatron.data.rows import eval_problems, train_problems
 from vapo_megatron.errors import BadInput

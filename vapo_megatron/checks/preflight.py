@@ -36,7 +36,8 @@ from vapo_megatron.checks.sizes import (
 from vapo_megatron.config.model import AdapterConfig, TrainableConfig
 from vapo_megatron.config.proportions import proportions_left
 from vapo_megatron.config.run_directory import check_room
-from vapo_megatron.config.train import SftConfig, TrainConfig
+from vapo_megatron.config.sft import SftConfig
+from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.config.verifiers import VERIFIERS
 from vapo_megatron.data.prompts import eval_prompts, train_prompts
 from vapo_megatron.data.records import KEY, Records

@@ -6,8 +6,10 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Literal
 
+from vapo_megatron.config.evaluate import EvaluateConfig
 from vapo_megatron.config.model import TrainableConfig
-from vapo_megatron.config.train import EvaluateConfig, SftConfig, TrainConfig
+from vapo_megatron.config.sft import SftConfig
+from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.engines.engine_limits import check_context, check_engine_size
 from vapo_megatron.errors import BadInput
 from vapo_megatron.megatron.mesh import check_layout, check_model_layout, stage_pieces

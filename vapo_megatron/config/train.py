@@ -1,5 +1,4 @@
-"""The configs of `vapo-megatron train`, `sft` and `evaluate`: all sections, and the rules across
-them."""
+"""The config of `vapo-megatron train`: all sections, and the rules across them."""
 
 from pathlib import Path
 from typing import Self
@@ -9,7 +8,7 @@ from pydantic import Field, model_validator
 from vapo_megatron.algorithms.registry import POLICY_LOSSES
 from vapo_megatron.config.algorithm import OF_GREEDY, OF_GROUPS, SELECTS, AlgorithmConfig
 from vapo_megatron.config.base import Section, nearest, refuse
-from vapo_megatron.config.data import DataConfig, EvaluationDataConfig, ServerConfig
+from vapo_megatron.config.data import DataConfig
 from vapo_megatron.config.model import (
     ActorConfig,
     CriticConfig,
@@ -26,11 +25,8 @@ from vapo_megatron.config.run import (
     EvaluationConfig,
     ExportConfig,
     MonitoringConfig,
-    ResumableRun,
     RobustnessConfig,
     RunConfig,
-    RunPlace,
-    SftDataConfig,
 )
 from vapo_megatron.config.value import ValuePretrainingConfig
 
@@ -443,64 +439,3 @@ class TrainConfig(Section):
     def model_sizes(self) -> dict[str, int]:
         """Ranks per replica, by model."""
         return {name: self.trainable(name).layout.model_size for name in self.sources}
-
-
-class SftConfig(Section):
-    """Supervised fine-tuning, for data.steps or data.epochs."""
-
-    run: ResumableRun = ResumableRun(name="sft")
-    cluster: ClusterConfig = ClusterConfig()
-    model: ModelConfig
-    actor: ActorConfig = ActorConfig()
-    data: SftDataConfig
-    checkpoint: CheckpointConfig = CheckpointConfig()
-    monitoring: MonitoringConfig = MonitoringConfig()
-    robustness: RobustnessConfig = RobustnessConfig()
-
-
-class EvaluateConfig(Section):
-    """Evaluation of a checkpoint on engines started for it, or of a model behind an
-    OpenAI-compatible server."""
-
-    CONFLICTS = (
-        (
-            "server.api=completions",
-            "data.prompt.chat_template",
-            "plain text has no chat template: set server.api=chat or "
-            "data.prompt.chat_template=false",
-        ),
-        (
-            "rollout.load_format=dummy",
-            "",
-            "it leaves the engines without the checkpoint's weights: set auto",
-        ),
-        (
-            "rollout.external_urls",
-            "",
-            "those engines have a trainer's weights: leave it out, or describe an external "
-            "server in section server",
-        ),
-    )
-
-    run: RunPlace = RunPlace(name="evaluation")
-    model: ModelConfig | None = Field(None, description="checkpoint to evaluate on our own engines")
-    server: ServerConfig | None = Field(
-        None, description="external server to evaluate, instead of model"
-    )
-    data: EvaluationDataConfig
-    sampling: SamplingConfig
-    rollout: RolloutConfig = RolloutConfig()
-    reward: RewardConfig = RewardConfig()
-
-    @model_validator(mode="after")
-    def _one_source(self) -> Self:
-        if (self.model is None) == (self.server is None):
-            if self.model is None:
-                state = "neither is"
-            else:
-                state = "both are"
-            raise ValueError(
-                f"{state} given of model (our own engines) and server (external): give one of them"
-            )
-        self.data.check_rewards(self.reward)
-        return self

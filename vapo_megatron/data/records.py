@@ -17,7 +17,8 @@ import yaml
 
 from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.config.verifiers import LARGEST_REWARD, VERIFIERS
-from vapo_megatron.data.batch import ExperienceBatch, from_samples
+from vapo_megatron.data.batch import ExperienceBatch
+from vapo_megatron.data.collation import from_samples
 from vapo_megatron.data.foreign_records import (
     PROMPT_MESSAGES,
     PROMPT_TEXT,

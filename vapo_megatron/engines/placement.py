@@ -21,16 +21,14 @@ import torch.distributed as dist
 
 from vapo_megatron.collectives import gather_values, on_rank_zero
 from vapo_megatron.config.rollout import Dtype, RolloutConfig
+from vapo_megatron.engines.external_server import ExternalServer
 from vapo_megatron.engines.inside.broadcast_group import address_towards
-from vapo_megatron.engines.keeper import EngineKeeper, EngineStatus, ExternalServer, is_named
-from vapo_megatron.engines.remote_engines import (
-    compatibility_fields,
-    take_back,
-    take_over_engines,
-)
+from vapo_megatron.engines.keeper import EngineKeeper, EngineStatus, is_named
+from vapo_megatron.engines.remote_engines import compatibility_fields, take_back, take_over_engines
+from vapo_megatron.engines.server.address import EngineAddress
 from vapo_megatron.engines.server.client import REQUEST_SECONDS, EngineClient, MemoryTag, call_once
 from vapo_megatron.engines.server.node_part import NodePart
-from vapo_megatron.engines.server.process import EngineAddress, EngineServer
+from vapo_megatron.engines.server.process import EngineServer
 from vapo_megatron.engines.weight_sync.transports import (
     DistributedTransport,
     IpcTransport,

@@ -14,8 +14,8 @@ from vapo_megatron.collectives import broadcast_value, gather_values
 from vapo_megatron.config.rollout import Dtype, RolloutConfig
 from vapo_megatron.engines.keeper import EngineStatus
 from vapo_megatron.engines.placement import Placement
+from vapo_megatron.engines.server.address import EngineAddress
 from vapo_megatron.engines.server.client import EngineClient, MemoryTag
-from vapo_megatron.engines.server.process import EngineAddress
 from vapo_megatron.engines.weight_sync.transports import Transport
 from vapo_megatron.errors import TryAgain
 from vapo_megatron.megatron.mesh import world_timeout

@@ -22,9 +22,10 @@ from vapo_megatron.config.run_directory import check_room
 from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.engines.engine_limits import check_load_format, engine_devices, engine_fp8
 from vapo_megatron.engines.keeper import EngineKeeper
+from vapo_megatron.engines.server.address import EngineAddress
 from vapo_megatron.engines.server.client import EngineClient, call_once
 from vapo_megatron.engines.server.node_part import NodePart
-from vapo_megatron.engines.server.process import EngineAddress, EngineServer
+from vapo_megatron.engines.server.process import EngineServer
 from vapo_megatron.errors import BadInput, TryAgain
 from vapo_megatron.megatron.platform import current_platform
 from vapo_megatron.models.registry import read_spec

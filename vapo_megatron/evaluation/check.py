@@ -14,10 +14,11 @@ from vapo_megatron.agents.agent import check_agent
 from vapo_megatron.agents.tool_format import check_tool_parser
 from vapo_megatron.checkpoint.checkpoints import CHECKPOINT_FOLDER, HF_FOLDER
 from vapo_megatron.config.data import EvaluationDataConfig, ProblemsConfig
+from vapo_megatron.config.evaluate import EvaluateConfig
 from vapo_megatron.config.model import ModelConfig
 from vapo_megatron.config.run import EVALUATION_SEED, RunPlace
 from vapo_megatron.config.run_directory import check_room
-from vapo_megatron.config.train import EvaluateConfig, TrainConfig
+from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.data.prompts import eval_prompts
 from vapo_megatron.data.sample import Prompt
 from vapo_megatron.data.tokenizer import TextTokenizer

@@ -14,11 +14,11 @@ from pathlib import Path
 from vapo_megatron.agents.episodes import Agents
 from vapo_megatron.agents.leftovers import leftovers_end
 from vapo_megatron.checkpoint.lease import Lease
+from vapo_megatron.config.evaluate import EvaluateConfig
 from vapo_megatron.config.load import dump_config
 from vapo_megatron.config.model import ModelConfig
 from vapo_megatron.config.rollout import RolloutConfig
 from vapo_megatron.config.run_directory import make_run_dir
-from vapo_megatron.config.train import EvaluateConfig
 from vapo_megatron.data.jsonl import write_rows
 from vapo_megatron.engines.server.process import EngineServer
 from vapo_megatron.evaluation.check import Evaluation, check_evaluation, facts

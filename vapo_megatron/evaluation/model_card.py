@@ -10,7 +10,8 @@ from typing import Any
 import yaml
 
 from vapo_megatron.checkpoint.checkpoints import FINAL, final_step
-from vapo_megatron.config.train import SftConfig, TrainConfig
+from vapo_megatron.config.sft import SftConfig
+from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.files import atomic_write
 from vapo_megatron.monitoring import names
 from vapo_megatron.monitoring.facts import environment_facts

@@ -67,8 +67,8 @@ class _ClampedSwiGLU(torch.autograd.Function):
 
 
 def clamped_swiglu(x: Tensor, alpha: float, limit: float) -> Tensor:
-    """ClampedSwiGLU (models/layers.py) of x [..., 2 * n], gate first -> [..., n], as in transformers'
-    GptOssExperts."""
+    """ClampedSwiGLU (models/layers.py) of x [..., 2 * n], gate first -> [..., n], as in
+    transformers' GptOssExperts."""
     activated: Tensor = _ClampedSwiGLU.apply(x, alpha, limit)
     return activated
 

@@ -18,7 +18,8 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 from typing_extensions import override
 
-from vapo_megatron.megatron.attention import RotaryTables, SDPACoreAttention, rotate
+from vapo_megatron.megatron.attention import SDPACoreAttention
+from vapo_megatron.megatron.rotary import RotaryTables, rotate
 from vapo_megatron.models.layers import LatentAttention
 
 

@@ -19,13 +19,8 @@ from torch import Tensor
 from vapo_megatron.config.model import ModelConfig, TrainableConfig, logits_rows
 from vapo_megatron.megatron import cpu_torch
 from vapo_megatron.megatron.activations import gated, plain
-from vapo_megatron.megatron.attention import RotaryTables
 from vapo_megatron.megatron.heads import LogProbHead, ValueHead
-from vapo_megatron.megatron.layer_spec import (
-    layer_spec,
-    norm_class,
-    uses_transformer_engine,
-)
+from vapo_megatron.megatron.layer_spec import layer_spec, norm_class, uses_transformer_engine
 from vapo_megatron.megatron.mesh import Mesh, stage_pieces
 from vapo_megatron.megatron.moe import (
     add_expert_biases,
@@ -38,6 +33,7 @@ from vapo_megatron.megatron.moe import (
 from vapo_megatron.megatron.pipeline import PipelinePieces
 from vapo_megatron.megatron.platform import current_platform
 from vapo_megatron.megatron.precision import fp8_settings
+from vapo_megatron.megatron.rotary import RotaryTables
 from vapo_megatron.models.layers import DeltaNet, Experts, LatentAttention, Layer
 from vapo_megatron.models.rotary import DEFAULT_THETA, Rotary
 from vapo_megatron.models.spec import Head, ModelSpec

@@ -5,7 +5,9 @@ from pathlib import Path
 import yaml
 
 from vapo_megatron.checkpoint.checkpoints import CHECKPOINT_FOLDER, FINAL, HF_FOLDER
-from vapo_megatron.config.train import EvaluateConfig, SftConfig, TrainConfig
+from vapo_megatron.config.evaluate import EvaluateConfig
+from vapo_megatron.config.sft import SftConfig
+from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.errors import BadInput
 
 

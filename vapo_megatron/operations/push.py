@@ -10,7 +10,8 @@ from vapo_megatron.checkpoint.checkpoints import FINAL, final_step, latest_check
 from vapo_megatron.checkpoint.manifest import check_model
 from vapo_megatron.config.hub import repository_of
 from vapo_megatron.config.load import load_config
-from vapo_megatron.config.train import SftConfig, TrainConfig
+from vapo_megatron.config.sft import SftConfig
+from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.data.tokenizer import load_tokenizer
 from vapo_megatron.errors import BadInput, RunFailed, TryAgain, reason_of
 from vapo_megatron.evaluation.model_card import write_card

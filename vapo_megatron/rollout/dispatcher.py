@@ -16,15 +16,15 @@ from typing import Any, TypeVar
 
 from vapo_megatron.config.rollout import RolloutConfig
 from vapo_megatron.data.sample import Sample
-from vapo_megatron.engines.keeper import end_server
+from vapo_megatron.engines.external_server import end_server
 from vapo_megatron.engines.pool import EnginePool
+from vapo_megatron.engines.server.address import EngineAddress
 from vapo_megatron.engines.server.client import (
     REQUEST_SECONDS,
     Completion,
     EngineClient,
     EngineWrong,
 )
-from vapo_megatron.engines.server.process import EngineAddress
 from vapo_megatron.errors import RunFailed, TryAgain
 from vapo_megatron.loop_thread import LoopThread, allow_connections
 from vapo_megatron.rollout.engine_queue import EngineLoad, EngineQueue

@@ -30,7 +30,7 @@ from vapo_megatron.checkpoint.manifest import Damaged, check_structure, read_man
 from vapo_megatron.checkpoint.nodes import find_copy
 from vapo_megatron.checkpoint.resume import Start
 from vapo_megatron.collectives import gather_values, on_rank_zero
-from vapo_megatron.config.train import SftConfig
+from vapo_megatron.config.sft import SftConfig
 from vapo_megatron.errors import BadInput, Interrupted, VapoError
 from vapo_megatron.megatron.platform import current_platform
 from vapo_megatron.run.launch_env import place_from_environment

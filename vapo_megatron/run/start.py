@@ -10,7 +10,8 @@ from vapo_megatron.checkpoint.checkpoints import HF_FOLDER, final_step, latest_c
 from vapo_megatron.checkpoint.manifest import check_structure, read_manifest, read_progress
 from vapo_megatron.checkpoint.resume import Start, check_config_change
 from vapo_megatron.config.run_directory import check_folders, check_place, make_run_dir
-from vapo_megatron.config.train import SftConfig, TrainConfig
+from vapo_megatron.config.sft import SftConfig
+from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.data.prompts import PromptSource, train_prompts
 from vapo_megatron.data.tokenizer import TextTokenizer
 from vapo_megatron.errors import BadInput

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from vapo_megatron.collectives import broadcast_value
 from vapo_megatron.config.algorithm import AlgorithmConfig, ShapingConfig
-from vapo_megatron.data.batch import ExperienceBatch, from_samples
+from vapo_megatron.data.batch import ExperienceBatch
+from vapo_megatron.data.collation import from_samples
 from vapo_megatron.data.sample import Sample
 from vapo_megatron.monitoring.recorder import Recorder
 from vapo_megatron.rollout.stream import StopAsked

@@ -33,8 +33,9 @@ from vapo_megatron.rewards.grading import copied_share, failed_share, grade_samp
 from vapo_megatron.rewards.pool import VerifierPool
 from vapo_megatron.rollout.dispatcher import Dispatcher
 from vapo_megatron.rollout.ledger import DROPPED, FILLED, NO_SIGNAL, Ledger, StepRule
+from vapo_megatron.rollout.packed_groups import unpack_groups
 from vapo_megatron.rollout.request import GenerationRequest, GroupRequest
-from vapo_megatron.rollout.stream import GroupStream, Work, unpack_groups
+from vapo_megatron.rollout.stream import GroupStream, Work
 from vapo_megatron.signals import stop_requested
 from vapo_megatron.training.user_functions import mask_tokens
 from vapo_megatron.weights.routed_experts import ExpertChoices

@@ -18,8 +18,9 @@ from vapo_megatron.checkpoint.manifest import Progress
 from vapo_megatron.checkpoint.resume import SavedModel, Start, open_resumed, restore_run_files
 from vapo_megatron.checkpoint.state_saver import SavedRun, Snapshot, run_id_of
 from vapo_megatron.collectives import on_rank_zero
-from vapo_megatron.config.train import SftConfig
-from vapo_megatron.data.batch import ExperienceBatch, from_samples
+from vapo_megatron.config.sft import SftConfig
+from vapo_megatron.data.batch import ExperienceBatch
+from vapo_megatron.data.collation import from_samples
 from vapo_megatron.data.jsonl import read_rows
 from vapo_megatron.data.sample import Prompt, Sample
 from vapo_megatron.data.tokenizer import TextTokenizer

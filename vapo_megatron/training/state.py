@@ -25,7 +25,8 @@ from vapo_megatron.data.sample import Sample
 from vapo_megatron.engines.pool import EnginesFailed
 from vapo_megatron.megatron.platform import current_platform
 from vapo_megatron.megatron.probe import PROBE_FILE, Probe
-from vapo_megatron.rollout.stream import StopAsked, pack_groups
+from vapo_megatron.rollout.packed_groups import pack_groups
+from vapo_megatron.rollout.stream import StopAsked
 from vapo_megatron.signals import first_signal, stop_requested
 from vapo_megatron.training.return_history import TRACKER_FILE, ReturnHistory
 from vapo_megatron.training.rollouts import Rollouts

@@ -8,7 +8,8 @@ import pytest
 import torch
 from test_strict_loading import StackingModel
 
-from vapo_megatron.engines.inside.strict_loading import StrictLoader, take_message
+from vapo_megatron.engines.inside.strict_loading import StrictLoader
+from vapo_megatron.engines.inside.strict_updates import take_message
 from vapo_megatron.weights.bucket import DeviceSlots, NamedTensors, Purpose, announce, pack
 
 Weights = dict[str, torch.Tensor]

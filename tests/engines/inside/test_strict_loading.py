@@ -4,18 +4,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from vapo_megatron.engines.inside.strict_loading import (
-    StrictLoader,
-    problems_of_ranks,
-    take_message,
-)
-from vapo_megatron.weights.bucket import (
-    DeviceSlots,
-    Purpose,
-    SharedSlots,
-    announce,
-    pack,
-)
+from vapo_megatron.engines.inside.strict_loading import StrictLoader
+from vapo_megatron.engines.inside.strict_updates import problems_of_ranks, take_message
+from vapo_megatron.weights.bucket import DeviceSlots, Purpose, SharedSlots, announce, pack
 
 
 class StackingModel(torch.nn.Module):

@@ -11,7 +11,7 @@ from tiny_qwen3 import chosen_experts, largest_difference, make_moe, token_logpr
 from transformers import Qwen3MoeForCausalLM
 
 from vapo_megatron.config.rollout import RolloutConfig
-from vapo_megatron.engines.keeper import ask_health
+from vapo_megatron.engines.external_server import ask_health
 from vapo_megatron.engines.server.client import Completion, EngineClient
 from vapo_megatron.engines.server.process import EngineServer
 from vapo_megatron.engines.weight_sync.session import WeightSync

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from vapo_megatron.engines.inside.broadcast_group import BroadcastGroup
+from vapo_megatron.engines.server.address import EngineAddress
 from vapo_megatron.engines.server.client import EngineClient
-from vapo_megatron.engines.server.process import EngineAddress
 from vapo_megatron.engines.weight_sync.session import EngineLost, WeightSync
 from vapo_megatron.engines.weight_sync.transports import DistributedTransport
 from vapo_megatron.weights.bucket import buffer_of, checksum, places_of, view

@@ -24,8 +24,9 @@ from vapo_megatron.config.model import (
 )
 from vapo_megatron.config.rollout import RolloutConfig, SamplingConfig
 from vapo_megatron.data.sample import Prompt
+from vapo_megatron.engines.server.address import EngineAddress
 from vapo_megatron.engines.server.client import EngineClient
-from vapo_megatron.engines.server.process import EngineAddress, EngineServer
+from vapo_megatron.engines.server.process import EngineServer
 from vapo_megatron.engines.weight_sync.logprob_difference import probe_batch, split_logprobs
 from vapo_megatron.engines.weight_sync.session import WeightSync
 from vapo_megatron.engines.weight_sync.transports import (

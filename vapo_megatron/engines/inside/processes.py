@@ -29,7 +29,7 @@ from sglang.srt.utils.common import kill_itself_when_parent_died  # noqa: E402
 from sglang.srt.utils.weight_versions import WeightVersionEvent  # noqa: E402
 
 from vapo_megatron.engines.inside.heartbeat import beats_with, register  # noqa: E402
-from vapo_megatron.engines.inside.strict_loading import install_strict_loading  # noqa: E402
+from vapo_megatron.engines.inside.strict_updates import install_strict_loading  # noqa: E402
 from vapo_megatron.weights.fp8 import BLOCK, FP8, LARGEST, dequantize  # noqa: E402
 
 

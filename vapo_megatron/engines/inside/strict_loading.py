@@ -13,94 +13,24 @@ later sync is copied to the same places without it (replay.py), and the first ti
 what the loader would have done.
 """
 
-import json
-import sys
-import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from vapo_megatron.engines.inside.broadcast_group import Backend, BroadcastGroup, address_towards
+from vapo_megatron.engines.inside.parameter_watch import ParameterWatch
 from vapo_megatron.engines.inside.replay import BucketReplay, Placement
-from vapo_megatron.weights.bucket import (
-    Place,
-    Purpose,
-    buffer_of,
-    places_of,
-    sums_of_places,
-    view,
-)
-
-LOAD_FORMAT = "vapo_strict"
-BROADCAST_GROUP = "vapo_weights"
+from vapo_megatron.weights.bucket import Place, Purpose, sums_of_places, view
 
 NamedTensor = tuple[str, torch.Tensor]
 
-_JOIN_SECONDS = 600.0
 # Buckets that are remembered; a sync of other sizes than the one before begins to learn again.
 _MOST_REPLAYS = 4096
-_COPY = torch.ops.aten.copy_.default
 # Projections that SGLang's models with latent attention hold as one parameter, and the end of its
 # name. Their loaders keep the first of the two until the other comes, within one call.
 _PAIR = ("q_a_proj", "kv_a_proj_with_mqa")
 _PAIR_AS_ONE = "fused_qkv_a_proj_with_mqa.weight"
-_FILLS = {torch.ops.aten.fill_.Scalar, torch.ops.aten.fill_.Tensor, torch.ops.aten.zero_.default}
-
-
-class ParameterWatch(TorchDispatchMode):
-    """Counts the elements written into each of a model's parameters; with compare, compares instead
-    of writing.
-
-    Fills of a scalar count; larger ones count only with count_fills, as loaders pad with them,
-    which may hide a tensor that is too short.
-
-    written: engine parameter name -> elements. differs: whether a compared element was not equal.
-    placement: all that was done since start(); outside: between tensors.
-    """
-
-    def __init__(
-        self, parameters: Mapping[str, torch.Tensor], compare: bool, count_fills: bool
-    ) -> None:
-        super().__init__()
-        self._names = {
-            tensor.untyped_storage().data_ptr(): name for name, tensor in parameters.items()
-        }
-        self._compare = compare
-        self._count_fills = count_fills
-        self.outside = Placement(None)
-        self.start(None)
-
-    def start(self, tensor: torch.Tensor | None) -> None:
-        """Begin to count for the next tensor; None: the one before is placed."""
-        self.written: Counter[str] = Counter()
-        self.differs = False
-        self.placement = self.outside if tensor is None else Placement(tensor)
-
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        name = None
-        if func is _COPY or func in _FILLS:
-            name = self._names.get(args[0].untyped_storage().data_ptr())
-            if name is not None:
-                if func is _COPY or self._count_fills or args[0].numel() == 1:
-                    self.written[name] += args[0].numel()
-                if self._compare:
-                    expected = torch.empty_like(args[0])
-                    func(expected, *args[1:], **(kwargs or {}))
-                    self.differs |= not _equal(args[0], expected)
-                    return args[0]
-        self.placement.saw(func, args, name is not None, bool(kwargs))
-        return func(*args, **(kwargs or {}))
 
 
 class StrictLoader:
@@ -329,13 +259,6 @@ def _lists_tensors_first(model: torch.nn.Module) -> bool:
     return any(kind.__name__ == "GptOssForCausalLM" for kind in type(model).__mro__)
 
 
-def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
-    if a.dtype.itemsize == 1:  # torch compares no float8
-        a = a.view(torch.uint8)
-        b = b.view(torch.uint8)
-    return torch.equal(a, b)
-
-
 def _pads_dimensions(model: torch.nn.Module) -> bool:
     """Whether the engine rounded heads or the feed-forward size up, as it does on CPU
     (configs/update_config.py)."""
@@ -365,150 +288,3 @@ def _vocabulary_padding(model: torch.nn.Module) -> dict[str, int]:
             )
             padding[f"{name}.weight"] = rows * weight[0].numel()
     return padding
-
-
-def install_strict_loading() -> None:
-    """Add LOAD_FORMAT to the SGLang of this process, for tensors and broadcasts.
-
-    The answer's message is JSON with the fields of client.LoadAnswer and the problems of all
-    tensor-parallel ranks. Success means that there are none.
-    """
-    from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
-    from sglang.srt.model_loader import utils
-
-    # Some loaders copy tensors of host memory in their own threads, where a watch, which is of
-    # one thread, sees nothing.
-    utils.should_async_load = _never
-    for name, module in list(sys.modules.items()):
-        if name.startswith("sglang.srt.models.") and hasattr(module, "should_async_load"):
-            module.should_async_load = _never  # type: ignore[attr-defined]
-
-    loaders: dict[int, StrictLoader] = {}
-    from_tensor = WeightUpdater.update_weights_from_tensor
-
-    def loader_of(updater: Any) -> StrictLoader:
-        model = updater.get_model()
-        return loaders.setdefault(id(model), StrictLoader(model))
-
-    def update_weights_from_tensor(
-        self: Any, named_tensors: Any, load_format: str | None = None
-    ) -> tuple[bool, str]:
-        if load_format != LOAD_FORMAT:
-            return from_tensor(self, named_tensors, load_format)
-        loader = loader_of(self)
-        return _answer(
-            loader, lambda: take_message(loader, named_tensors, named_tensors.get("buffer"))
-        )
-
-    def load_weights_from_distributed(
-        self: Any, received: tuple[dict[str, Any], torch.Tensor | None]
-    ) -> Any:
-        loader = loader_of(self)
-        return _answer(loader, lambda: take_message(loader, *received))
-
-    WeightUpdater.update_weights_from_tensor = update_weights_from_tensor
-    WeightUpdater.init_weights_update_group = _join_group
-    WeightUpdater.receive_weights_from_distributed = _receive
-    WeightUpdater.load_weights_from_distributed = load_weights_from_distributed
-
-
-def _never(weight: torch.Tensor) -> bool:
-    return False
-
-
-def _answer(loader: StrictLoader, load: Callable[[], list[str]]) -> tuple[bool, str]:
-    """Runs on every tensor-parallel rank; rank 0 answers for all."""
-    from sglang.srt.runtime_context import get_parallel
-
-    start = time.perf_counter()
-    try:
-        problems = load()
-    except Exception as error:  # the scheduler would end, and the other ranks wait for this one
-        problems = [
-            f"the weights could not be read ({type(error).__name__}: "
-            f"{str(error).partition(chr(10))[0]})"
-        ]
-    group = get_parallel().tp_group.cpu_group
-    ranks: list[tuple[list[str], list[str], list[int]]] = [([], [], [])] * dist.get_world_size(
-        group
-    )
-    dist.all_gather_object(ranks, (problems, loader.unknown, loader.checksums), group=group)
-    all_problems = problems_of_ranks([(lines, unknown) for lines, unknown, _ in ranks])
-    message = {
-        "problems": all_problems,
-        "seconds": time.perf_counter() - start,
-        "checksums": [checksums for _, _, checksums in ranks],
-    }
-    return not all_problems, json.dumps(message)
-
-
-def problems_of_ranks(ranks: Sequence[tuple[Sequence[str], Sequence[str]]]) -> list[str]:
-    """The problems of a bucket on a server, merged from its ranks.
-
-    ranks: each rank's problems, and the subset in StrictLoader.unknown. A tensor unknown on only
-        some of the ranks is an expert of another rank.
-    """
-    placed = {
-        line
-        for _, unknown in ranks
-        for line in unknown
-        if any(line not in there for _, there in ranks)
-    }
-    return [
-        line
-        for line in dict.fromkeys(line for lines, _ in ranks for line in lines)
-        if line not in placed
-    ]
-
-
-def take_message(
-    loader: StrictLoader, message: Mapping[str, Any], buffer: torch.Tensor | None = None
-) -> list[str]:
-    """StrictLoader.take of what weights.bucket.announce describes; buffer: its bytes, if they are
-    not in the file at its "path"."""
-    places = places_of(message)
-    return loader.take_bucket(
-        places,
-        buffer_of(message, buffer),
-        message["purpose"],
-        first=message["first"],
-        last=message["last"],
-    )
-
-
-def _join_group(
-    self: Any,
-    master_address: str,
-    master_port: int,
-    rank_offset: int,
-    world_size: int,
-    group_name: str,
-    backend: Backend = "gloo",
-) -> tuple[bool, str]:
-    """Joins a group, replacing an earlier trainer's group."""
-    rank = rank_offset + self.tp_rank
-    self._model_update_group.pop(group_name, None)
-    try:
-        host = address_towards(master_address)
-        store = BroadcastGroup.connect(master_address, master_port, world_size, _JOIN_SECONDS)
-        if backend == "nccl":
-            device = torch.device("cuda", torch.cuda.current_device())
-        else:
-            device = torch.device("cpu")
-        group = BroadcastGroup(store, rank, world_size, _JOIN_SECONDS, host, device)
-        self._model_update_group[group_name] = group
-    except (RuntimeError, OSError) as error:
-        return False, f"{group_name} at {master_address}:{master_port} was not joined: {error}"
-    return True, f"joined {group_name} as rank {rank}"
-
-
-def _receive(
-    self: Any, *, group_name: str, load_format: str, **_: Any
-) -> tuple[dict[str, Any], torch.Tensor | None]:
-    message = json.loads(load_format.removeprefix(f"{LOAD_FORMAT}:"))
-    if not message["size"]:
-        return message, None
-    group = self._model_update_group[group_name]
-    buffer = torch.empty(message["size"], dtype=torch.uint8, device=group.device)
-    group.broadcast(buffer)
-    return message, buffer

@@ -22,8 +22,8 @@ from vapo_megatron.data.sample import FinishReason
 from vapo_megatron.engines.inside import columns
 from vapo_megatron.engines.inside.broadcast_group import Backend
 from vapo_megatron.engines.inside.server_main import IDENTITY_PATH
-from vapo_megatron.engines.inside.strict_loading import BROADCAST_GROUP, LOAD_FORMAT
-from vapo_megatron.engines.server.process import NO_WEIGHTS, EngineAddress
+from vapo_megatron.engines.inside.strict_updates import BROADCAST_GROUP, LOAD_FORMAT
+from vapo_megatron.engines.server.address import NO_WEIGHTS, EngineAddress
 from vapo_megatron.errors import BadInput, RunFailed, TryAgain, VapoError, reason_of
 from vapo_megatron.weights.routed_experts import ExpertChoices
 

@@ -1,11 +1,9 @@
 """An SGLang server as a subprocess of the rank that owns it."""
 
 import contextlib
-import fcntl
 import json
 import logging
 import os
-import re
 import secrets
 import shutil
 import signal
@@ -15,7 +13,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from http import HTTPStatus
 from pathlib import Path
 from typing import IO
@@ -27,6 +24,7 @@ from vapo_megatron.deadlines import NO_ANSWER, ask
 from vapo_megatron.engines.inside.heartbeat import lost_processes, stands_still
 from vapo_megatron.engines.inside.owner_guard import remove_shared_memory, start_guard
 from vapo_megatron.engines.inside.server_main import KEY_VARIABLE
+from vapo_megatron.engines.server.address import NO_WEIGHTS, EngineAddress
 from vapo_megatron.engines.server.environment import (
     BESIDE_MEETING,
     BESIDE_SERVER,
@@ -36,6 +34,12 @@ from vapo_megatron.engines.server.environment import (
 )
 from vapo_megatron.engines.server.model_directory import engine_directory
 from vapo_megatron.engines.server.node_part import NodePart
+from vapo_megatron.engines.server.scratch import (
+    PREFIX,
+    locked,
+    remove_left_folders,
+    short_temporary,
+)
 from vapo_megatron.errors import BadInput, RunFailed
 from vapo_megatron.models.model_files import has_quantised_files
 from vapo_megatron.models.registry import engine_arguments_of
@@ -43,57 +47,10 @@ from vapo_megatron.weights.fp8 import BlockFp8
 
 _logger = logging.getLogger(__name__)
 
-_PREFIX = "vapo-engine-"
-_LOCK = "lock"  # in the folder of temporary files; held while its owner lives
-_LONGEST_SOCKET = 107  # bytes in a path that is the name of a socket
 _POLL_SECONDS = 0.1
-# Bytes read from the end of a log: it grows for days, and is read for each request that an engine
-# fails to answer.
-_LOG_END = 1 << 17
 # Processes of a server that was killed hold its port until the kernel has ended them.
 _PORT_SECONDS = 2.0
 _READY_SECONDS = 10.0
-NO_WEIGHTS = -1
-"""The weight version of a server that was started again: its answers are refused until the next
-weight sync."""
-
-
-@dataclass(frozen=True)
-class EngineAddress:
-    """URL and log of a server, to be sent to other ranks.
-
-    key: carried by requests; empty: none is needed. owner: a mark in the versions of the weights
-        that this trainer
-    sends; needed by a server that other trainers could send weights to as well.
-    """
-
-    url: str
-    log_file: str
-    key: str = field(default="", repr=False)
-    owner: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.url} (log {self.log_file})"
-
-    def cause(self) -> str:
-        """Why the server failed, from its log, in words."""
-        return cause_in_log(Path(self.log_file))
-
-
-def cause_in_log(log_file: Path) -> str:
-    """The last exception in a log, quoted in a clause; without one, a clause that names the log."""
-    try:
-        with log_file.open("rb") as log:
-            log.seek(max(0, log.seek(0, os.SEEK_END) - _LOG_END))
-            lines = log.read().decode(errors="replace").splitlines()[-400:]
-    except OSError as error:
-        return f"its log cannot be read: {error.strerror}"
-    exceptions = [
-        line.strip() for line in lines if re.match(r"\s*[\w.]*(Error|Exception|Killed)\b", line)
-    ]
-    if exceptions:
-        return f'its log says "{exceptions[-1][:400]}"'
-    return f"no exception is in its log, {log_file}"
 
 
 class EngineServer:
@@ -191,10 +148,10 @@ class EngineServer:
     def _start(self, wait_s: float) -> None:
         """wait_s: seconds within which the first of several parts must begin."""
         self._log_file.parent.mkdir(parents=True, exist_ok=True)
-        temporary = _short_temporary()
+        temporary = short_temporary()
         remove_left_folders(Path(temporary or tempfile.gettempdir()))
-        self._scratch = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=temporary))
-        self._lock = _locked(self._scratch)
+        self._scratch = Path(tempfile.mkdtemp(prefix=PREFIX, dir=temporary))
+        self._lock = locked(self._scratch)
         self._started_at = time.monotonic()
         scratch = str(self._scratch)
         environment = self._environment(self._scratch)
@@ -247,7 +204,7 @@ class EngineServer:
         parser = self._config.episode.tool_parser
         if not self._config.server_args and parser is None:
             return
-        with tempfile.TemporaryDirectory(prefix=_PREFIX) as scratch:
+        with tempfile.TemporaryDirectory(prefix=PREFIX) as scratch:
             ended = subprocess.run(
                 [
                     sys.executable,
@@ -485,35 +442,6 @@ class EngineServer:
             "node_rank": self._part.index,
             "dist_init_addr": self._meeting,
         }
-
-
-def _short_temporary() -> str | None:
-    """A directory for a server's sockets, whose names the system bounds; None: the default one is
-    short enough."""
-    temporary = tempfile.gettempdir()
-    if len(os.fsencode(temporary)) + len(f"/{_PREFIX}12345678/tmp12345678") <= _LONGEST_SOCKET:
-        return None
-    _logger.warning("TMPDIR=%s is too long for the sockets of engines, which go to /tmp", temporary)
-    return "/tmp"
-
-
-def _locked(scratch: Path) -> IO[bytes]:
-    """The lock of a server's folder, which gets its name only once it is held."""
-    unnamed = scratch / f".{_LOCK}"
-    file = unnamed.open("wb")
-    fcntl.flock(file, fcntl.LOCK_EX)
-    unnamed.rename(scratch / _LOCK)
-    return file
-
-
-def remove_left_folders(temporary: Path) -> None:
-    """Remove this user's folders of servers whose owner and guard were both killed: nobody holds
-    their locks."""
-    for path in temporary.glob(f"{_PREFIX}*/{_LOCK}"):
-        with contextlib.suppress(OSError), path.open("rb") as lock:
-            if path.stat().st_uid == os.getuid():
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(path.parent, ignore_errors=True)
 
 
 def _describe(code: int) -> str:

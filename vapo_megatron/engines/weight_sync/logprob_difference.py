@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from vapo_megatron.config.rollout import SyncConfig
-from vapo_megatron.data.batch import ExperienceBatch, from_samples
+from vapo_megatron.data.batch import ExperienceBatch
+from vapo_megatron.data.collation import from_samples
 from vapo_megatron.data.prompts import PromptSource
 from vapo_megatron.data.sample import Prompt, Sample
 

@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from vapo_megatron.config.chat import ChatConfig, ChatDataConfig
+from vapo_megatron.config.evaluate import EvaluateConfig
 from vapo_megatron.config.load import load_config
-from vapo_megatron.config.train import EvaluateConfig, TrainConfig
+from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.config.value import ValueLossConfig
 from vapo_megatron.errors import BadInput
 from vapo_megatron.operations.exports import chosen_export, kind_of_run

@@ -13,7 +13,8 @@ from vapo_megatron.agents.episodes import Agents, is_whole
 from vapo_megatron.agents.recording import recorded_turns
 from vapo_megatron.algorithms.baselines import leave_one_out
 from vapo_megatron.config.critic_probes import ProbedRunConfig
-from vapo_megatron.data.batch import ExperienceBatch, from_samples
+from vapo_megatron.data.batch import ExperienceBatch
+from vapo_megatron.data.collation import from_samples
 from vapo_megatron.data.prompts import eval_prompts, train_prompts
 from vapo_megatron.data.sample import Prompt, Sample
 from vapo_megatron.data.tokenizer import TextTokenizer

@@ -20,9 +20,10 @@ from vapo_megatron.checks.preflight import check_train
 from vapo_megatron.config.plan import PlanConfig
 from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.engines.engine_limits import engine_fp8
+from vapo_megatron.engines.server.address import EngineAddress
 from vapo_megatron.engines.server.client import REQUEST_SECONDS, EngineClient
 from vapo_megatron.engines.server.environment import free_port
-from vapo_megatron.engines.server.process import EngineAddress, EngineServer
+from vapo_megatron.engines.server.process import EngineServer
 from vapo_megatron.errors import VapoError
 from vapo_megatron.megatron.platform import current_platform
 from vapo_megatron.models.registry import read_spec

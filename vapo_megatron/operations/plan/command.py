@@ -54,7 +54,7 @@ def plan_run(
         adapted = propose_adapters(plan)
     modes_of_collecting: Sequence[Mapping[str, Any]] = ()
     if simulated and plan.fits:
-        from vapo_megatron.operations.plan.simulation import modes
+        from vapo_megatron.operations.plan.rollout_modes import modes
 
         modes_of_collecting = modes(plan)
     shown = proposals or adapted
