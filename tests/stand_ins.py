@@ -137,9 +137,9 @@ def use_engines(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
     rollout, ...)."""
 
     def use(engines_of: Any) -> None:
-        commands = ("evaluation", "operations.critic_lab", "operations.chat")
-        for command in (f"{room}.command" for room in commands):
-            monkeypatch.setattr(f"vapo_megatron.{command}.engines_of", engines_of)
+        starters = ("evaluation.command", "operations.critic_lab.start", "operations.chat.command")
+        for starter in starters:
+            monkeypatch.setattr(f"vapo_megatron.{starter}.engines_of", engines_of)
 
     return use
 

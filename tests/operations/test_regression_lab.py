@@ -19,7 +19,7 @@ from vapo_megatron.data.batch import ExperienceBatch
 from vapo_megatron.data.collation import from_samples
 from vapo_megatron.data.sample import Prompt, Sample
 from vapo_megatron.errors import BadInput
-from vapo_megatron.operations.critic_lab import regression_lab
+from vapo_megatron.operations.critic_lab import start
 from vapo_megatron.operations.critic_lab.regression_lab import (
     feature_sets,
     measure,
@@ -132,7 +132,7 @@ def test_the_command_writes_its_page(
     def stand_in(*_: Any) -> Iterator[RandomEngines]:
         yield engines
 
-    monkeypatch.setattr(regression_lab, "engines_of", stand_in)
+    monkeypatch.setattr(start, "engines_of", stand_in)
     settings = load(config, f"critic.regression.entropy={str(entropy).lower()}")
     measure_regression(settings)
     assert [len(request.prompts) for request in engines.requests] == [4, 4, 4]

@@ -13,12 +13,12 @@ import torch.nn.functional as F
 from megatron.core import tensor_parallel
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from vapo_megatron.data.microbatch import natural_order
 from vapo_megatron.megatron.packed_attention import attend_packed, packed_segments
 from vapo_megatron.megatron.rotary import RotaryTables
+from vapo_megatron.megatron.sharded_parameters import cut_by_heads
 from vapo_megatron.models.layers import SelfAttention
 
 
@@ -89,15 +89,8 @@ class SDPACoreAttention(MegatronModule):
         self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
     ) -> dict[str, Any]:
         """For megatron.core.dist_checkpointing."""
-        state: dict[str, Any] = make_sharded_tensors_for_checkpoint(
-            self.state_dict(prefix="", keep_vars=True),
-            prefix,
-            {"softmax_offset": 0},
-            sharded_offsets,
-            tp_group=self.tp_group,
-            dp_cp_group=metadata["dp_cp_group"],
-        )
-        return state
+        own = self.state_dict(prefix="", keep_vars=True)
+        return cut_by_heads(own, prefix, sharded_offsets, metadata, self.tp_group)
 
     def forward(
         self,

@@ -24,7 +24,6 @@ from megatron.core.tensor_parallel.mappings import (
     gather_from_sequence_parallel_region,
 )
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 from torch.nn import Parameter
 from torch.utils.checkpoint import checkpoint
@@ -32,6 +31,7 @@ from typing_extensions import override
 
 from vapo_megatron.data.microbatch import natural_order
 from vapo_megatron.megatron.platform import current_platform
+from vapo_megatron.megatron.sharded_parameters import cut_by_heads
 from vapo_megatron.models.layers import DeltaNet
 
 # Tokens whose corrections are solved for together.
@@ -344,12 +344,4 @@ class GatedDeltaNet(MegatronModule):
         """For megatron.core.dist_checkpointing."""
         state: dict[str, Any] = super().sharded_state_dict(prefix, sharded_offsets, metadata)
         cut = {"conv_weight": self.conv_weight, "A_log": self.A_log, "dt_bias": self.dt_bias}
-        state |= make_sharded_tensors_for_checkpoint(
-            cut,
-            prefix,
-            dict.fromkeys(cut, 0),
-            sharded_offsets,
-            tp_group=self.tp_group,
-            dp_cp_group=metadata["dp_cp_group"],
-        )
-        return state
+        return state | cut_by_heads(cut, prefix, sharded_offsets, metadata, self.tp_group)

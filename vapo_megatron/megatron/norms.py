@@ -11,9 +11,10 @@ from megatron.core.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
     reduce_from_tensor_model_parallel_region,
 )
-from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 from typing_extensions import override
+
+from vapo_megatron.megatron.sharded_parameters import cut_by_heads
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -67,15 +68,8 @@ class AllHeadsRMSNorm(torch.nn.Module):
         self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
     ) -> dict[str, Any]:
         """For megatron.core.dist_checkpointing."""
-        state: dict[str, Any] = make_sharded_tensors_for_checkpoint(
-            self.state_dict(prefix="", keep_vars=True),
-            prefix,
-            {"weight": 0},
-            sharded_offsets,
-            tp_group=self.tp_group,
-            dp_cp_group=metadata["dp_cp_group"],
-        )
-        return state
+        own = self.state_dict(prefix="", keep_vars=True)
+        return cut_by_heads(own, prefix, sharded_offsets, metadata, self.tp_group)
 
 
 class AddToResidual(torch.nn.Module):

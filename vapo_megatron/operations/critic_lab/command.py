@@ -2,9 +2,6 @@
 continuing states."""
 
 import json
-import os
-import signal
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -18,7 +15,6 @@ from torch import Tensor
 
 from vapo_megatron.agents.agent import check_agent
 from vapo_megatron.agents.episodes import Agents
-from vapo_megatron.agents.leftovers import leftovers_end
 from vapo_megatron.algorithms.critic_faults import value_faults
 from vapo_megatron.algorithms.critic_metrics import Figures, figures_of
 from vapo_megatron.algorithms.critic_probes import (
@@ -32,23 +28,17 @@ from vapo_megatron.algorithms.critic_probes import (
 )
 from vapo_megatron.algorithms.gae import monte_carlo_returns
 from vapo_megatron.checkpoint.checkpoints import HF_FOLDER
-from vapo_megatron.checks.sizes import check_privileged, check_train_numbers
+from vapo_megatron.checks.sizes import check_privileged
 from vapo_megatron.config.critic_probes import CriticProbesConfig, ProbedRunConfig
-from vapo_megatron.config.run_directory import check_room
 from vapo_megatron.data.batch import ExperienceBatch
-from vapo_megatron.data.tokenizer import TextTokenizer
-from vapo_megatron.engines.engine_limits import engine_devices
-from vapo_megatron.engines.server.process import EngineServer
 from vapo_megatron.errors import BadInput
-from vapo_megatron.evaluation.command import engines_of
 from vapo_megatron.files import atomic_write
-from vapo_megatron.megatron.platform import current_platform
 from vapo_megatron.monitoring.console import RunConsole
 from vapo_megatron.monitoring.pictures import Scatter
 from vapo_megatron.operations.critic_lab.points import POINTS, picture_of_values
-from vapo_megatron.operations.critic_lab.probe_rollouts import FOLDER, Drawn, choose_prompts, draw
-from vapo_megatron.rewards.pool import VerifierPool
-from vapo_megatron.run.ranks import machine_default_ranks, start_ranks
+from vapo_megatron.operations.critic_lab.probe_rollouts import Drawn, choose_prompts, draw
+from vapo_megatron.operations.critic_lab.start import checked_start, verifier_and_engines
+from vapo_megatron.run.ranks import start_ranks
 from vapo_megatron.training.models import load_frozen
 from vapo_megatron.training.score import values
 
@@ -64,21 +54,13 @@ def probe_critic(settings: ProbedRunConfig) -> None:
     """
     config = with_checkpoint(settings)
     console = RunConsole()
-    ranks = config.cluster.ranks or machine_default_ranks([config.critic.layout.model_size])
-    specs = check_train_numbers(config, ranks)
-    devices = engine_devices(config.rollout, current_platform())
-    EngineServer(
-        config.model.path, config.rollout, config.model.dtype, Path(os.devnull), devices[0]
-    ).check_arguments()
-    folder = Path(config.run.directory) / FOLDER
-    check_room(folder)
-    tokenizer = TextTokenizer(Path(config.model.path), config.data.prompt)
-    tokenizer.check_vocabulary(specs["actor"].vocab_size)
+    start = checked_start(config, config.critic.layout.model_size)
+    tokenizer = start.tokenizer
     tokenizer.check_same(config.critic_source[1], "critic.init_path")
     check_agent(config.rollout, tokenizer)
     source, prompts = choose_prompts(config, tokenizer)
     check_privileged(
-        config, specs["critic"], {f"row {row.id}": len(row.privileged_ids) for row in prompts}
+        config, start.specs["critic"], {f"row {row.id}": len(row.privileged_ids) for row in prompts}
     )
     probes = config.critic_probes
     states = len(prompts) * probes.responses_per_prompt * len(probes.quantiles)
@@ -90,33 +72,24 @@ def probe_critic(settings: ProbedRunConfig) -> None:
         "seed": probes.seed,
     }
     console.header(f"vapo-megatron critic: {config.run.name}", facts)
+    stop_tokens = tokenizer.stop_token_ids(config.sampling.stop)
     with ExitStack() as stack:
-        # A cancelled job must unwind this stack too.
-        previous = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-        stack.callback(signal.signal, signal.SIGTERM, previous)
-        stack.enter_context(leftovers_end(config.rollout.agent))
-        verifier = stack.enter_context(VerifierPool(config.reward))
-        verifier.check(prompts)
-        stop_tokens = tokenizer.stop_token_ids(config.sampling.stop)
-        logs = folder / "logs"
-        engines = stack.enter_context(
-            engines_of(config.model, config.rollout, devices, stop_tokens, logs, console)
+        verifier, engines = stack.enter_context(
+            verifier_and_engines(config, start, prompts, stop_tokens, console)
         )
-        if config.rollout.agent is None:
-            agents = None
-        else:
+        agents = None
+        if config.rollout.agent is not None:
             agents = Agents(engines, tokenizer, config.rollout)
-        if agents is not None:
             stack.callback(agents.close)
         drawn = draw(config, prompts, engines, tokenizer, verifier, console.phase, agents)
     report = probed(
-        drawn, values_on_ranks(config, drawn, ranks), config.algorithm.advantage.gamma, probes
+        drawn, values_on_ranks(config, drawn, start.ranks), config.algorithm.advantage.gamma, probes
     )
     facts["states"] = f"{len(drawn.places)} continued"  # fewer than planned where episodes broke
-    page = folder / "report.md"
+    page = start.folder / "report.md"
     with atomic_write(page) as file:
         file.write("\n".join(page_lines(report, facts, config)) + "\n")
-    with atomic_write(folder / POINTS) as file:
+    with atomic_write(start.folder / POINTS) as file:
         json.dump({"points": report.points}, file)
     console.picture(report.picture)
     console.note(f"conclusion: {report.conclusion.text}")

@@ -3,12 +3,8 @@ coefficients of past steps
 alone: what training would have had."""
 
 import math
-import os
-import signal
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from statistics import fmean, stdev
@@ -21,23 +17,16 @@ from torch import Tensor
 from vapo_megatron.algorithms.baselines import positions
 from vapo_megatron.algorithms.segments import to_tokens
 from vapo_megatron.checkpoint.checkpoints import HF_FOLDER
-from vapo_megatron.checks.sizes import check_train_numbers
 from vapo_megatron.config.critic_probes import ProbedRunConfig
 from vapo_megatron.config.regression import RegressionConfig
-from vapo_megatron.config.run_directory import check_room
 from vapo_megatron.data.batch import ExperienceBatch
-from vapo_megatron.data.tokenizer import TextTokenizer
-from vapo_megatron.engines.engine_limits import engine_devices
-from vapo_megatron.engines.server.process import EngineServer
 from vapo_megatron.errors import BadInput
-from vapo_megatron.evaluation.command import engines_of
 from vapo_megatron.files import atomic_write
-from vapo_megatron.megatron.platform import current_platform
 from vapo_megatron.monitoring import names
 from vapo_megatron.monitoring.console import RunConsole
-from vapo_megatron.operations.critic_lab.probe_rollouts import FOLDER, choose_steps, draw_steps
-from vapo_megatron.rewards.pool import VerifierPool
-from vapo_megatron.run.ranks import machine_default_ranks, start_ranks
+from vapo_megatron.operations.critic_lab.probe_rollouts import choose_steps, draw_steps
+from vapo_megatron.operations.critic_lab.start import checked_start, verifier_and_engines
+from vapo_megatron.run.ranks import start_ranks
 from vapo_megatron.training.models import load_frozen
 from vapo_megatron.training.regression import regressed_values
 from vapo_megatron.training.return_history import ReturnHistory
@@ -140,16 +129,8 @@ def measure_regression(settings: ProbedRunConfig) -> None:
     """
     config = _with_policy(settings)
     console = RunConsole()
-    ranks = config.cluster.ranks or machine_default_ranks([config.actor.layout.model_size])
-    specs = check_train_numbers(config, ranks)
-    devices = engine_devices(config.rollout, current_platform())
-    EngineServer(
-        config.model.path, config.rollout, config.model.dtype, Path(os.devnull), devices[0]
-    ).check_arguments()
-    folder = Path(config.run.directory) / FOLDER
-    check_room(folder)
-    tokenizer = TextTokenizer(Path(config.model.path), config.data.prompt)
-    tokenizer.check_vocabulary(specs["actor"].vocab_size)
+    start = checked_start(config, config.actor.layout.model_size)
+    tokenizer = start.tokenizer
     prompts = choose_steps(config, tokenizer)
     size = f"{config.batch.prompts_per_step} x {config.batch.samples_per_prompt}"
     facts: dict[str, object] = {
@@ -158,28 +139,21 @@ def measure_regression(settings: ProbedRunConfig) -> None:
         "seed": config.critic_probes.seed,
     }
     console.header(f"vapo-megatron critic: {config.run.name}", facts)
-    with ExitStack() as stack:
-        # A cancelled job must unwind this stack too.
-        previous = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-        stack.callback(signal.signal, signal.SIGTERM, previous)
-        verifier = stack.enter_context(VerifierPool(config.reward))
-        verifier.check([prompt for step in prompts for prompt in step])
-        logs = folder / "logs"
-        engines = stack.enter_context(
-            engines_of(
-                config.model, config.rollout, devices, tokenizer.eos_token_ids, logs, console
-            )
-        )
+    every = [prompt for step in prompts for prompt in step]
+    with verifier_and_engines(config, start, every, tokenizer.eos_token_ids, console) as (
+        verifier,
+        engines,
+    ):
         steps = draw_steps(config, prompts, engines, tokenizer, verifier, console.phase)
     regression = config.critic.regression
     if regression is not None and regression.entropy:
-        with_entropies(config, steps, ranks)
+        with_entropies(config, steps, start.ranks)
     report = measure(config, steps)
     rewards = torch.cat([step.rewards for step in steps])
     tokens = torch.cat([step.response_lengths for step in steps]).double()
     facts["mean reward"] = f"{float(rewards.mean()):.3f}"
     facts["mean tokens of a response"] = f"{float(tokens.mean()):.1f}"
-    page = folder / "regression.md"
+    page = start.folder / "regression.md"
     with atomic_write(page) as file:
         file.write("\n".join(page_lines(report, facts, config)) + "\n")
     for name, row in report.rows.items():
