@@ -132,8 +132,6 @@ def build_model(
     cpu_torch.install()
     complete_megatron()
     fused = uses_transformer_engine(attention, current_platform())
-    norm = norm_class(spec, fused)
-    rotary = spec.attention.rotary or Rotary(DEFAULT_THETA, spec.attention.head_dim)
     tables = {
         kind: RotaryTables(
             kind.inv_freq(), mesh.cp_size, mesh.cp_rank, kind.interleaved, kind.query_scale
@@ -144,36 +142,19 @@ def build_model(
     pipeline = config.pipeline_model_parallel_layout
     if pipeline is not None:
         pipeline.stage = mesh.pp_rank
+    rotary = spec.attention.rotary or Rotary(DEFAULT_THETA, spec.attention.head_dim)
     chunks = []
     for index in range(vpp or 1):
         stage = index if vpp else None
-        first = is_vp_first_stage(stage, vpp) and is_pp_first_stage(mesh.pg.pp)
-        last = is_vp_last_stage(stage, vpp) and is_pp_last_stage(mesh.pg.pp)
         layers = spec.layers
         if pipeline is not None:
             piece = pipeline.piece(stage)
             layers = layers[piece.start : piece.stop]
-        model = GPTModel(
-            config=config,
-            transformer_layer_spec=TransformerBlockSubmodules(
-                layer_specs=[
-                    layer_spec(layer, spec, config, mesh.pg.tp, fused=fused, adapters=adapters)
-                    for layer in layers
-                ],
-                layer_norm=norm,
-            ),
-            vocab_size=spec.padded_vocab_size(mesh.tp_size),
-            max_sequence_length=spec.max_position_embeddings,
-            pre_process=first,
-            post_process=last,
-            parallel_output=True,
-            position_embedding_type="rope" if fused else "none",
-            rotary_base=rotary.theta,
-            rotary_percent=rotary.channels / spec.attention.head_dim,
-            share_embeddings_and_output_weights=spec.tied and head == "lm",
-            vp_stage=stage,
-            pg_collection=mesh.pg,
-        )
+        layer_specs = [
+            layer_spec(layer, spec, config, mesh.pg.tp, fused=fused, adapters=adapters)
+            for layer in layers
+        ]
+        model = _gpt_model(spec, config, mesh, head, layer_specs, rotary, stage, fused=fused)
         model.layers_are_uniform = spec.is_uniform
         # The frequencies of every rope scaling come from the one formula of transformers.
         if fused:
@@ -184,11 +165,11 @@ def build_model(
             for module, layer in zip(model.decoder.layers, layers, strict=True):
                 _configure(module, layer, tables)
         _add_factors(model, spec)
-        if last and head == "value":
+        if model.post_process and head == "value":
             model.output_layer = ValueHead(config, spec.value_outputs, mesh.pg.tp).to(
                 current_platform().device
             )
-        elif last:
+        elif model.post_process:
             LogProbHead.adopt(
                 model.output_layer,
                 spec.vocab_size,
@@ -201,6 +182,41 @@ def build_model(
         install_router_replay(model)
         chunks.append(model.to(current_platform().device))
     return chunks
+
+
+def _gpt_model(
+    spec: ModelSpec,
+    config: TransformerConfig,
+    mesh: Mesh,
+    head: Head,
+    layer_specs: list[Any],
+    rotary: Rotary,
+    stage: int | None,
+    *,
+    fused: bool,
+) -> GPTModel:
+    """Megatron's own model of a virtual pipeline stage (None: there are none).
+
+    rotary: of Transformer Engine's attention; other layers have tables of their own.
+    """
+    vpp = config.virtual_pipeline_model_parallel_size
+    return GPTModel(
+        config=config,
+        transformer_layer_spec=TransformerBlockSubmodules(
+            layer_specs=layer_specs, layer_norm=norm_class(spec, fused)
+        ),
+        vocab_size=spec.padded_vocab_size(mesh.tp_size),
+        max_sequence_length=spec.max_position_embeddings,
+        pre_process=is_vp_first_stage(stage, vpp) and is_pp_first_stage(mesh.pg.pp),
+        post_process=is_vp_last_stage(stage, vpp) and is_pp_last_stage(mesh.pg.pp),
+        parallel_output=True,
+        position_embedding_type="rope" if fused else "none",
+        rotary_base=rotary.theta,
+        rotary_percent=rotary.channels / spec.attention.head_dim,
+        share_embeddings_and_output_weights=spec.tied and head == "lm",
+        vp_stage=stage,
+        pg_collection=mesh.pg,
+    )
 
 
 def _configure(module: Any, layer: Layer, tables: Mapping[Rotary, RotaryTables]) -> None:

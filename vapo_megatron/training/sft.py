@@ -191,31 +191,11 @@ def sft_rank(config: SftConfig, run_dir: Path, start: Start) -> None:
         )
         if resumed is not None:
             recorder.console.note(f"resumes from {resumed.checkpoint}")
-        losses = []
+        losses: list[float] = []
         with recorder.console.phase("fine-tuning", total=steps) as advance:
             advance(first - 1)
             for step, samples in enumerate(order[first - 1 :], first):
-                with recorder.timer("step"):
-                    part = batch.select(samples)
-                    weights = torch.full((part.response_tokens,), 1 / part.response_tokens)
-                    result = actor.train_step(
-                        part, range(part.samples), NegativeLogLikelihood(weights)
-                    )
-                recorder.add(
-                    {"sft/tokens": float(part.lengths.sum()), "actor/lr": result.lr}
-                    | updates.metrics()
-                )
-                if result.updated:
-                    losses.append(result.metrics["nll_loss"])
-                    entropy = result.metrics["entropy"]
-                    norm = result.grad_norm
-                    recorder.add(
-                        {
-                            "sft/nll_loss": losses[-1],
-                            "sft/entropy": entropy,
-                            "actor/grad_norm": norm,
-                        }
-                    )
+                losses += _update(actor, batch.select(samples), updates, recorder)
                 recorder.add_cost()
                 metrics = recorder.write(step)
                 if updates.exhausted:
@@ -231,20 +211,7 @@ def sft_rank(config: SftConfig, run_dir: Path, start: Start) -> None:
                     due=every or (last and config.checkpoint.saves),
                     last=last,
                 )
-        final = final_dir(run_dir) / "actor"
-        on_rank_zero(partial(mark_final, run_dir, None))
-        save_hf(actor.chunks, spec, mesh, "lm", Path(config.model.path), final)
-        if actor.adapter is not None:
-            save_adapters(
-                actor.chunks,
-                spec,
-                mesh,
-                actor.adapter,
-                Path(config.model.path),
-                adapter_folder(final),
-            )
-        on_rank_zero(partial(mark_final, run_dir, max(steps, first - 1)))
-        on_rank_zero(partial(write_card, run_dir, final, config))
+        final = _save_final(config, run_dir, actor, max(steps, first - 1))
         recorder.console.closing(
             f"{config.run.name} finished",
             {
@@ -252,3 +219,42 @@ def sft_rank(config: SftConfig, run_dir: Path, start: Start) -> None:
                 "model": final,
             },
         )
+
+
+def _update(
+    actor: Trainable, part: ExperienceBatch, updates: SkippedUpdates, recorder: Recorder
+) -> list[float]:
+    """Make an optimizer step of these demonstrations and record it; returns its loss, or nothing
+    where it was skipped."""
+    with recorder.timer("step"):
+        weights = torch.full((part.response_tokens,), 1 / part.response_tokens)
+        result = actor.train_step(part, range(part.samples), NegativeLogLikelihood(weights))
+    recorder.add(
+        {"sft/tokens": float(part.lengths.sum()), "actor/lr": result.lr} | updates.metrics()
+    )
+    if not result.updated:
+        return []
+    loss = result.metrics["nll_loss"]
+    recorder.add(
+        {
+            "sft/nll_loss": loss,
+            "sft/entropy": result.metrics["entropy"],
+            "actor/grad_norm": result.grad_norm,
+        }
+    )
+    return [loss]
+
+
+def _save_final(config: SftConfig, run_dir: Path, actor: Trainable, step: int) -> Path:
+    """Write the final Hugging Face directory, marked complete only once it is whole."""
+    base = Path(config.model.path)
+    final = final_dir(run_dir) / "actor"
+    on_rank_zero(partial(mark_final, run_dir, None))
+    save_hf(actor.chunks, actor.spec, actor.mesh, "lm", base, final)
+    if actor.adapter is not None:
+        save_adapters(
+            actor.chunks, actor.spec, actor.mesh, actor.adapter, base, adapter_folder(final)
+        )
+    on_rank_zero(partial(mark_final, run_dir, step))
+    on_rank_zero(partial(write_card, run_dir, final, config))
+    return final

@@ -43,6 +43,7 @@ from vapo_megatron.training.shards import (
     rank_and_world,
     read_local,
 )
+from vapo_megatron.training.skipped_updates import SkippedUpdates
 from vapo_megatron.training.state import RunState
 from vapo_megatron.training.token_rewards import returns_known, shaped_rewards
 from vapo_megatron.training.updates import critic_step
@@ -132,16 +133,7 @@ def pretrain_value(
     with recorder.phase("value_pretraining", total=len(updates)) as advance:
         advance(done)
         for number, samples in enumerate(updates[done:], done + 1):
-            minibatch = targets.select(samples)
-            learnt = minibatch.table.selected
-            assert learnt is not None, "the targets say what carries loss"
-            if state.updates.has_signal(learnt, learnt):
-                result = critic_step(critic, minibatch, value_loss)
-                if result.updated:
-                    loss = result.metrics["value_loss"]
-                    results.append(
-                        {"value_loss": loss, "grad_norm": result.grad_norm, "lr": result.lr}
-                    )
+            results += _update(critic, targets.select(samples), value_loss, state.updates)
             advance(1)
             if number % check_every and number < len(updates):
                 continue
@@ -163,6 +155,22 @@ def pretrain_value(
         f"{max(metrics[names.BASELINE_LOO], metrics[names.BASELINE_POSITION], 0.0):.3f}), largest "
         f"bias {largest_bias(metrics):.3f} on held-out responses"
     )
+
+
+def _update(
+    critic: Trainable, minibatch: ShardedBatch, value_loss: ValueLossConfig, updates: SkippedUpdates
+) -> list[dict[str, float]]:
+    """Make an update of a mini-batch, if there is anything to learn from it; returns its figures,
+    or nothing where it was skipped."""
+    learnt = minibatch.table.selected
+    assert learnt is not None, "the targets say what carries loss"
+    if not updates.has_signal(learnt, learnt):
+        return []
+    result = critic_step(critic, minibatch, value_loss)
+    if not result.updated:
+        return []
+    loss = result.metrics["value_loss"]
+    return [{"value_loss": loss, "grad_norm": result.grad_norm, "lr": result.lr}]
 
 
 def record_rollouts(

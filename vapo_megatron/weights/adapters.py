@@ -208,21 +208,7 @@ def read_peft(folder: Path, spec: ModelSpec) -> tuple[AdapterConfig, dict[str, T
     """The adapters of a PEFT directory for a language model, each half by its Hugging Face name.
     Projections without one get zeros where Megatron fuses them with some that have one. Raises
     BadInput where it holds anything else."""
-    path = folder / PEFT_CONFIG
-    settings = read_config(folder, PEFT_CONFIG)
-    for key, expected in (("peft_type", "LORA"), ("use_rslora", False), ("alpha_pattern", {})):
-        if settings.get(key, expected) not in (expected, None):
-            raise BadInput(
-                f"{path}: {key} is {settings[key]!r}, expected {expected!r}: merge them into their "
-                "model"
-            )
-    # PiSSA, OLoRA, CorDA, LoftQ and LoRA-GA change the base, which these adapters do not hold.
-    if (begun := settings.get("init_lora_weights", True)) not in _KEEPS_BASE:
-        raise BadInput(
-            f"{path}: init_lora_weights is {begun!r}, which changes the weights that are adapted: "
-            "save them with PEFT's path_initial_model_for_weight_conversion, or merge them into "
-            "their model"
-        )
+    settings = _peft_settings(folder)
     try:
         held = load_file(folder / PEFT_WEIGHTS)
     except (OSError, SafetensorError) as error:
@@ -242,7 +228,9 @@ def read_peft(folder: Path, spec: ModelSpec) -> tuple[AdapterConfig, dict[str, T
         )
     except ValidationError as error:
         first = error.errors()[0]
-        raise BadInput(f"{path}: r or lora_alpha is {first['input']!r}: {first['msg']}") from None
+        raise BadInput(
+            f"{folder / PEFT_CONFIG}: r or lora_alpha is {first['input']!r}: {first['msg']}"
+        ) from None
     by_layer = {
         name: {
             half: shape
@@ -271,6 +259,26 @@ def read_peft(folder: Path, spec: ModelSpec) -> tuple[AdapterConfig, dict[str, T
         if not is_finite(tensors[name]):
             raise not_finite(folder, name)
     return whole.model_copy(update={"layers": layers}), tensors
+
+
+def _peft_settings(folder: Path) -> dict[str, Any]:
+    """adapter_config.json of plain LoRA beside weights that it does not change."""
+    path = folder / PEFT_CONFIG
+    settings = read_config(folder, PEFT_CONFIG)
+    for key, expected in (("peft_type", "LORA"), ("use_rslora", False), ("alpha_pattern", {})):
+        if settings.get(key, expected) not in (expected, None):
+            raise BadInput(
+                f"{path}: {key} is {settings[key]!r}, expected {expected!r}: merge them into their "
+                "model"
+            )
+    # PiSSA, OLoRA, CorDA, LoftQ and LoRA-GA change the base, which these adapters do not hold.
+    if (begun := settings.get("init_lora_weights", True)) not in _KEEPS_BASE:
+        raise BadInput(
+            f"{path}: init_lora_weights is {begun!r}, which changes the weights that are adapted: "
+            "save them with PEFT's path_initial_model_for_weight_conversion, or merge them into "
+            "their model"
+        )
+    return settings
 
 
 def write_peft(

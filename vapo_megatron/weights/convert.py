@@ -158,14 +158,11 @@ def megatron_to_hf(
     spec = card.spec
     head = card.head
 
-    def saved(group: list[Entry]) -> list[Tensor]:
-        return _whole_tensors(group, reader, spec)
-
-    trained: dict[str, Tensor] = {}
-    source: HFSource | None = None
+    tensors: _SavedTensors | _MergedTensors = _SavedTensors(reader, spec)
     if card.adapter is not None:
+        trained: dict[str, Tensor] = {}
         for group in by_tensors(card.entries):
-            trained |= zip(group[0].hf, saved(group), strict=True)
+            trained |= zip(group[0].hf, tensors.whole(group), strict=True)
         if base is None:
             return _write_adapters(out, trained, card, dtype)
         if base_identity(base) != card.base:
@@ -173,25 +170,15 @@ def megatron_to_hf(
                 f"--base {base}: its weights are not those that the adapters in {checkpoint} "
                 "belong to"
             )
-        source = HFSource(base, spec, head, None)
+        scale = card.adapter.alpha / card.adapter.rank
+        tensors = _MergedTensors(HFSource(base, spec, head, None), trained, scale)
     elif base is not None:
         raise BadInput(
             f"--base {base}: {checkpoint} holds a whole model and no adapters: leave it out"
         )
 
     def dtype_of(entry: Entry) -> torch.dtype:
-        held = reader.dtype(place_of(entry, spec).key) if source is None else source.dtype(entry)
-        return entry.rule.cast(dtype, held)
-
-    def whole(group: list[Entry]) -> list[Tensor]:
-        entry = group[0]
-        if source is None or card.adapter is None:
-            return saved(group)
-        if entry.hf[0] in trained:
-            return [trained[name] for name in entry.hf]
-        scale = card.adapter.alpha / card.adapter.rank
-        weights = zip(entry.hf, source.tensors(entry), strict=True)
-        return [merged_weight(name, weight, trained, scale) for name, weight in weights]
+        return entry.rule.cast(dtype, tensors.dtype(entry))
 
     model = entries(spec, head)
     total = sum(entry.rule.count() * dtype_of(entry).itemsize for entry in model)
@@ -203,7 +190,7 @@ def megatron_to_hf(
         advance = progress("writing", total)
         for group in by_tensors(model):
             dtype_of_group = dtype_of(group[0])
-            for name, tensor in zip(group[0].hf, whole(group), strict=True):
+            for name, tensor in zip(group[0].hf, tensors.whole(group), strict=True):
                 writer.add(form.name(name), tensor.to(dtype_of_group))
                 advance(tensor.numel() * dtype_of_group.itemsize)
         for name, shape in spec.empty_tensors().items():
@@ -348,3 +335,42 @@ def check_saved_model(reader: PartReader, card: ModelCard) -> None:
                 f"{reader.folder}: key {key} has shape {list(shape)}, expected {list(full)} by "
                 "hf/config.json; the two do not belong together"
             )
+
+
+class _SavedTensors:
+    """The tensors of a checkpoint, for entries of its model."""
+
+    def __init__(self, reader: PartReader, spec: ModelSpec) -> None:
+        self._reader = reader
+        self._spec = spec
+
+    def dtype(self, entry: Entry) -> torch.dtype:
+        """In which an entry is saved."""
+        return self._reader.dtype(place_of(entry, self._spec).key)
+
+    def whole(self, group: list[Entry]) -> list[Tensor]:
+        """The Hugging Face tensors that entries fill together (mapping.by_tensors)."""
+        return _whole_tensors(group, self._reader, self._spec)
+
+
+class _MergedTensors:
+    """The tensors of a base model, adapters merged into those that they adapt."""
+
+    def __init__(self, base: HFSource, trained: dict[str, Tensor], scale: float) -> None:
+        """trained: what a checkpoint of adapters holds, by Hugging Face name; a head among it
+        takes the place of the base's."""
+        self._base = base
+        self._trained = trained
+        self._scale = scale
+
+    def dtype(self, entry: Entry) -> torch.dtype:
+        """In which the base has an entry."""
+        return self._base.dtype(entry)
+
+    def whole(self, group: list[Entry]) -> list[Tensor]:
+        """The Hugging Face tensors that entries fill together (mapping.by_tensors)."""
+        entry = group[0]
+        if entry.hf[0] in self._trained:
+            return [self._trained[name] for name in entry.hf]
+        weights = zip(entry.hf, self._base.tensors(entry), strict=True)
+        return [merged_weight(name, weight, self._trained, self._scale) for name, weight in weights]

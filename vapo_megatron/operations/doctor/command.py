@@ -79,16 +79,10 @@ def doctor(
     meeting.put(f"report/{meeting.index}", asdict(report))
     if meeting.index:
         return 0
-    reports = [report]
-    if meeting.nodes[1:]:
-        answers = meeting.get_all("report", among + max(check.deadline for check in table))
-    else:
-        answers = []
-    for name, rank, answer in list(zip(meeting.nodes, meeting.ranks, answers, strict=False))[1:]:
-        silent = Line(
-            "fault", "the node gave no report in time", "leave it out, and check its log", "report"
-        )
-        reports.append(NodeReport(name, rank, (silent,)) if answer is None else from_json(answer))
+    reports = [
+        report,
+        *_reports_of_others(meeting, among + max(check.deadline for check in table)),
+    ]
     for rank in meeting.missing:
         line = Line(
             "fault",
@@ -115,6 +109,21 @@ def doctor(
     if broken_nodes(reports):
         return 1
     return 0
+
+
+def _reports_of_others(meeting: Meeting, wait: float) -> list[NodeReport]:
+    """What the other nodes found, of those that came; one that gives no report has a fault."""
+    if not meeting.nodes[1:]:
+        return []
+    silent = Line(
+        "fault", "the node gave no report in time", "leave it out, and check its log", "report"
+    )
+    answers = meeting.get_all("report", wait)
+    others = list(zip(meeting.nodes, meeting.ranks, answers, strict=False))[1:]
+    return [
+        NodeReport(name, rank, (silent,)) if answer is None else from_json(answer)
+        for name, rank, answer in others
+    ]
 
 
 def check_run(settings: TrainConfig, planned: PlanConfig) -> int:

@@ -1,7 +1,7 @@
 """The report of runs: one page that needs no other file and no network."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -162,9 +162,27 @@ def phases(rows: Rows) -> list[dict[str, Any]]:
     return shares
 
 
-def headline(run: Run) -> list[tuple[str, str, str]]:
-    """The figures at the top of the page: label, figure, remark."""
-    figures = []
+Figure = tuple[str, str, str]
+"""Label, figure, remark."""
+
+
+def headline(run: Run) -> list[Figure]:
+    """The figures at the top of the page."""
+    figures = [
+        *_evaluation_figures(run),
+        *_accuracy_figure(run),
+        *_critic_figure(run),
+        *_steps_figure(run),
+    ]
+    if longest := phases(run.rows)[:1]:
+        figures.append(("longest phase", f"{longest[0]['share']:.0%}", longest[0]["name"]))
+    if run.rows:
+        alarms = [alarm["name"].replace("_", " ") for alarm in alarms_of(run.rows)]
+        figures.append(("alarms", str(len(alarms) or "none"), ", ".join(alarms)))
+    return figures
+
+
+def _evaluation_figures(run: Run) -> Iterator[Figure]:
     for name, entry in run.sets.items():
         averages = series(run.rows, f"{names.EVALUATION}{name}_avg@{entry['samples']}")[1]
         if len(averages) > 1:
@@ -175,18 +193,22 @@ def headline(run: Run) -> list[tuple[str, str, str]]:
             f"95 % interval {entry['low']:.3f} to {entry['high']:.3f}, {entry['problems']} "
             f"problems{before}"
         )
-        figures.append((f"{name}, avg@{entry['samples']}", f"{entry['avg_at_k']:.3f}", interval))
-    critic, group, position = (
-        series(run.rows, name)[1]
-        for name in (names.EXPLAINED_VARIANCE, names.BASELINE_LOO, names.BASELINE_POSITION)
-    )
+        yield f"{name}, avg@{entry['samples']}", f"{entry['avg_at_k']:.3f}", interval
+
+
+def _accuracy_figure(run: Run) -> Iterator[Figure]:
     if accuracy := series(run.rows, names.ACCURACY)[1]:
         tenth = max(1, len(accuracy) // 10)
         first = fmean(accuracy[:tenth])
         last = fmean(accuracy[-tenth:])
-        figures.append(
-            ("accuracy in training", f"{last:.3f}", f"last tenth of steps; first {first:.3f}")
-        )
+        yield "accuracy in training", f"{last:.3f}", f"last tenth of steps; first {first:.3f}"
+
+
+def _critic_figure(run: Run) -> Iterator[Figure]:
+    critic, group, position = (
+        series(run.rows, name)[1]
+        for name in (names.EXPLAINED_VARIANCE, names.BASELINE_LOO, names.BASELINE_POSITION)
+    )
     if critic:
         mean, _, half = mean_of_last(critic).partition(" ± ")
         remark = (
@@ -196,7 +218,10 @@ def headline(run: Run) -> list[tuple[str, str, str]]:
         if group and position:
             remark += f"; the mean of the other responses {mean_of_last(group)}"
             remark += f", position alone {mean_of_last(position)}"
-        figures.append(("the critic explains", mean, remark))
+        yield "the critic explains", mean, remark
+
+
+def _steps_figure(run: Run) -> Iterator[Figure]:
     steps = [row for row in run.rows if row["step"] > 0]
     if steps:
         planned = run.settings.get("run")
@@ -211,19 +236,11 @@ def headline(run: Run) -> list[tuple[str, str, str]]:
             size += f", {cost.gpu_hours:,.1f} GPU-hours"
         if cost.tokens:
             size += f", {cost.tokens:,.0f} response tokens"
-        figures.append(
-            (
-                "steps",
-                f"{steps[-1]['step']}{f' of {total}' if isinstance(total, int) else ''}",
-                size,
-            )
+        yield (
+            "steps",
+            f"{steps[-1]['step']}{f' of {total}' if isinstance(total, int) else ''}",
+            size,
         )
-    if longest := phases(run.rows)[:1]:
-        figures.append(("longest phase", f"{longest[0]['share']:.0%}", longest[0]["name"]))
-    if run.rows:
-        alarms = [alarm["name"].replace("_", " ") for alarm in alarms_of(run.rows)]
-        figures.append(("alarms", str(len(alarms) or "none"), ", ".join(alarms)))
-    return figures
 
 
 def duration(seconds: float) -> str:
