@@ -20,7 +20,8 @@ from vapo_megatron.data.sample import Prompt
 from vapo_megatron.engines.inside import columns
 from vapo_megatron.engines.inside.heartbeat import END_PATH
 from vapo_megatron.engines.server.address import EngineAddress
-from vapo_megatron.engines.server.client import EngineClient, EngineWrong
+from vapo_megatron.engines.server.client import EngineClient
+from vapo_megatron.engines.server.connection import EngineWrong
 from vapo_megatron.errors import RunFailed, TryAgain
 from vapo_megatron.loop_thread import LoopThread
 from vapo_megatron.rollout.dispatcher import Dispatcher

@@ -17,7 +17,7 @@ from typing import Any, Literal
 from vapo_megatron.config.rollout import RolloutConfig
 from vapo_megatron.engines.external_server import ExternalServer, ask_health
 from vapo_megatron.engines.server.address import EngineAddress
-from vapo_megatron.engines.server.client import REQUEST_SECONDS
+from vapo_megatron.engines.server.connection import REQUEST_SECONDS
 from vapo_megatron.engines.server.process import EngineServer
 from vapo_megatron.errors import BadInput
 

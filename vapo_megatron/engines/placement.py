@@ -26,7 +26,8 @@ from vapo_megatron.engines.inside.broadcast_group import address_towards
 from vapo_megatron.engines.keeper import EngineKeeper, EngineStatus, is_named
 from vapo_megatron.engines.remote_engines import compatibility_fields, take_back, take_over_engines
 from vapo_megatron.engines.server.address import EngineAddress
-from vapo_megatron.engines.server.client import REQUEST_SECONDS, EngineClient, MemoryTag, call_once
+from vapo_megatron.engines.server.client import EngineClient, MemoryTag, call_once
+from vapo_megatron.engines.server.connection import REQUEST_SECONDS
 from vapo_megatron.engines.server.node_part import NodePart
 from vapo_megatron.engines.server.process import EngineServer
 from vapo_megatron.engines.weight_sync.transports import (

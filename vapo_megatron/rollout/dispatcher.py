@@ -19,12 +19,8 @@ from vapo_megatron.data.sample import Sample
 from vapo_megatron.engines.external_server import end_server
 from vapo_megatron.engines.pool import EnginePool
 from vapo_megatron.engines.server.address import EngineAddress
-from vapo_megatron.engines.server.client import (
-    REQUEST_SECONDS,
-    Completion,
-    EngineClient,
-    EngineWrong,
-)
+from vapo_megatron.engines.server.client import Completion, EngineClient
+from vapo_megatron.engines.server.connection import REQUEST_SECONDS, EngineWrong
 from vapo_megatron.errors import RunFailed, TryAgain
 from vapo_megatron.loop_thread import LoopThread, allow_connections
 from vapo_megatron.rollout.engine_queue import EngineLoad, EngineQueue

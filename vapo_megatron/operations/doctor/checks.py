@@ -21,7 +21,8 @@ from vapo_megatron.config.plan import PlanConfig
 from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.engines.engine_limits import engine_fp8
 from vapo_megatron.engines.server.address import EngineAddress
-from vapo_megatron.engines.server.client import REQUEST_SECONDS, EngineClient
+from vapo_megatron.engines.server.client import EngineClient
+from vapo_megatron.engines.server.connection import REQUEST_SECONDS
 from vapo_megatron.engines.server.environment import free_port
 from vapo_megatron.engines.server.process import EngineServer
 from vapo_megatron.errors import VapoError
