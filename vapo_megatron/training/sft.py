@@ -30,6 +30,7 @@ from vapo_megatron.files import refusals_interrupt
 from vapo_megatron.megatron.mesh import make_mesh
 from vapo_megatron.megatron.trainable import Trainable
 from vapo_megatron.models.registry import read_spec
+from vapo_megatron.models.spec import ModelSpec
 from vapo_megatron.monitoring.recorder import Recorder
 from vapo_megatron.training.losses import NegativeLogLikelihood
 from vapo_megatron.training.outputs import gpus_held
@@ -175,20 +176,7 @@ def sft_rank(config: SftConfig, run_dir: Path, start: Start) -> None:
     ):
         whole = SavedRun(config, "sft", run_dir, saved, run_id_of(resumed))
         checkpointer = Checkpointer(config.checkpoint, whole, recorder, resumed, start.memory)
-        size = f"{spec.parameter_count():,} parameters"
-        recorder.console.header(
-            f"vapo-megatron sft: {config.run.name}",
-            {
-                "model": f"{config.model.path} ({spec.family}, {size})",
-                "layout": config.actor.layout.describe(dist.get_world_size()),
-                "data": (
-                    f"{config.data.path}: {batch.samples} demonstrations, "
-                    f"{int(batch.lengths.sum()):,} tokens"
-                ),
-                "steps": f"{steps} of {config.data.batch_size} demonstrations",
-                "run": run_dir,
-            },
-        )
+        _show_header(config, spec, batch, steps, run_dir, recorder)
         if resumed is not None:
             recorder.console.note(f"resumes from {resumed.checkpoint}")
         losses: list[float] = []
@@ -219,6 +207,30 @@ def sft_rank(config: SftConfig, run_dir: Path, start: Start) -> None:
                 "model": final,
             },
         )
+
+
+def _show_header(
+    config: SftConfig,
+    spec: ModelSpec,
+    batch: ExperienceBatch,
+    steps: int,
+    run_dir: Path,
+    recorder: Recorder,
+) -> None:
+    size = f"{spec.parameter_count():,} parameters"
+    recorder.console.header(
+        f"vapo-megatron sft: {config.run.name}",
+        {
+            "model": f"{config.model.path} ({spec.family}, {size})",
+            "layout": config.actor.layout.describe(dist.get_world_size()),
+            "data": (
+                f"{config.data.path}: {batch.samples} demonstrations, "
+                f"{int(batch.lengths.sum()):,} tokens"
+            ),
+            "steps": f"{steps} of {config.data.batch_size} demonstrations",
+            "run": run_dir,
+        },
+    )
 
 
 def _update(

@@ -115,11 +115,9 @@ def draw(
     rewards = shaped_rewards(graded, config.algorithm.shaping)
     if agents is None:
         turns = None
-    else:
-        turns = [recorded_turns(response) for response in responses]
-    if turns is None:
         lengths = [len(sample.response_ids) for sample in responses]
     else:
+        turns = [recorded_turns(response) for response in responses]
         lengths = list(map(len, turns))
     states = [
         (owner, int(share * length))
