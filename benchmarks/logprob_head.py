@@ -23,7 +23,7 @@ from torch import Tensor
 
 from benchmarks.common import in_turns, memory_gauge, one_rank, parser, publish, ratio_figure
 from vapo_megatron.config.model import logits_rows
-from vapo_megatron.megatron.heads import LogProbs
+from vapo_megatron.megatron.logprobs import LogProbs
 from vapo_megatron.megatron.platform import current_platform
 
 Head = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]

@@ -19,7 +19,8 @@ from torch.utils._pytree import tree_leaves
 from trainables import make_trainable, policy_loss
 
 from vapo_megatron.config.model import ActorConfig, LayoutConfig, ModelConfig
-from vapo_megatron.megatron.heads import LogProbs, ValueHead
+from vapo_megatron.megatron.heads import ValueHead
+from vapo_megatron.megatron.logprobs import LogProbs
 from vapo_megatron.megatron.trainable import Trainable
 from vapo_megatron.models.registry import read_spec
 

@@ -351,6 +351,9 @@ class ReferenceConfig(Section):
     )
 
 
+LogProbKernel = Literal["torch", "triton"]
+
+
 class ModelConfig(Section):
     """The checkpoint that the policy starts from."""
 
@@ -365,4 +368,9 @@ class ModelConfig(Section):
     adapter: AdapterConfig = AdapterConfig()
     attention: Literal["auto", "sdpa"] = Field(
         "auto", description="auto: Transformer Engine where it can be used, else PyTorch's SDPA"
+    )
+    logprob_kernel: LogProbKernel = Field(
+        "torch",
+        description="code that turns logits into log-probs and entropies; triton: fused kernels, "
+        "on GPUs only (docs/gpu.md)",
     )

@@ -16,7 +16,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from vapo_megatron.config.model import ModelConfig, TrainableConfig, logits_rows
+from vapo_megatron.config.model import LogProbKernel, ModelConfig, TrainableConfig, logits_rows
 from vapo_megatron.megatron import cpu_torch
 from vapo_megatron.megatron.activations import gated, plain
 from vapo_megatron.megatron.heads import LogProbHead, ValueHead
@@ -119,6 +119,7 @@ def build_model(
     *,
     attention: str = "auto",
     adapters: bool = False,
+    logprob_kernel: LogProbKernel = "torch",
 ) -> list[GPTModel]:
     """This rank's chunks of a model, one a virtual pipeline stage, their weights not yet loaded.
 
@@ -128,6 +129,7 @@ def build_model(
             "value" [1, t, n] with n = spec.value_outputs.
         attention: which layers to use, see ModelConfig.attention.
         adapters: whether its linear layers will be given adapters.
+        logprob_kernel: see ModelConfig.logprob_kernel.
     """
     cpu_torch.install()
     complete_megatron()
@@ -175,6 +177,7 @@ def build_model(
                 spec.vocab_size,
                 logits_rows(spec.vocab_shard_size(mesh.tp_size)),
                 spec.logits_factor,
+                logprob_kernel,
             )
         mark_experts(model)
         if spec.experts is not None and spec.experts.bias:

@@ -70,6 +70,11 @@ def check_trainable(
     """Raises BadInput where the kernels, recomputation or precision of a section are not possible
     on this machine."""
     fused = uses_transformer_engine(model.attention, platform)
+    if model.logprob_kernel == "triton" and not platform.is_cuda:
+        raise NeedsGpu(
+            "model.logprob_kernel=triton: its kernels need a CUDA GPU, this machine has none: set "
+            "model.logprob_kernel=torch"
+        )
     check_adapter(spec, model.adapter, section, name)
     if section.recompute.granularity == "full":
         pieces = sorted({len(piece) for piece in stage_pieces(spec, section.layout)})

@@ -62,7 +62,13 @@ class ShardedModel:
         self.transformer = transformer_config(spec, model, config)
         adapted = config.kind == "adapter"
         self._chunks = build_model(
-            spec, self.transformer, mesh, head, attention=model.attention, adapters=adapted
+            spec,
+            self.transformer,
+            mesh,
+            head,
+            attention=model.attention,
+            adapters=adapted,
+            logprob_kernel=model.logprob_kernel,
         )
         self.adapter = model.adapter if adapted else None
         if self.adapter is not None:
