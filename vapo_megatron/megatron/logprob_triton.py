@@ -14,7 +14,7 @@ _BLOCK = 4096
 
 
 def statistics(logits: Tensor, labels: Tensor, temperature: float) -> Tensor:
-    """As logprob_torch.statistics."""
+    """As logprob_torch.statistics, which leaves the logits as they are here."""
     rows, words = logits.shape
     found = logits.new_empty(4, rows)
     _statistics_kernel[(rows,)](
@@ -33,6 +33,7 @@ def statistics(logits: Tensor, labels: Tensor, temperature: float) -> Tensor:
 
 def gradient(
     logits: Tensor,
+    top: Tensor | None,
     labels: Tensor,
     temperature: float,
     partition: Tensor,
@@ -41,7 +42,7 @@ def gradient(
     of_entropy: Tensor | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """As logprob_torch.gradient."""
+    """As logprob_torch.gradient; top makes no difference."""
     rows, words = logits.shape
     result = logits if logits.dtype == dtype else torch.empty_like(logits, dtype=dtype)
     block = _block(words)

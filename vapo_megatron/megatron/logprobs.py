@@ -58,18 +58,19 @@ class LogProbs(torch.autograd.Function):
         states = _operand(h)
         words = _operand(weight[: max(real - first, 0)])
         logits = _buffer(states, words, chunk)
-        columns = []
-        rows = logits[:0]
+        columns = [logits.new_empty(3, 0)]
+        top = logits.new_empty(0)
         for start in range(0, len(h), chunk):
             part = slice(start, start + chunk)
-            rows = _logits(states[part], words, logits)
-            columns.append(_outputs(rows, local_labels[part], temperature, group, kernel))
-        if not columns:
-            columns.append(h.new_zeros(3, 0, dtype=torch.float32))
+            found = _statistics(
+                _logits(states[part], words, logits), local_labels[part], temperature, kernel
+            )
+            top = found[0]
+            columns.append(_outputs(found, group))
         logprob, entropy, partition = torch.cat(columns, -1)
         ctx.save_for_backward(h, weight, local_labels, entropy, partition)
         # Not among the saved tensors, which all live until the end of backward.
-        ctx.kept = logits if any(ctx.needs_input_grad) else None
+        ctx.kept = (logits, top) if any(ctx.needs_input_grad) else None
         ctx.rest = len(words), temperature, chunk, kernel
         return logprob, entropy
 
@@ -85,18 +86,15 @@ class LogProbs(torch.autograd.Function):
         # Nobody asks for it where the head is frozen.
         size = weight.shape if ctx.needs_input_grad[1] else (0, weight.shape[1])
         grad_weight = torch.zeros(size, dtype=torch.float32, device=weight.device)
-        logits, ctx.kept = ctx.kept, None
-        holds_last = logits is not None
-        if logits is None:
-            logits = _buffer(states, words, chunk)
+        logits, top = ctx.kept or (_buffer(states, words, chunk), None)
+        ctx.kept = None
         for start in reversed(range(0, len(h) if real else 0, chunk)):
             part = slice(start, start + chunk)
-            rows = logits[: len(states[part])]
-            if not holds_last:
-                rows = _logits(states[part], words, logits)
-            holds_last = False
+            if top is None:
+                _logits(states[part], words, logits)
             grad = _passes(kernel).gradient(
-                rows,
+                logits[: len(states[part])],
+                top,
                 labels[part],
                 temperature,
                 partition[part],
@@ -109,6 +107,7 @@ class LogProbs(torch.autograd.Function):
             if len(grad_weight):
                 _add_product(grad_weight[:real], grad.t(), states[part])
             del grad  # else it lives on beside the next chunk's
+            top = None
         of_weight = grad_weight.to(weight.dtype) if len(grad_weight) else None
         return grad_h.to(h.dtype), of_weight, None, None, None, None, None, None
 
@@ -122,27 +121,31 @@ def _passes(kernel: LogProbKernel) -> ModuleType:
     return logprob_torch
 
 
-def _outputs(
-    logits: Tensor, labels: Tensor, temperature: float, group: Any, kernel: LogProbKernel
+def _statistics(
+    logits: Tensor, labels: Tensor, temperature: float, kernel: LogProbKernel
 ) -> Tensor:
-    """Collective: log p(label), entropy and log-partition [3, rows] from this rank's logits [rows,
-    words]."""
+    """This rank's statistics [4, rows] (logprob_torch.statistics) of its logits [rows, words]."""
     if logits.shape[1]:
-        top, *sums = _passes(kernel).statistics(logits, labels, temperature)
-    else:  # a rank of padding alone: it adds nothing to any sum
-        top = logits.new_full((len(logits),), float("-inf"))
-        sums = list(logits.new_zeros(3, len(logits)))
+        found: Tensor = _passes(kernel).statistics(logits, labels, temperature)
+        return found
+    # A rank of padding alone has no word: it adds nothing to any sum.
+    found = logits.new_zeros(4, len(logits))
+    found[0] = float("-inf")
+    return found
+
+
+def _outputs(found: Tensor, group: Any) -> Tensor:
+    """Collective: log p(label), entropy and log-partition [3, rows] from each rank's statistics
+    [4, rows]."""
+    top, total, weighted, label_logit = found
     if group.size() > 1:
-        local_top = top
-        top = local_top.clone()
+        top = top.clone()
         dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group)
-        shift = (local_top - top).clamp_min(_FAR_BELOW)
+        shift = (found[0] - top).clamp_min(_FAR_BELOW)
         shrink = shift.exp()
+        sums = torch.stack((shrink * total, shrink * (weighted + shift * total), label_logit))
+        dist.all_reduce(sums, group=group)
         total, weighted, label_logit = sums
-        reduced = torch.stack((shrink * total, shrink * (weighted + shift * total), label_logit))
-        dist.all_reduce(reduced, group=group)
-        sums = list(reduced)
-    total, weighted, label_logit = sums
     log_total = total.log()
     return torch.stack(
         (label_logit - top - log_total, log_total - weighted / total, log_total + top)
@@ -156,7 +159,8 @@ def _operand(matrix: Tensor) -> Tensor:
 
 
 def _buffer(states: Tensor, words: Tensor, chunk: int) -> Tensor:
-    """Room for a chunk's logits, float32 [rows, words]."""
+    """Room for a chunk's logits, float32 [rows, words]: one for all chunks, since the first touch
+    of fresh memory takes a CPU as long as a softmax."""
     rows = min(chunk, len(states))
     return torch.empty(rows, len(words), dtype=torch.float32, device=states.device)
 
