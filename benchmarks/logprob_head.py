@@ -1,5 +1,5 @@
-"""Log-probs and entropy from chunks of logits against whole logits: time, and the most memory
-beyond the inputs.
+"""Log-probs and entropy from chunks of logits against whole logits and Liger's fused linear
+cross-entropy: time, and the most memory beyond the inputs.
 
     python -m benchmarks.logprob_head [--words 151936] [--tokens 8192] [--hidden 1536] [--chunk
     ROWS] [--json FILE]
@@ -9,9 +9,16 @@ trainers without a fused head do it. On a CPU memory is what the process holds r
 beyond what it held before, measured in a process of its own; the plain way holds several times
 tokens x words x 4 bytes (5 GB with the defaults), fewer --tokens take in proportion. On a GPU it is
 what the allocator gave at most.
+
+"chunked" is the trainer's head with model.logprob_kernel=torch. On a GPU there are two more:
+"triton" is the head with model.logprob_kernel=triton; "liger" is Liger's fused linear
+cross-entropy, where liger_kernel is installed, with its weight's gradient summed in fp32. Liger
+yields one mean loss, no log-probs and no entropy, so it has no row with entropy; the ratio with
+entropy is to Liger's time without.
 """
 
 import argparse
+import importlib.util
 import multiprocessing
 from collections.abc import Callable
 from typing import Any
@@ -26,13 +33,33 @@ from vapo_megatron.config.model import logits_rows
 from vapo_megatron.megatron.logprobs import LogProbs
 from vapo_megatron.megatron.platform import current_platform
 
+# Log-probs and entropies [t] of hidden states, weight and labels.
 Head = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+KERNELS = {"chunked": "torch", "triton": "triton"}
+
+
+def ways() -> tuple[str, ...]:
+    """The heads that work on this machine."""
+    found = ("plain", "chunked")
+    if current_platform().is_cuda:
+        found += ("triton",)
+        found += ("liger",) if importlib.util.find_spec("liger_kernel") else ()
+    return found
 
 
 def plain(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """Log-probs and entropies [t] from whole logits."""
     log_p = (hidden @ weight.t()).float().log_softmax(-1)
     return log_p.gather(1, labels[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+
+
+def liger(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """The mean log-prob, and an entropy of 0 in place of the one that Liger does not have."""
+    from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
+
+    loss = LigerFusedLinearCrossEntropyLoss(accum_dtype=torch.float32)
+    logprob = -loss(weight, hidden, labels)
+    return logprob, logprob.new_zeros(())
 
 
 def measure(name: str, given: argparse.Namespace, entropy: bool) -> tuple[list[float], float]:
@@ -54,11 +81,11 @@ def measure(name: str, given: argparse.Namespace, entropy: bool) -> tuple[list[f
 
     def chunked(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         outputs: tuple[Tensor, Tensor] = LogProbs.apply(
-            hidden, weight, labels, given.words, 1.0, dist.group.WORLD, given.chunk
+            hidden, weight, labels, given.words, 1.0, dist.group.WORLD, given.chunk, KERNELS[name]
         )
         return outputs
 
-    head: Head = {"plain": plain, "chunked": chunked}[name]
+    head: Head = {"plain": plain, "liger": liger}.get(name, chunked)
 
     def step() -> None:
         hidden.grad = weight.grad = None
@@ -90,15 +117,17 @@ def main() -> None:
     arguments.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
     arguments.add_argument("--repeats", type=int, default=3)
     arguments.add_argument(
-        "--only", choices=("plain", "chunked"), help="where the plain way does not fit"
+        "--only", choices=ways(), help="one head alone, as where the plain way does not fit"
     )
     given = arguments.parse_args()
     given.chunk = given.chunk or logits_rows(given.words)
     rows, figures = [], []
+    seconds: dict[tuple[str, bool], list[float]] = {}
     context = multiprocessing.get_context("spawn")
     for entropy in (False, True):
-        found: dict[str, list[float]] = {}
-        for name in ("plain", "chunked") if given.only is None else (given.only,):
+        for name in ways() if given.only is None else (given.only,):
+            if entropy and name == "liger":
+                continue
             answers = context.Queue()
             worker = context.Process(target=_measure_alone, args=(answers, name, given, entropy))
             worker.start()
@@ -108,19 +137,24 @@ def main() -> None:
                     f"{name}: ended with code {worker.exitcode}; it may not have fit, try fewer "
                     "--tokens"
                 )
-            found[name], peak = answers.get()
+            seconds[name, entropy], peak = answers.get()
             told = "yes" if entropy else "no"
             row = {
                 "head": name,
                 "entropy in the loss": told,
-                "seconds": float(np.median(found[name])),
+                "seconds": float(np.median(seconds[name, entropy])),
             }
             rows.append(row | {"peak MiB": peak})
-        if len(found) == 2:
-            what = "with entropy" if entropy else "without entropy"
-            figures.append(
-                ratio_figure(f"{what}, whole logits over chunks", found["plain"], found["chunked"])
+        what = "with entropy" if entropy else "without entropy"
+        figures += [
+            ratio_figure(f"{what}, {title}", seconds[theirs], seconds[ours, entropy])
+            for title, theirs, ours in (
+                ("whole logits over chunks", ("plain", entropy), "chunked"),
+                ("torch over triton", ("chunked", entropy), "triton"),
+                ("Liger over triton", ("liger", False), "triton"),
             )
+            if theirs in seconds and (ours, entropy) in seconds
+        ]
     title = (
         f"{given.tokens} tokens, {given.words} words, hidden {given.hidden}, {given.dtype}, chunk "
         f"{given.chunk}"

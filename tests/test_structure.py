@@ -80,7 +80,8 @@ LIBRARIES = {
 ASK_FOR_THE_DEVICE = {
     "engines/inside/cpu_shim.py",
     "megatron/cpu_torch.py",
-    "megatron/heads.py",
+    "megatron/logprob_torch.py",
+    "megatron/logprobs.py",
     "megatron/offload.py",
     "megatron/training_state.py",
     "operations/doctor/allreduce.py",

@@ -44,7 +44,8 @@ class LogitsWatch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        self.products += func is torch.ops.aten.mm.default and result.shape[-1] == self.words
+        is_product = func in (torch.ops.aten.mm.default, torch.ops.aten.mm.out)
+        self.products += is_product and result.shape[-1] == self.words
         for tensor in tree_leaves(result):
             if (
                 isinstance(tensor, Tensor)
