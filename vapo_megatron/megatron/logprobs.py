@@ -170,7 +170,9 @@ def _logits(states: Tensor, words: Tensor, buffer: Tensor) -> Tensor:
     out = buffer[: len(states)]
     if states.dtype == out.dtype:
         return torch.mm(states, words.t(), out=out)
-    return torch.mm(states, words.t(), out_dtype=torch.float32, out=out)
+    if _writes_narrow_products(out.device):
+        return torch.mm(states, words.t(), out_dtype=torch.float32, out=out)
+    return out.copy_(torch.mm(states, words.t(), out_dtype=torch.float32))
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
@@ -182,6 +184,18 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     else:
         for rows, into in zip(a.split(_CAST_ROWS), total.split(_CAST_ROWS), strict=True):
             into += torch.mm(rows, b, out_dtype=torch.float32)
+
+
+@functools.cache
+def _writes_narrow_products(device: torch.device) -> bool:
+    """Whether a product of bfloat16 matrices can be written to fp32 memory that is there."""
+    product = torch.zeros(16, 16, device=device)
+    ones = torch.ones(16, 16, dtype=torch.bfloat16, device=device)
+    try:
+        torch.mm(ones, ones, out_dtype=torch.float32, out=product)
+    except (RuntimeError, TypeError):
+        return False
+    return torch.equal(product, torch.full_like(product, 16.0))
 
 
 @functools.cache
