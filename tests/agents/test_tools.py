@@ -1,8 +1,9 @@
 """Tools against what a policy may write."""
 
 import asyncio
+import mmap
 import os
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,19 @@ def test_python_prints_and_knows_nothing_of_the_trainer() -> None:
         run("import os; print(sorted(os.environ), os.listdir('.'))")[0]
         == "['HOME', 'LANG', 'OPENBLAS_NUM_THREADS'] []\n"
     )
+
+
+def test_a_call_starts_from_a_trainer_that_has_more_than_it_may(tmp_path: Path) -> None:
+    """A rank has more memory than a call may have, and more files open."""
+    with ExitStack() as opened:
+        opened.enter_context(mmap.mmap(-1, 2 << 30, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+        for number in range(80):
+            opened.enter_context((tmp_path / str(number)).open("w"))
+        limits = "import resource as r; print(r.getrlimit(r.RLIMIT_DATA)[0] >> 20)"
+        for _ in range(3):
+            assert run(limits) == ("512\n", True)
+        assert "MemoryError" in run("x = bytearray(1 << 30)")[0]
+        assert "Too many open files" in run("files = [open(str(n), 'w') for n in range(80)]")[0]
 
 
 @pytest.mark.parametrize(

@@ -13,10 +13,11 @@ import ctypes
 import errno
 import os
 import platform
+import resource
 import struct
 import sys
 import sysconfig
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -247,11 +248,14 @@ def library_folders() -> tuple[str, ...]:
     return tuple(dict.fromkeys(os.path.realpath(path) for path in (*standard, *installed)))
 
 
-def boundary(folder: str) -> Callable[[], None]:
+def boundary(folder: str, limits: Sequence[tuple[int, int]] = ()) -> Callable[[], None]:
     """A function that confines the process which calls it, for `preexec_fn`.
 
     Args:
         folder: the only place where the process may write.
+        limits: resources (resource.RLIMIT_*) and how much of each the process may have. They are
+            set as late as can be: until it executes something else, the process still has the
+            memory and the open files of the one that it was forked from, which may be more.
 
     Raises:
         NoBoundary: this machine cannot.
@@ -268,10 +272,16 @@ def boundary(folder: str) -> Callable[[], None]:
         _allow_paths(ruleset, (interpreter, *_loaders()), _EXECUTE | _READ_FILE, version)
         _allow_paths(ruleset, ("/dev/null",), _READ_FILE | _WRITE_FILE, version)
         _allow_paths(ruleset, (folder,), _READ_AND_WRITE, version)
+        instructions = seccomp_filter(os.getpid(), version)
+        program = _Program(len(instructions) // 8, instructions)
+        filtered = ctypes.byref(program)
         _checked(_libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
         _checked(_libc.syscall(_RESTRICT_SELF, ruleset, 0))
         os.close(ruleset)
-        _install(seccomp_filter(os.getpid(), version))
+        for kind, most in limits:
+            resource.setrlimit(kind, (most, most))
+        # The filter refuses to set limits.
+        _checked(_libc.prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, filtered, 0, 0))
 
     return confine
 
@@ -390,8 +400,3 @@ def _instruction(code: int, value: int, skip_if_true: int = 0, skip_if_false: in
 
 class _Program(ctypes.Structure):
     _fields_ = (("length", ctypes.c_ushort), ("instructions", ctypes.c_char_p))
-
-
-def _install(instructions: bytes) -> None:
-    program = _Program(len(instructions) // 8, instructions)
-    _checked(_libc.prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.byref(program), 0, 0))

@@ -83,19 +83,17 @@ async def run_python(code: str, seconds: float = 10.0, memory_mib: int = 512) ->
 
 
 async def _run(code: str, folder: str, seconds: float, memory_mib: int) -> tuple[str, bool]:
-    confine = boundary(folder)
+    limits = (
+        (resource.RLIMIT_CPU, math.ceil(seconds) + 1),
+        (resource.RLIMIT_FSIZE, 16 * _MIB),
+        (resource.RLIMIT_NOFILE, 64),
+        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_DATA, memory_mib * _MIB),
+    )
+    confine = boundary(folder, limits)
 
-    def limit() -> None:
+    def begin() -> None:
         end_with_parent()
-        cpu = math.ceil(seconds) + 1
-        for kind, most in (
-            (resource.RLIMIT_CPU, cpu),
-            (resource.RLIMIT_DATA, memory_mib * _MIB),
-            (resource.RLIMIT_FSIZE, 16 * _MIB),
-            (resource.RLIMIT_NOFILE, 64),
-            (resource.RLIMIT_CORE, 0),
-        ):
-            resource.setrlimit(kind, (most, most))
         confine()
 
     process = await asyncio.create_subprocess_exec(
@@ -111,7 +109,7 @@ async def _run(code: str, folder: str, seconds: float, memory_mib: int) -> tuple
         cwd=folder,
         env={"HOME": folder, "LANG": "C.UTF-8", "OPENBLAS_NUM_THREADS": "1"},
         start_new_session=True,
-        preexec_fn=limit,
+        preexec_fn=begin,
     )
     output = b""
     over = ""
