@@ -9,6 +9,7 @@ import pytest
 from stub_episodes import Engine, fresh_engine, make_tokenizer, play
 
 from vapo_megatron.agents.recording import Segment, as_templates_read
+from vapo_megatron.agents.rendering import is_repeated_in
 from vapo_megatron.data.tokenizer import TextTokenizer
 
 # As Qwen3's: reasoning stays in the turns since the last question, and is dropped before.
@@ -237,17 +238,15 @@ def test_a_request_continues_what_it_extends_with_the_same_tools() -> None:
 
 def test_a_long_history_is_compared_letter_by_letter_first() -> None:
     before = "some words of a long history\n" * 20_000
-    segment = Segment([("assistant", "w1 w2", [])], [], [], shown=before)
+    answer: Any = ("assistant", "w1 w2", [])
     texts = [before + "w1 w2 <eos>", before.replace("\n", "\n\n") + "w1\nw2<eos>"]
     for text in texts:
-        assert segment.is_kept_in(text, "<eos>") and not segment.is_kept_in(
-            text.replace("w1", "w3"), "<eos>"
-        )
-        assert not segment.is_kept_in("x" + text, "<eos>") and not segment.is_kept_in(
-            text + ".", "<eos>"
-        )
+        assert is_repeated_in(before, answer, text, "<eos>")
+        for other in (text.replace("w1", "w3"), "x" + text, text + "."):
+            assert not is_repeated_in(before, answer, other, "<eos>")
     same, spaced = (
-        min(timeit.repeat(lambda t=t: segment.is_kept_in(t, "<eos>"), number=1)) for t in texts
+        min(timeit.repeat(lambda t=t: is_repeated_in(before, answer, t, "<eos>"), number=1))
+        for t in texts
     )
     assert same * 5 < spaced
 

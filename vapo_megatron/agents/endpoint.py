@@ -6,7 +6,7 @@ import math
 import secrets
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from http import HTTPStatus
 from typing import Any
@@ -15,14 +15,19 @@ import httpx
 import orjson
 from aiohttp import web
 
-from vapo_megatron.agents.recording import (
-    Message,
-    Recording,
-    Segment,
-    as_templates_read,
-    comparable,
-    text_after_answer,
+from vapo_megatron.agents.openai_format import (
+    EVENT_STREAM,
+    Answer,
+    Read,
+    Refused,
+    as_stream,
+    asks_for_stream,
+    completion,
+    error_answer,
+    read_request,
 )
+from vapo_megatron.agents.recording import Message, Recording, as_templates_read, comparable
+from vapo_megatron.agents.rendering import Prepared, Renderer
 from vapo_megatron.config.rollout import EpisodeConfig
 from vapo_megatron.data.sample import Sample
 from vapo_megatron.data.tokenizer import TextTokenizer
@@ -35,45 +40,8 @@ _ADDRESS = "127.0.0.1"
 _LARGEST_REQUEST = 64 << 20
 _MOST_READ = 4 * _LARGEST_REQUEST  # bytes of all requests that are being read or answered at once
 _MOST_CHARACTERS_ON_LOOP = 20_000  # of a request; tokenising these takes some 20 ms
-_EVENTS = "text/event-stream"
 NOT_REPEATED = "not_repeated"  # fault of an episode that takes another way than the one it repeats
 KEEP_ALIVE_S = 5.0  # a stream that has nothing to say yet sends a comment this often
-_ROLES = ("system", "developer", "user", "assistant", "tool")
-# Fields of a request that change nothing here, whatever their value: sampling is the run's.
-_WITHOUT_EFFECT = {
-    "metadata",
-    "model",
-    "parallel_tool_calls",
-    "prompt_cache_key",
-    "safety_identifier",
-    "seed",
-    "service_tier",
-    "store",
-    "temperature",
-    "top_p",
-    "user",
-}
-_READ = {
-    "max_completion_tokens",
-    "max_tokens",
-    "messages",
-    "n",
-    "stream",
-    "stream_options",
-    "tools",
-}
-# Fields that would change the response, with the values that ask for nothing.
-_ASKS_FOR_NOTHING: dict[str, tuple[Any, ...]] = {
-    "chat_template_kwargs": ({},),
-    "frequency_penalty": (0,),
-    "logit_bias": ({},),
-    "logprobs": (False,),
-    "presence_penalty": (0,),
-    "response_format": ({"type": "text"},),
-    "stop": ([], ""),
-    "tool_choice": ("auto",),
-    "top_logprobs": (0,),
-}
 
 
 @dataclass
@@ -95,6 +63,7 @@ class Episode:
         turns: figures of each turn; answered: time of the last answer.
         deadline, ends_at: when the call under way must have ended, and when the episode must (time
             of the loop).
+        request_before: messages of the agent's last request.
     """
 
     request: GroupRequest
@@ -114,6 +83,7 @@ class Episode:
     ends_at: float = math.inf
     closed: bool = False
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    request_before: Sequence[Read] = ()
 
     def end_tool(self, now: float) -> None:
         """Count the seconds since the last answer as tool time of that turn."""
@@ -146,15 +116,6 @@ class Episode:
             self.deadline.reschedule(ends_at)
 
 
-class _Refused(Exception):
-    """A request that is answered by an error."""
-
-    def __init__(self, message: str, code: str, status: int = 400) -> None:
-        super().__init__(message)
-        self.code = code
-        self.status = status
-
-
 class Endpoint:
     """Serves chat completions to agents. Its coroutines belong to the dispatcher's loop."""
 
@@ -163,6 +124,7 @@ class Endpoint:
     ) -> None:
         self._dispatcher = dispatcher
         self._tokenizer = tokenizer
+        self._renderer = Renderer(tokenizer)
         self._limits = limits
         self._episodes: dict[str, Episode] = {}
         self._runner: web.AppRunner | None = None
@@ -213,12 +175,12 @@ class Endpoint:
     async def _serve(self, request: web.Request) -> web.StreamResponse:
         # Before anything is read for it: whoever does not know a secret gets no memory.
         if request.match_info["secret"] not in self._episodes:
-            return _response(_error("no such episode", "not_found", 404))
+            return _response(error_answer("no such episode", "not_found", 404))
         size = request.content_length
         if size is None:
             size = _LARGEST_REQUEST
         if self._bytes_read + size > _MOST_READ:
-            return _response(_error("too many requests at once", "busy", 503))
+            return _response(error_answer("too many requests at once", "busy", 503))
         self._bytes_read += size
         try:
             return await self._answer_over_http(request, await request.read())
@@ -230,8 +192,8 @@ class Endpoint:
         answer = asyncio.ensure_future(self.answer(request.path, body))
         try:
             while not (await asyncio.wait([answer], timeout=KEEP_ALIVE_S))[0]:
-                if stream is None and _streams(body):
-                    stream = web.StreamResponse(headers={"Content-Type": _EVENTS})
+                if stream is None and asks_for_stream(body):
+                    stream = web.StreamResponse(headers={"Content-Type": EVENT_STREAM})
                     await stream.prepare(request)
                 if stream is not None:
                     await stream.write(b": waiting\n\n")
@@ -240,45 +202,45 @@ class Endpoint:
         _, kind, content = answer.result()
         if stream is None:
             return _response(answer.result())
-        await stream.write(content if kind == _EVENTS else b"data: %b\n\n" % content)
+        await stream.write(content if kind == EVENT_STREAM else b"data: %b\n\n" % content)
         await stream.write_eof()
         return stream
 
-    async def answer(self, path: str, body: bytes) -> tuple[int, str, bytes]:
+    async def answer(self, path: str, body: bytes) -> Answer:
         """Status, content type and content of the answer to a request."""
         episode = self._episodes.get(path.removeprefix("/").removesuffix("/v1/chat/completions"))
         if episode is None:
-            return _error("no such episode", "not_found", 404)
+            return error_answer("no such episode", "not_found", 404)
         try:
             asked = orjson.loads(body)
-            messages, tools = _checked(asked)
-            self._refuse_too_long(messages, tools)
+            request, tools = read_request(asked, episode.request_before)
+            self._refuse_too_long(request, tools)
             async with episode.lock:  # one turn at a time: the next may continue this one
                 if episode.closed:
-                    raise _Refused("the episode has ended", "not_found", 404)
+                    raise Refused("the episode has ended", "not_found", 404)
                 try:
-                    answer = await self._turn(episode, messages, tools, asked)
+                    answer = await self._turn(episode, request, tools, asked)
                 finally:  # a request that its agent gave up ends here, too
                     episode.begin_call(self._limits.call_timeout_s)
-        except _Refused as error:
-            return _error(str(error), error.code, error.status)
+        except Refused as error:
+            return error_answer(str(error), error.code, error.status)
         except VapoError as error:
             episode.failure = error
-            return _error(str(error), "engine", HTTPStatus.SERVICE_UNAVAILABLE)
+            return error_answer(str(error), "engine", HTTPStatus.SERVICE_UNAVAILABLE)
         except (ValueError, TypeError) as error:
-            return _error(f"no valid request: {error}", "invalid_request")
+            return error_answer(f"no valid request: {error}", "invalid_request")
         if asked.get("stream"):
             with_usage = bool((asked.get("stream_options") or {}).get("include_usage"))
-            return HTTPStatus.OK, _EVENTS, _as_stream(answer, with_usage)
+            return HTTPStatus.OK, EVENT_STREAM, as_stream(answer, with_usage)
         return HTTPStatus.OK, "application/json", orjson.dumps(answer)
 
-    def _refuse_too_long(self, messages: list[Message], tools: list[Message] | None) -> None:
-        """Raises _Refused for what cannot fit the context; tokenising it would hold up the loop
+    def _refuse_too_long(self, request: list[Read], tools: list[Message] | None) -> None:
+        """Raises Refused for what cannot fit the context; tokenising it would hold up the loop
         that carries all engines' traffic."""
-        characters = sum(len(message["content"]) for message in messages)
+        characters = _characters([read.message for read in request])
         characters += len(orjson.dumps(tools or []))
         if characters > self._most_characters:
-            raise _Refused(
+            raise Refused(
                 f"This model's maximum context length is {self._limits.max_tokens} tokens "
                 f"(rollout.episode.max_tokens), the request has {characters} characters",
                 "context_length_exceeded",
@@ -287,7 +249,7 @@ class Endpoint:
     async def _turn(
         self,
         episode: Episode,
-        messages: list[Message],
+        given: list[Read],
         tools: list[Message] | None,
         body: dict[str, Any],
     ) -> dict[str, Any]:
@@ -297,12 +259,15 @@ class Endpoint:
         episode.begin_call(self._limits.call_timeout_s)
         if recording.turns >= self._limits.max_turns:
             episode.limit = episode.limit or "turns"
-            raise _Refused(f"rollout.episode.max_turns={self._limits.max_turns} are taken", "limit")
+            raise Refused(f"rollout.episode.max_turns={self._limits.max_turns} are taken", "limit")
         try:
-            segment, observed, shown = await self._segment_of(recording, messages, tools or [])
+            prepared = await self._prepared(recording, given, tools or [])
         except ValueError as error:
             episode.fault = "template"
-            raise _Refused(f"the chat template cannot be applied: {error}", "template") from None
+            raise Refused(f"the chat template cannot be applied: {error}", "template") from None
+        segment = prepared.segment
+        observed = prepared.observed
+        episode.request_before = given
         is_new = not segment.turns
         context = [*segment.prompt_ids, *segment.token_ids, *observed]
         max_tokens = body.get("max_completion_tokens") or body.get("max_tokens")
@@ -315,13 +280,13 @@ class Endpoint:
         if room < 1:
             episode.limit = episode.limit or "tokens"
             limit = f"This model's maximum context length is {self._limits.max_tokens} tokens"
-            raise _Refused(
+            raise Refused(
                 f"{limit} (rollout.episode.max_tokens), the episode has {total}",
                 "context_length_exceeded",
             )
         if recording.turns == episode.pauses_at:
             episode.is_paused = episode.work is not None and episode.work.cancel()
-            raise _Refused(
+            raise Refused(
                 "the episode continues in a later step", "paused", HTTPStatus.SERVICE_UNAVAILABLE
             )
         asked = time.monotonic()
@@ -330,14 +295,14 @@ class Endpoint:
             content, calls = await self._parsed(turn, tools)
         except TryAgain as error:  # the engine was lost after its response; other episodes continue
             episode.fault = "stopped"
-            raise _Refused(str(error), "stopped", HTTPStatus.SERVICE_UNAVAILABLE) from None
+            raise Refused(str(error), "stopped", HTTPStatus.SERVICE_UNAVAILABLE) from None
         segment.observe(observed)
         message: Message = {"role": "assistant", "content": content} | (
             {"tool_calls": calls} if calls else {}
         )
-        segment.write(
-            turn, recording.turns, comparable([*messages, as_templates_read(message)]), shown
-        )
+        answered = comparable([as_templates_read(message)])
+        segment.write(turn, recording.turns, [read.compared for read in given] + answered)
+        prepared.remember()
         if is_new:
             recording.segments.append(segment)
         episode.answered = time.monotonic()
@@ -346,60 +311,27 @@ class Endpoint:
             figures | {"engine_seconds": episode.answered - asked, "tool_seconds": 0.0}
         )
         reason = "length" if turn.truncated else "tool_calls" if calls else "stop"
-        return _completion(
+        return completion(
             f"chatcmpl-{turn.seed:x}", message, reason, len(context), len(turn.response_ids)
         )
 
-    async def _segment_of(
-        self, recording: Recording, messages: list[Message], tools: list[Message]
-    ) -> tuple[Segment, list[int], str]:
-        """_segment(), in a thread where it takes long: the loop carries all engines' traffic, and
-        tokenizers release the interpreter's lock."""
-        characters = sum(len(message["content"]) for message in messages)
-        if characters < _MOST_CHARACTERS_ON_LOOP:
-            return self._segment(recording, messages, tools)
-        return await asyncio.to_thread(self._segment, recording, messages, tools)
-
-    def _segment(
-        self, recording: Recording, messages: list[Message], tools: list[Message]
-    ) -> tuple[Segment, list[int], str]:
-        """The segment that a request continues, and the tokens of its messages after the policy's
-        last answer; or a new segment, which has no turns yet. Last, the request as the chat
-        template writes it; empty if it cannot, which only a new segment needs."""
-        segment = recording.segment_of(comparable(messages), tools)
-        shown = ""
-        try:
-            shown = self._text(messages, tools)
-        except ValueError:  # what a segment has is not rendered again
-            if segment is None:
-                raise
-        if segment is not None:
-            new = messages[len(segment.messages) :]
-            after = text_after_answer(lambda given: self._text(given, tools), new)
-            if segment.is_kept_in(shown, after):
-                return segment, self._observation(segment.turns[-1], after), shown
-        prompt = self._tokenizer.encode_response(shown)
-        return Segment([], tools, prompt, by_template=segment is not None), [], shown
-
-    def _text(self, messages: list[Message], tools: list[Message]) -> str:
-        """Messages by the chat template; the arguments of calls are objects, or JSON if it cannot
-        read these."""
-        try:
-            return self._tokenizer.messages_text(messages, tools)
-        except ValueError:
-            with suppress(ValueError):
-                return self._tokenizer.messages_text(
-                    [as_templates_read(m, as_json=True) for m in messages], tools
-                )
-            raise
-
-    def _observation(self, last: Sample, text: str) -> list[int]:
-        """Tokens of the text after the policy's last answer, without its end token if it drew
-        one."""
-        if not last.truncated:
-            drawn = self._tokenizer.decode_all(last.response_ids[-1:].tolist())
-            text = text.lstrip().removeprefix(drawn) if text.lstrip().startswith(drawn) else text
-        return self._tokenizer.encode_response(text)
+    async def _prepared(
+        self, recording: Recording, request: list[Read], tools: list[Message]
+    ) -> Prepared:
+        """The request, prepared in a thread where it takes long: the loop carries all engines'
+        traffic, and tokenizers release the interpreter's lock."""
+        messages = [read.message for read in request]
+        segment = recording.segment_of([read.compared for read in request], tools)
+        known = 0 if segment is None else len(segment.messages)
+        parts = (recording, segment, messages, tools)
+        if _characters(messages[known:]) < _MOST_CHARACTERS_ON_LOOP:
+            is_short = _characters(messages) < _MOST_CHARACTERS_ON_LOOP
+            prepared = self._renderer.prepare(*parts, may_take_long=is_short)
+            if prepared is not None:
+                return prepared
+        prepared = await asyncio.to_thread(self._renderer.prepare, *parts)
+        assert prepared is not None, "it may take long"
+        return prepared
 
     async def _generate(self, episode: Episode, context: list[int], room: int, read: int) -> Sample:
         number = episode.recording.turns
@@ -413,7 +345,7 @@ class Endpoint:
             recorded = episode.repeats[number]
             if recorded.prompt.token_ids != tuple(context):
                 episode.fault = NOT_REPEATED
-                raise _Refused(
+                raise Refused(
                     "the episode is repeated, and this is another request than before", NOT_REPEATED
                 )
             if not recorded.goes_on:
@@ -429,7 +361,7 @@ class Endpoint:
         episode.engine = turn.engine
         if turn.goes_on or not len(turn.response_ids):
             episode.fault = "stopped"
-            raise _Refused("the engines were stopped", "stopped", HTTPStatus.SERVICE_UNAVAILABLE)
+            raise Refused("the engines were stopped", "stopped", HTTPStatus.SERVICE_UNAVAILABLE)
         return turn
 
     async def _parsed(self, turn: Sample, tools: list[Message] | None) -> tuple[str, list[Message]]:
@@ -454,124 +386,13 @@ class Endpoint:
         ]
 
 
-def _checked(body: Any) -> tuple[list[Message], list[Message] | None]:
-    """Messages and tools of a request. Raises _Refused for what cannot be honoured."""
-    if (
-        not isinstance(body, dict)
-        or not isinstance(body.get("messages"), list)
-        or not body["messages"]
-    ):
-        raise _Refused("expected an object with messages", "invalid_request")
-    for message in body["messages"]:
-        _check_message(message)
-    _check_options(body)
-    tools = body.get("tools")
-    if tools is not None and not isinstance(tools, list):
-        raise _Refused("expected tools as a list", "invalid_request")
-    return [as_templates_read(message) for message in body["messages"]], tools
+def _characters(messages: Sequence[Message]) -> int:
+    return sum(len(message["content"]) for message in messages)
 
 
-def _check_message(message: Any) -> None:
-    if not isinstance(message, dict) or message.get("role") not in _ROLES:
-        raise _Refused(f"expected messages with a role of {', '.join(_ROLES)}", "invalid_request")
-    content = message.get("content") or ""
-    if not isinstance(content, list):
-        content = [{"text": content}]
-    for part in content:
-        if not isinstance(part, dict) or not isinstance(part.get("text", ""), str):
-            raise _Refused("expected content as text or as parts with text", "invalid_request")
-        if part.get("type", "text") != "text" or "text" not in part:
-            raise _Refused(
-                f"a part of the type {part.get('type')!r}: only text reaches the policy",
-                "unsupported_parameter",
-            )
-    for call in message.get("tool_calls") or []:
-        function = call.get("function") if isinstance(call, dict) else None
-        if not isinstance(function, dict) or not {"name", "arguments"} <= function.keys():
-            raise _Refused(
-                "expected tool_calls with function.name and function.arguments", "invalid_request"
-            )
-
-
-def _check_options(body: dict[str, Any]) -> None:
-    for name in sorted(body.keys() - _READ - _WITHOUT_EFFECT):
-        if body[name] is None or body[name] in _ASKS_FOR_NOTHING.get(name, ()):
-            continue
-        raise _Refused(
-            f"{name}={str(body[name])[:60]!r} is not supported: leave it out",
-            "unsupported_parameter",
-        )
-    if body.get("n") not in (None, 1):
-        raise _Refused(
-            "n: one response a request; its other branches would not be recorded", "invalid_request"
-        )
-    for name in ("max_completion_tokens", "max_tokens"):
-        most = body.get(name)
-        if most is not None and (not isinstance(most, int) or most < 1):
-            raise _Refused(f"{name}={most!r}: expected a positive integer", "invalid_request")
-    if not isinstance(body.get("stream_options") or {}, dict):
-        raise _Refused("expected stream_options as an object", "invalid_request")
-
-
-def _response(answer: tuple[int, str, bytes]) -> web.Response:
+def _response(answer: Answer) -> web.Response:
     status, kind, content = answer
     return web.Response(status=status, body=content, content_type=kind)
-
-
-def _completion(
-    name: str, message: Message, reason: str, prompt: int, written: int
-) -> dict[str, Any]:
-    return {
-        "id": name,
-        "object": "chat.completion",
-        "created": int(time.time()),
-        "model": "policy",
-        "choices": [{"index": 0, "message": message, "finish_reason": reason, "logprobs": None}],
-        "usage": {
-            "prompt_tokens": prompt,
-            "completion_tokens": written,
-            "total_tokens": prompt + written,
-        },
-    }
-
-
-def _error(message: str, code: str, status: int = 400) -> tuple[int, str, bytes]:
-    error = {"message": message, "type": "invalid_request_error", "code": code}
-    return status, "application/json", orjson.dumps({"error": error})
-
-
-def _streams(body: bytes) -> bool:
-    """Whether a request, valid or not, asks for a stream."""
-    try:
-        return bool(orjson.loads(body).get("stream"))
-    except (ValueError, AttributeError):
-        return False
-
-
-def _as_stream(answer: dict[str, Any], with_usage: bool) -> bytes:
-    """The whole answer as one chunk, for agents that stream."""
-    (choice,) = answer["choices"]
-    delta = dict(choice["message"])
-    if "tool_calls" in delta:
-        delta["tool_calls"] = [
-            {"index": number, **call} for number, call in enumerate(delta["tool_calls"])
-        ]
-    common = {name: answer[name] for name in ("id", "created", "model")} | {
-        "object": "chat.completion.chunk"
-    }
-    parts: tuple[tuple[dict[str, Any], str | None], ...] = (
-        (delta, None),
-        ({}, choice["finish_reason"]),
-    )
-    chunks = [
-        {"choices": [{"index": 0, "delta": part, "finish_reason": reason}]}
-        for part, reason in parts
-    ]
-    chunks += [{"choices": [], "usage": answer["usage"]}] if with_usage else []
-    return (
-        b"".join(b"data: %b\n\n" % orjson.dumps(common | chunk) for chunk in chunks)
-        + b"data: [DONE]\n\n"
-    )
 
 
 class DirectTransport(httpx.AsyncBaseTransport):
@@ -588,7 +409,7 @@ class DirectTransport(httpx.AsyncBaseTransport):
         body = await request.aread()
         seconds = request.extensions.get("timeout", {}).get("read")
         work = self._loop.start(self._endpoint.answer(request.url.path, body))
-        if seconds is not None and seconds > KEEP_ALIVE_S and _streams(body):
+        if seconds is not None and seconds > KEEP_ALIVE_S and asks_for_stream(body):
             seconds = None  # a socket would bring a sign of life before
         try:
             status, kind, content = await asyncio.wait_for(asyncio.wrap_future(work), seconds)

@@ -2,7 +2,7 @@
 sampled."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -27,7 +27,10 @@ class Segment:
         messages: of the last request and its answer, to compare with the next request.
         tools: of every request.
         prompt_ids: the first request's tokens.
-        shown: the last request as the chat template wrote it; empty if it could not.
+        request: the last request's messages, as templates read them.
+        shown: these as the chat template wrote them; empty if it could not, None if it was not
+            asked.
+        outlines: these without what the template cannot tell apart.
         by_template: whether it began because the template rewrote the history.
         token_ids, logprobs, mask: what follows the prompt; mask is True on tokens that the policy
             wrote.
@@ -38,7 +41,9 @@ class Segment:
     messages: list[Compared]
     tools: list[Message]
     prompt_ids: list[int]
-    shown: str = ""
+    request: list[Message] = field(default_factory=list)
+    shown: str | None = ""
+    outlines: list[bytes] = field(default_factory=list)
     by_template: bool = False
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -56,34 +61,13 @@ class Segment:
         count = len(self.messages)
         return tools == self.tools and len(messages) > count and messages[:count] == self.messages
 
-    def is_kept_in(self, shown: str, after: str) -> bool:
-        """Whether the chat template repeats the last request and its answer unchanged, except for
-        whitespace and the spelling of tool calls. Templates may drop the reasoning of earlier
-        turns, for example.
-
-        shown: the next request as the template writes it, empty as above; after: its part that
-            follows the answer.
-        """
-        if not self.shown or not shown:
-            return True
-        same = len(self.shown) if shown.startswith(self.shown) else 0
-        before, text, after = (
-            "".join(part.split()) for part in (self.shown[same:], shown[same:], after)
-        )
-        if not text.startswith(before) or not text[len(before) :].endswith(after):
-            return False
-        repeated = text[len(before) :].removesuffix(after)
-        _, content, calls = self.messages[-1]
-        answer = "".join(content.split())
-        return repeated.startswith(answer) if calls else repeated == answer
-
     def observe(self, token_ids: Sequence[int]) -> None:
         """Append tokens that the policy is given."""
         self.token_ids += token_ids
         self.logprobs += [0.0] * len(token_ids)
         self.mask += [False] * len(token_ids)
 
-    def write(self, turn: Sample, number: int, messages: list[Compared], shown: str) -> None:
+    def write(self, turn: Sample, number: int, messages: list[Compared]) -> None:
         """Append what the policy wrote in the turn of this number, and update the conversation."""
         self.token_ids += turn.response_ids.tolist()
         self.logprobs += turn.rollout_logprobs.tolist()
@@ -91,7 +75,6 @@ class Segment:
         self.turns.append(turn)
         self.ends.append((number, len(self.token_ids) - 1))
         self.messages = messages
-        self.shown = shown
 
 
 class Recording:
@@ -100,10 +83,15 @@ class Recording:
 
     only_newest: no older segment is continued. Later turns then always come last in
         fields().
+
+    Attributes:
+        rendered_whole: requests for which the chat template wrote the whole history again, as no
+            shorter conversation could stand in for it.
     """
 
     def __init__(self, only_newest: bool = False) -> None:
         self.segments: list[Segment] = []
+        self.rendered_whole = 0
         self._only_newest = only_newest
 
     def segment_of(self, messages: list[Compared], tools: list[Message]) -> Segment | None:
@@ -137,6 +125,7 @@ class Recording:
             "tokens_written": float(written),
             "tokens_observed": float(sum(len(segment.mask) for segment in self.segments) - written),
             "tokens_rewritten": float(rewritten),
+            "rendered_whole": float(self.rendered_whole),
         }
 
     def fields(self, rewards: Sequence[float]) -> dict[str, Any]:
@@ -254,24 +243,3 @@ def comparable(messages: Sequence[Message]) -> list[Compared]:
     return [
         (m["role"], m["content"], called) for m, called in zip(messages, functions, strict=True)
     ]
-
-
-# Stands for an assistant's message where a template renders what follows one. No tokenizer
-# cuts it.
-_MARK = "vapomegatronmark"
-
-
-def text_after_answer(render: Callable[[list[Message]], str], new: Sequence[Message]) -> str:
-    """The text that a chat template puts between an assistant's text and the assistant's next turn.
-
-    It is taken from a conversation of one question and a mark, so that earlier tokens of the policy
-    stay as drawn, however the template spells them.
-
-    Raises:
-        ValueError: the template does not repeat an assistant's message.
-    """
-    text = render([{"role": "user", "content": "."}, {"role": "assistant", "content": _MARK}, *new])
-    _, mark, after = text.rpartition(_MARK)
-    if not mark:
-        raise ValueError("the chat template does not repeat an assistant's message")
-    return after

@@ -205,6 +205,13 @@ class TextTokenizer:
         except ValueError:
             return False
 
+    @property
+    def chat_template(self) -> str:
+        """The sources of the chat templates, without tools and with them."""
+        given: tuple[list[dict[str, Any]] | None, ...] = (None, [{}])
+        sources = [str(self._tokenizer.get_chat_template(tools=tools)) for tools in given]
+        return "".join(dict.fromkeys(sources))
+
     def _render(
         self,
         messages: list[dict[str, Any]],
