@@ -64,6 +64,7 @@ class Renderer:
         self._outlines = None if traits is None else Outlines(traits)
         self._known: dict[_Question, bool] = {}
         self._checked: set[_Question] = set()
+        self.first_checked = _FIRST_CHECKED
 
     def prepare(
         self,
@@ -84,7 +85,7 @@ class Renderer:
         """
         outlines, question = self._question(segment, messages, tools)
         is_repeated = question is not None and self._stand_in_is_repeated(question, tools)
-        is_sure = question in self._checked or len(self._checked) >= _FIRST_CHECKED
+        is_sure = question in self._checked or len(self._checked) >= self.first_checked
         if segment is not None and is_repeated and is_sure:
             after = self._after(segment, messages, tools)
             return Prepared(segment, self._observed(segment, after), messages, None, outlines)

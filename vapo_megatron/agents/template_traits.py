@@ -28,7 +28,7 @@ _ODD_FILTERS = {"batch", "groupby", "hash", "random", "slice", "sort", "sum", "u
 _ODD_TESTS = {"divisibleby", "even", "ge", "gt", "le", "lt", "odd"}
 _ODD_METHODS = {"cycle", "isalnum", "isalpha", "isdigit", "isnumeric", "splitlines"}
 _ODD_OPERATIONS = (nodes.Mod, nodes.Mul, nodes.Div, nodes.FloorDiv, nodes.Pow)
-_LARGEST_NUMBER = 8
+_LARGEST_NUMBER = 9
 # transformers' own tag, which marks what an assistant wrote.
 _GENERATION = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
 _CONVERSATION = {"content", "m", "message", "messages", "msg"}
