@@ -217,7 +217,7 @@ def differences(
     return asked, same, whole_ones, needed
 
 
-def long_requests(turns: int) -> Iterator[tuple[bytes, Message]]:
+def long_requests(turns: int) -> Iterator[tuple[dict[str, Any], Message]]:
     """Requests of a long episode, each turn of about 600 tokens of text."""
     messages: list[Message] = [{"role": "user", "content": "Find out who wrote it. " * 20}]
     for turn in range(turns):
@@ -227,7 +227,7 @@ def long_requests(turns: int) -> Iterator[tuple[bytes, Message]]:
             "content": "<think>\n" + "It may be found there. " * 50 + "\n</think>\n\nI search.",
             "tool_calls": [{"id": f"{turn:09d}", "type": "function", "function": call}],
         }
-        yield json.dumps({"messages": messages, "tools": TOOLS}).encode(), answer
+        yield json.loads(json.dumps({"messages": messages, "tools": TOOLS})), answer
         result = {
             "role": "tool",
             "content": "A line of a page.\n" * 70,
@@ -242,8 +242,7 @@ def seconds_by_turn(
     """CPU seconds of each request of an episode."""
     conversation = Conversation(renderer, tokenizer)
     seconds = []
-    for sent, answer in long_requests(turns):
-        body = json.loads(sent)
+    for body, answer in long_requests(turns):
         start = time.thread_time()
         conversation.ask(body)
         seconds.append(time.thread_time() - start)
