@@ -136,6 +136,25 @@ def test_a_change_that_tokens_show_and_messages_do_not_is_seen(
     assert tokenizer.decode_all(ids) == tokenizer.messages_text(more, TOOLS)
 
 
+def test_what_holds_with_some_tools_is_asked_again_with_others(tmp_path: Path) -> None:
+    source = CHAT_TEMPLATES["drops reasoning"].replace(
+        "and '</think>'", "and tools[0].function.name == 'drop' and '</think>'"
+    )
+    tokenizer = with_template(tmp_path, source, byte_tokenizer())
+    renderer = Renderer(tokenizer)
+    renderer.first_checked = 0
+    answer = {"role": "assistant", "content": "why</think>so"}
+    messages = [{"role": "user", "content": "one"}]
+    more = [*messages, answer, {"role": "user", "content": "two"}]
+    for name, segments in (("keep", 1), ("drop", 2), ("keep", 1)):
+        tools = [{"type": "function", "function": {"name": name, "parameters": {}}}]
+        conversation = Conversation(renderer, tokenizer)
+        for asked in (messages, more):
+            conversation.ask({"messages": asked, "tools": tools})
+            conversation.answer(answer)
+        assert len(conversation.recording.segments) == segments
+
+
 TRAITS = TemplateTraits(("</think>", "<think>"), ("image",), frozenset({"none"}), 1, False)
 
 
@@ -154,7 +173,8 @@ def test_an_outline_has_what_a_template_can_tell_apart() -> None:
     )
     assert thought == again and len({one, thought, reverse, picture}) == 4
     many, more = ("".join(["<think>a"] * count + ["</think>b"]) for count in (6, 90))
-    assert len({*_outlines(many, more)}) == 1, "the first two and the last two of each mark"
+    assert len({*_outlines(many, more)}) == 1
+    assert _outlines(more)[0].count(b"<think>") == 4, "the first two and the last two of each mark"
     lower = TemplateTraits(("YES",), (), frozenset(), 1, True)
     assert len({*_outlines("yes to it", "not to it", traits=lower)}) == 2
 
@@ -168,7 +188,8 @@ def test_ids_of_calls_keep_their_length_and_what_they_refer_to() -> None:
 
     outlines = Outlines(TRAITS)
     first = outlines.extended([], turn("123456789", "abcdefghi"))
-    assert outlines.extended(first, [*turn("1", "2"), *turn("987654321", "ihgfedcba")])[3:] == first
+    both = [*turn("987654321", "ihgfedcba"), *turn("123456789", "abcdefghi")]
+    assert outlines.extended([], both) == outlines.extended(first, both) == [*first, *first]
     assert outlines.extended([], turn("1234", "5678")) != first
     calls, *answers = messages_of([*first, *first])[3:]
     names = [call["id"] for call in calls["tool_calls"]]

@@ -122,6 +122,7 @@ def test_template_that_drops_reasoning_begins_a_segment(
         "an answer without reasoning stays"
     )
     assert sample.episode["segments"] == 2 and sample.episode["segments_by_template"] == 1
+    assert sample.episode["rendered_whole"] == 1
     (start,) = sample.segment_starts
     ids = np.asarray(sample.response_ids)
     mask = np.asarray(sample.loss_mask)

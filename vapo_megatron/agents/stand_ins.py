@@ -58,12 +58,8 @@ class Outlines:
         for number, turn in enumerate(turns):
             first.setdefault(turn, number)
             last[turn] = number
-        kept = {
-            *first.values(),
-            *last.values(),
-            *range(edge),
-            *range(len(turns) - edge, len(turns)),
-        }
+        kept = {*first.values(), *last.values()}
+        kept |= {*range(edge), *range(len(turns) - edge, len(turns))}
         before = [
             *outlines[: starts[0] if starts else answer],
             *(outline for number, turn in enumerate(turns) if number in kept for outline in turn),
