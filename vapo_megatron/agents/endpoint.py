@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 from http import HTTPStatus
 from typing import Any
 
-import httpx
 import orjson
 from aiohttp import web
 
@@ -32,7 +31,6 @@ from vapo_megatron.config.rollout import EpisodeConfig
 from vapo_megatron.data.sample import Sample
 from vapo_megatron.data.tokenizer import TextTokenizer
 from vapo_megatron.errors import TryAgain, VapoError
-from vapo_megatron.loop_thread import LoopThread
 from vapo_megatron.rollout.dispatcher import Dispatcher
 from vapo_megatron.rollout.request import GroupRequest, empty_response, response_seed
 
@@ -393,26 +391,3 @@ def _characters(messages: Sequence[Message]) -> int:
 def _response(answer: Answer) -> web.Response:
     status, kind, content = answer
     return web.Response(status=status, body=content, content_type=kind)
-
-
-class DirectTransport(httpx.AsyncBaseTransport):
-    """For an httpx client of this process, on any loop: requests reach the endpoint without a
-    socket."""
-
-    def __init__(self, endpoint: Endpoint, loop: LoopThread) -> None:
-        self._endpoint = endpoint
-        self._loop = loop
-
-    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        """Called by httpx. A caller that is cancelled, or that waits for longer than its timeout,
-        cancels its turn."""
-        body = await request.aread()
-        seconds = request.extensions.get("timeout", {}).get("read")
-        work = self._loop.start(self._endpoint.answer(request.url.path, body))
-        if seconds is not None and seconds > KEEP_ALIVE_S and asks_for_stream(body):
-            seconds = None  # a socket would bring a sign of life before
-        try:
-            status, kind, content = await asyncio.wait_for(asyncio.wrap_future(work), seconds)
-        except TimeoutError:
-            raise httpx.ReadTimeout(f"no answer within {seconds:g} s", request=request) from None
-        return httpx.Response(status, headers={"Content-Type": kind}, content=content)

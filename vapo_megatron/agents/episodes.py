@@ -11,7 +11,8 @@ from typing import Any
 import httpx
 
 from vapo_megatron.agents.agent import KEY, checked_answer, load_agent
-from vapo_megatron.agents.endpoint import NOT_REPEATED, DirectTransport, Endpoint, Episode
+from vapo_megatron.agents.direct_transport import DirectTransport
+from vapo_megatron.agents.endpoint import NOT_REPEATED, Endpoint, Episode
 from vapo_megatron.agents.recording import Recording, recorded_turns
 from vapo_megatron.config.rollout import RolloutConfig
 from vapo_megatron.data.sample import BROKEN, Prompt, Sample
