@@ -12,7 +12,7 @@ import pytest
 from openai import APIError, AsyncOpenAI
 from stub_episodes import WRITTEN, Engine, agents_of, play
 
-from vapo_megatron.agents import endpoint
+from vapo_megatron.agents import direct_transport, endpoint
 from vapo_megatron.agents.episodes import episode_metrics, is_whole
 from vapo_megatron.data.tokenizer import TextTokenizer
 from vapo_megatron.errors import RunFailed
@@ -57,7 +57,8 @@ async def streams(task: dict[str, Any], base_url: str, http_client: Any) -> floa
 @pytest.fixture
 def often_alive(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stream that waits gives ten signs of life a second."""
-    monkeypatch.setattr(endpoint, "KEEP_ALIVE_S", 0.1)
+    for module in (endpoint, direct_transport):
+        monkeypatch.setattr(module, "KEEP_ALIVE_S", 0.1)
 
 
 @pytest.mark.usefixtures("often_alive")
