@@ -44,6 +44,13 @@ NINE = (
     "raise_exception('id') }}"
 )
 NINE += "{% endfor %}" + DROPPING
+# As gpt-oss's: a tool's result needs a call before it.
+AFTER_A_CALL = (
+    "{% set ns = namespace(call=false) %}{% for m in messages %}{% if m['tool_calls'] %}"
+    "{% set ns.call = true %}{% elif m['role'] == 'tool' and not ns.call %}"
+    "{{ raise_exception('no call before it') }}{% endif %}{% endfor %}"
+)
+AFTER_A_CALL += DROPPING
 WORDS = (
     "user",
     "assistant",
@@ -145,7 +152,7 @@ async def calls_a_tool(task: dict[str, Any], base_url: str, http_client: Any) ->
     return {"reward": 1.0}
 
 
-@pytest.mark.parametrize(("template", "segments"), [(DROPPING, 1), (ADDING, 2)])
+@pytest.mark.parametrize(("template", "segments"), [(DROPPING, 1), (AFTER_A_CALL, 1), (ADDING, 2)])
 def test_a_tool_call_is_parsed_answered_and_kept_as_drawn(
     tmp_path: Path, template: str, segments: int
 ) -> None:

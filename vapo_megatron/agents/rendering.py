@@ -156,7 +156,18 @@ class Renderer:
 
     def _after(self, segment: Segment, messages: list[Message], tools: list[Message]) -> str:
         new = messages[len(segment.messages) :]
-        return text_after_answer(lambda given: self._text(given, tools), new)
+
+        def render(given: list[Message]) -> str:
+            return self._text(given, tools)
+
+        try:
+            return text_after_answer(render, new)
+        except ValueError:
+            answer = messages[len(segment.messages) - 1]
+            drawn = self._end_token(segment)
+            if not answer.get("tool_calls") or not drawn:
+                raise
+            return text_after_call(render, answer, drawn, new)
 
     def _shown(self, segment: Segment) -> str:
         if segment.shown is None:
@@ -182,13 +193,19 @@ class Renderer:
                 )
             raise
 
+    def _end_token(self, segment: Segment) -> str:
+        """The token with which the policy ended its last answer; empty if it did not."""
+        last = segment.turns[-1]
+        if last.truncated:
+            return ""
+        return self._tokenizer.decode_all(last.response_ids[-1:].tolist())
+
     def _observed(self, segment: Segment, text: str) -> list[int]:
         """Tokens of the text after the policy's last answer, without its end token if it drew
         one."""
-        last = segment.turns[-1]
-        if not last.truncated:
-            drawn = self._tokenizer.decode_all(last.response_ids[-1:].tolist())
-            text = text.lstrip().removeprefix(drawn) if text.lstrip().startswith(drawn) else text
+        drawn = self._end_token(segment)
+        if drawn and text.lstrip().startswith(drawn):
+            text = text.lstrip().removeprefix(drawn)
         return self._tokenizer.encode_response(text)
 
 
@@ -239,3 +256,35 @@ def text_after_answer(render: Callable[[list[Message]], str], new: Sequence[Mess
     if not mark:
         raise ValueError("the chat template does not repeat an assistant's message")
     return after
+
+
+def text_after_call(
+    render: Callable[[list[Message]], str], answer: Message, drawn: str, new: Sequence[Message]
+) -> str:
+    """As text_after_answer, for a template that takes a tool's result only behind a call
+    (gpt-oss's): from the token that ended the answer on.
+
+    Args:
+        answer: the assistant's message, with tool calls.
+        drawn: the token with which the policy ended it.
+
+    Raises:
+        ValueError: the template does not repeat the call, or ends it otherwise.
+    """
+    call = answer["tool_calls"][-1]
+    function = call["function"]
+    names = function["arguments"] if isinstance(function["arguments"], dict) else ()
+    marked = {**call, "function": {**function, "arguments": dict.fromkeys(names or ["x"], _MARK)}}
+    calls = [*answer["tool_calls"][:-1], marked]
+    text = render(
+        [
+            {"role": "user", "content": "."},
+            {**answer, "content": "", "tool_calls": calls},
+            *new,
+        ]
+    )
+    _, mark, after = text.rpartition(_MARK)
+    place = after.find(drawn)
+    if not mark or place < 0:
+        raise ValueError("the chat template does not repeat an assistant's call")
+    return after[place:]
