@@ -154,12 +154,12 @@ bench: .venv-trl/.installed
 # or .venv, or PYTHON=...
 STEPS ?=
 BUDGET ?=
-OUT ?= runs/gpu-check
+OUT ?=
 SITE ?=
 ATTENTION ?= auto
 gpu-check:
 	@python="$(or $(PYTHON),$$(if [ -z "$${VIRTUAL_ENV:-}" ] && [ -x $(BIN)/python ]; then echo $(BIN)/python; else echo python3; fi))"
-	"$$python" -m tools.gpu_check $(STEPS) --out "$(OUT)" --attention "$(ATTENTION)" \
+	"$$python" -m tools.gpu_check $(STEPS) --out "$(or $(OUT),runs/gpu-check)" --attention "$(ATTENTION)" \
 	  $(if $(BUDGET),--budget $(BUDGET)) $(if $(SITE),--site "$(SITE)")
 
 # The benchmarks beside peers that need a GPU, in the same environment; without a GPU they run at sizes of a CPU.
@@ -167,7 +167,7 @@ gpu-check:
 PARTS ?=
 bench-gpu:
 	@python="$(or $(PYTHON),$$(if [ -z "$${VIRTUAL_ENV:-}" ] && [ -x $(BIN)/python ]; then echo $(BIN)/python; else echo python3; fi))"
-	"$$python" -m benchmarks.gpu_suite $(PARTS) $(if $(filter-out runs/gpu-check,$(OUT)),--out "$(OUT)") \
+	"$$python" -m benchmarks.gpu_suite $(PARTS) --out "$(or $(OUT),runs/bench-gpu)" \
 	  $(if $(BUDGET),--budget $(BUDGET)) $(if $(SITE),--site "$(SITE)")
 
 # LIST=requirements/h100-mcore019.txt: the second stack.

@@ -10,7 +10,10 @@ memory what has no room beside the engine, `always` everything, `never` nothing;
 moved either way, so that the rows only show that the program works. A run follows the other; the
 first steps of each do not count; medians over steps.
 
-    between       the step less all its phases: models and engine to host memory and back
+    offload       moving models to host memory and back, wherever in the step
+
+Phases are as metrics.jsonl has them (time/*); some lie within others, so they do not add up to the
+step.
 """
 
 import tempfile
@@ -22,16 +25,6 @@ import numpy as np
 from benchmarks.common import parser, publish, ratio_figure
 from benchmarks.training_runs import MODELS, make_inputs, phases_of, train
 from vapo_megatron.megatron.platform import current_platform
-
-PHASES = (
-    "rollout",
-    "score_policy",
-    "score_values",
-    "update_critic",
-    "update_policy",
-    "wait_for_engines",
-    "weight_sync",
-)
 
 
 def measure(folder: Path, offload: str, given: Any) -> list[dict[str, float]]:
@@ -57,13 +50,8 @@ def measure(folder: Path, offload: str, given: Any) -> list[dict[str, float]]:
             else {"rollout.num_engines": 1}
         ),
     }
-    steps = []
-    for row in train(folder, f"offload_{offload}", "vapo", settings):
-        times = phases_of(row)
-        counted = {phase: times[phase] for phase in PHASES if phase in times}
-        between = times["step"] - sum(counted.values())
-        steps.append(counted | {"between": between, "step": times["step"]})
-    return steps
+    rows = train(folder, f"offload_{offload}", "vapo", settings)
+    return [phases_of(row) for row in rows]
 
 
 def main() -> None:
@@ -88,14 +76,14 @@ def main() -> None:
         make_inputs(folder, given.prompts, given.prompt, given.model, given.dtype)
         for offload in given.offload:
             found[offload] = measure(folder, offload, given)
-    first = next(iter(found.values()))[0]
+    phases = dict.fromkeys(phase for steps in found.values() for step in steps for phase in step)
     rows = [
         {"phase": phase}
         | {
-            f"{offload}, s": float(np.median([step[phase] for step in steps]))
+            f"{offload}, s": float(np.median([step.get(phase, 0.0) for step in steps]))
             for offload, steps in found.items()
         }
-        for phase in first
+        for phase in sorted(phases, key=lambda phase: phase == "step")
     ]
     figures = []
     if {"auto", "never"} <= found.keys():
