@@ -102,6 +102,7 @@ class WordVerifier:
 
 class WordTokenizer:
     longest_token = 10
+    chat_template = "{{ messages[0].content }}"
 
     def decode(self, ids: Sequence[int]) -> str:
         return " ".join(map(str, ids))
