@@ -21,12 +21,13 @@ UNUSED := /(tests?|multimodal_gen)/|/transformers/models/.*/(modeling|modular|co
 
 ROOMS ?=
 
-.PHONY: help install quickstart quickstart-families smollm smollm-trl test test-fresh test-full test-layouts test-long test-faults test-verifiers test-mcore019 test-next mutants bench bench-gpu gpu-check gpu-packages lint format docs docs-serve
+.PHONY: help install quickstart quickstart-families smollm smollm-values smollm-trl test test-fresh test-full test-layouts test-long test-faults test-verifiers test-mcore019 test-next mutants bench bench-gpu gpu-check gpu-packages lint format docs docs-serve
 
 help:
 	@echo "make quickstart   train a small reasoning model with VAPO on this machine, from nothing"
 	@echo "make quickstart-families  the same path, a few steps of each stage, on tiny models of GLM-4.5, DeepSeek-V3, gpt-oss and Qwen3.5"
 	@echo "make smollm       train SmolLM2-135M, which a Python package holds, on small problems, and evaluate it"
+	@echo "make smollm-values  what values by regression explain of that model on problems of three steps, SEED=21"
 	@echo "make smollm-trl   the same model by GRPO in this trainer and in TRL, SEEDS=\"1 2 3\"; hours; installs TRL"
 	@echo "make test         ruff, mypy and the quicker tests, minutes on two cores"
 	@echo "make test-fresh   both on a fresh Debian 13, or DEBIAN=12, in a root of its own: needs root, debootstrap, 9 GB"
@@ -56,9 +57,12 @@ quickstart: $(STAMP)
 quickstart-families: $(STAMP)
 	@$(BIN)/python examples/quickstart/families.py
 
-# SEED: of problems and run.
+# SEED: of problems and run; PRESET: another method without a model as critic.
 smollm: $(STAMP) .venv/.gguf
-	@$(BIN)/python examples/smollm/run.py $(if $(SEED),--seed $(SEED))
+	@$(BIN)/python examples/smollm/run.py $(if $(SEED),--seed $(SEED)) $(if $(PRESET),--preset $(PRESET))
+
+smollm-values: $(STAMP) .venv/.gguf
+	@$(BIN)/python -m examples.smollm.explained_variance $(if $(SEED),--seed $(SEED))
 
 # SEEDS, STEPS: of each side; hours for three seeds on two cores.
 smollm-trl: $(STAMP) .venv/.gguf .venv-trl/.installed

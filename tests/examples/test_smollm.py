@@ -3,16 +3,19 @@
 import json
 import random
 import re
+from operator import add, mul, sub
 from pathlib import Path
 
 import pytest
 
-from examples.smollm import beside_trl, make_problems
+from examples.smollm import beside_trl, explained_variance, make_problems
 from examples.smollm.check_export import interval, is_right, restates
 from examples.smollm.model_card import write_card
-from examples.smollm.run import continues, minutes_of_training
+from examples.smollm.run import PRESET, continues, minutes_of_training
 from vapo_megatron.cli import PRESETS
+from vapo_megatron.config.critic_probes import ProbedRunConfig
 from vapo_megatron.config.load import dump_config, load_config
+from vapo_megatron.config.sft import SftConfig
 from vapo_megatron.config.train import TrainConfig
 
 HERE = Path(make_problems.__file__).parent
@@ -101,14 +104,15 @@ def test_the_config_fits_its_problems(tmp_path: Path) -> None:
     assert config.data.max_prompt_tokens + config.sampling.max_new_tokens <= 192
 
 
-def test_only_a_run_of_the_same_seed_and_length_continues(tmp_path: Path) -> None:
+def test_only_a_run_of_the_same_method_seed_and_length_continues(tmp_path: Path) -> None:
     overrides = [f"run.root={tmp_path}", "model.path=m", "run.seed=3"]
     config = load_config(TrainConfig, HERE / "rl.yaml", overrides, PRESETS)
-    assert not continues(tmp_path, 3, 24)
+    assert not continues(tmp_path, PRESET, 3, 24)
     dump_config(config, tmp_path / "config.yaml")
-    assert continues(tmp_path, 3, 24)
-    assert not continues(tmp_path, 2, 24)
-    assert not continues(tmp_path, 3, 12)
+    assert continues(tmp_path, PRESET, 3, 24)
+    assert not continues(tmp_path, PRESET, 2, 24)
+    assert not continues(tmp_path, PRESET, 3, 12)
+    assert not continues(tmp_path, "vapo_regression", 3, 24)
 
 
 def test_minutes_count_all_starts_of_a_run(tmp_path: Path) -> None:
@@ -131,6 +135,7 @@ def test_the_card_states_origin_and_results(tmp_path: Path) -> None:
     difference = {"interval": [0.41, 0.56]}
     both = ("sampled", "greedy")
     result = {
+        "preset": "vapo_regression",
         "seed": 3,
         "steps": 14,
         "date": "2026-11-28",
@@ -145,8 +150,41 @@ def test_the_card_states_origin_and_results(tmp_path: Path) -> None:
     text = write_card(tmp_path, tmp_path, result).read_text()
     assert text.startswith("---\nlicense: apache-2.0\n")
     assert "210 Q4_1, 61 F32" in text and "| 0.030 | 0.510 | [+0.400, +0.550] |" in text
+    assert "a model as critic (`preset: vapo_regression`)" in text
     assert "25.0% of the\nsampled responses restate the question" in text
     assert "| plain transformers, greedy | 0.020 | 0.500 | [+0.410, +0.560] |" in text
+
+
+def test_problems_of_several_steps_are_held_out_and_solved(tmp_path: Path) -> None:
+    explained_variance.write_task(tmp_path, seed=21)
+    read = {
+        name: [json.loads(line) for line in (tmp_path / f"{name}.jsonl").open()]
+        for name in ("sft", "train", "held_out")
+    }
+    asked = {name: {row["problem"] for row in rows} for name, rows in read.items()}
+    assert {name: len(rows) for name, rows in read.items()} == {
+        name: len(problems) for name, problems in asked.items()
+    }, "no problem stands twice"
+    assert not asked["held_out"] & (asked["train"] | asked["sft"])
+    answers = {row["problem"]: row["answer"] for row in read["train"]}
+    for row in read["sft"]:
+        *steps, last = row["response"].removesuffix(".").split(". ")
+        for step in steps:
+            left, right = step.split(" = ")
+            a, operation, b = left.split()
+            assert {"+": add, "*": mul, "-": sub}[operation](int(a), int(b)) == int(right)
+        assert last == f"The answer is {answers[row['problem']]}"
+
+
+def test_values_of_several_steps_are_measured_with_every_feature(tmp_path: Path) -> None:
+    overrides = [f"run.root={tmp_path}", "model.path=m"]
+    config = load_config(ProbedRunConfig, HERE / "values.yaml", overrides, PRESETS)
+    features = config.critic.regression
+    assert features is not None and features.entropy and features.history
+    assert features.siblings and features.prefix and features.surprise
+    # The cold start is that of the measurement, with the same question.
+    cold_start = load_config(SftConfig, HERE / "sft.yaml", overrides, PRESETS)
+    assert cold_start.data.prompt == config.data.prompt
 
 
 def test_our_side_of_the_comparison_with_trl_is_plain_grpo() -> None:
