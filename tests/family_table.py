@@ -72,6 +72,7 @@ LATENT = {
         "original_max_position_embeddings": 16,
     },
 }
+INDEXERS = {"index_topk": 64, "index_n_heads": 3, "index_head_dim": 12}
 
 FAMILIES = {
     "qwen2": Row("Qwen2", {}, head_dim=4),
@@ -244,6 +245,36 @@ FAMILIES = {
         head_dim=20,
         kv_heads=8,
         engine_keys={"first_k_dense_replace": 1},
+    ),
+    # All inputs are shorter than what indexers choose. The second family's layers share choices.
+    "deepseek_v32": Row(
+        "DeepseekV32",
+        LATENT
+        | INDEXERS
+        | {
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "n_group": 1,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+        },
+        experts=True,
+        head_dim=20,
+        kv_heads=8,
+    ),
+    "glm_moe_dsa": Row(
+        "GlmMoeDsa",
+        LATENT
+        | INDEXERS
+        | {
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "first_k_dense_replace": 1,
+            "indexer_types": ["full", "shared", "full", "shared"],
+        },
+        experts=True,
+        head_dim=20,
+        kv_heads=8,
     ),
 }
 WITH_EXPERTS = tuple(name for name, row in FAMILIES.items() if row.experts)

@@ -18,8 +18,8 @@ from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import (
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 from vapo_megatron.models.registry import read_spec
+from vapo_megatron.weights.carried import ExportForm
 from vapo_megatron.weights.hf_writer import exported_config
-from vapo_megatron.weights.language_model import ExportForm
 
 FACTOR = 40.0
 MLA = dict(

@@ -20,7 +20,7 @@ from vapo_megatron.errors import RunFailed
 from vapo_megatron.models.registry import read_spec
 from vapo_megatron.rollout.dispatcher import Dispatcher
 from vapo_megatron.rollout.request import GenerationRequest
-from vapo_megatron.weights.hf_files import HFTensors
+from vapo_megatron.weights.carried import open_weights
 from vapo_megatron.weights.routed_experts import ExpertChoices
 
 pytestmark = pytest.mark.full
@@ -46,7 +46,7 @@ def test_what_is_synced_is_what_is_sampled_from(tmp_path: Path, family: str) -> 
         start_timeout_s=240,
         router_replay=bool(spec.num_experts),
     )
-    tensors = HFTensors(path)
+    tensors = open_weights(path, spec)
     weights = {name: tensors[name][:] for name in sorted(tensors.names)}
     sequence = list(range(10, 60))
     expected = [token_logprobs(reference.model, sequence)]

@@ -287,7 +287,7 @@ def test_recomputation_reaches_megatron(spec: ModelSpec) -> None:
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_fused_layers_refuse_what_they_would_leave_out(family: str) -> None:
     has_delta_nets = family in ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
-    latent = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
+    latent = ("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa")
     windows = ("gemma3_text", "gpt_oss", "olmo3")
     others = ("glm4", "minimax_m2", "ministral3", "smollm3")
     if has_delta_nets or family in (*others, *windows, *latent):

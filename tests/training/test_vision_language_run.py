@@ -76,4 +76,4 @@ def test_a_run_trains_it_and_writes_it_back(tmp_path: Path) -> None:
     critic = transformers.AutoModelForTokenClassification.from_pretrained(exported / "critic")
     assert critic.score.out_features == 1
     cards = [json.loads(p.read_text()) for p in run_dir.glob("checkpoints/*/actor/model.json")]
-    assert {card["vision"]["path"] for card in cards} == {str(source)}
+    assert {card["carried"]["path"] for card in cards} == {str(source)}

@@ -96,7 +96,7 @@ def test_published_models_have_their_published_sizes(tmp_path: Path) -> None:
             {"quantization_config": {"quant_method": "fp8", "weight_block_size": [64, 64]}},
             "weight_block_size [64, 64], expected [128, 128]",
         ),
-        ({"model_type": "deepseek_v32"}, "model_type is 'deepseek_v32', expected one of"),
+        ({"model_type": "deepseek_v4"}, "model_type is 'deepseek_v4', expected one of"),
     ],
 )
 def test_what_cannot_be_represented_is_refused_by_name(

@@ -165,6 +165,28 @@ class Config(LatentConfig):
     topk_method: str = "noaux_tc"
 
 
+def count_dense_layers(config: LatentConfig, kinds: list[str] | None, otherwise: int) -> int:
+    """How many first layers are dense.
+
+    kinds: "dense" or "sparse" of each layer (mlp_layer_types); None: config.json does not list
+        them.
+    otherwise: their number where it does not.
+
+    Raises BadConfig where a dense layer follows one with experts.
+    """
+    if kinds is None:
+        return otherwise
+    dense_layers = kinds.count("dense")
+    sparse_layers = config.num_hidden_layers - dense_layers
+    refuse_unless(
+        kinds == ["dense"] * dense_layers + ["sparse"] * sparse_layers,
+        "mlp_layer_types",
+        kinds,
+        f"{config.num_hidden_layers} of 'dense' and then 'sparse': dense layers come first",
+    )
+    return dense_layers
+
+
 def layers(config: Config) -> tuple[Layer, ...]:
     """Dense layers, then layers with experts."""
     for key, expected in (

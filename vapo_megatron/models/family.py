@@ -151,6 +151,8 @@ class Family:
         engine: arguments of SGLang's server that the family needs.
         quantised: quant_method of published files that a conversion dequantises.
         engine_config: from the language model's config.json to the one that SGLang reads rightly.
+        without_indexers: of a family whose attention reads tokens that indexers choose: from its
+            config.json to that of the model without them; None: it has none.
         nested: the model_type of vision-language directories whose text_config is this family's
             config.json; empty: there are none.
     """
@@ -164,7 +166,21 @@ class Family:
     engine: Mapping[str, Any] = field(default_factory=dict)
     quantised: str | None = field(default=None, kw_only=True)
     engine_config: Callable[[dict[str, Any]], dict[str, Any]] = field(default=dict, kw_only=True)
+    without_indexers: Callable[[Mapping[str, Any]], dict[str, Any]] | None = field(
+        default=None, kw_only=True
+    )
     nested: str = field(default="", kw_only=True)
+
+    @property
+    def causal_lm(self) -> str:
+        """transformers' class of the policy."""
+        return self.classes + "ForCausalLM"
+
+    @property
+    def token_classification(self) -> str:
+        """transformers' class in whose form a value model is saved: a label for each output of its
+        head."""
+        return self.classes + "ForTokenClassification"
 
     def spec(
         self, config: Mapping[str, Any], converting: bool = False, **outside: Any

@@ -5,8 +5,13 @@ from typing import Any
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
 from vapo_megatron.config.tiny_model import TinyModel
-from vapo_megatron.models.deepseek_v3 import LatentConfig, features, tiny_latent
-from vapo_megatron.models.family import Family, refuse_unless
+from vapo_megatron.models.deepseek_v3 import (
+    LatentConfig,
+    count_dense_layers,
+    features,
+    tiny_latent,
+)
+from vapo_megatron.models.family import Family
 from vapo_megatron.models.layers import Layer
 
 
@@ -27,18 +32,8 @@ class Config(LatentConfig):
 
 def layers(config: Config) -> tuple[Layer, ...]:
     """Dense layers, then layers with experts."""
-    listed = config.mlp_layer_types
-    dense_layers = 1 if config.first_k_dense_replace is None else config.first_k_dense_replace
-    if listed is not None:
-        dense_layers = listed.count("dense")
-        sparse_layers = config.num_hidden_layers - dense_layers
-        refuse_unless(
-            listed == ["dense"] * dense_layers + ["sparse"] * sparse_layers,
-            "mlp_layer_types",
-            listed,
-            f"{config.num_hidden_layers} of 'dense' and then 'sparse': dense layers come first",
-        )
-    return config.dense_then_sparse(dense_layers)
+    first = 1 if config.first_k_dense_replace is None else config.first_k_dense_replace
+    return config.dense_then_sparse(count_dense_layers(config, config.mlp_layer_types, first))
 
 
 def tiny(shape: TinyModel) -> dict[str, Any]:

@@ -16,10 +16,12 @@ from vapo_megatron.errors import BadInput
 from vapo_megatron.models import (
     deepseek_v2,
     deepseek_v3,
+    deepseek_v32,
     gemma3,
     glm4,
     glm4_moe,
     glm4_moe_lite,
+    glm_moe_dsa,
     gpt_oss,
     granite,
     llama,
@@ -51,9 +53,11 @@ _MODULES = (
     qwen3_5_moe,
     deepseek_v2,
     deepseek_v3,
+    deepseek_v32,
     glm4,
     glm4_moe,
     glm4_moe_lite,
+    glm_moe_dsa,
     gpt_oss,
     llama,
     minimax_m2,
@@ -136,13 +140,29 @@ def language_config(config: Mapping[str, Any]) -> dict[str, Any]:
     return shared | dict(text) | {"model_type": family.model_type}
 
 
-def engine_config_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """config.json as SGLang is given it: the language model's, in the form that its family says.
-    Raises BadConfig where a vision-language one has none, or SGLang cannot represent it."""
+def family_of(config: Mapping[str, Any]) -> Family | None:
+    """The family of a language model's config.json; None where it is not known here."""
+    model_type = config.get("model_type", "")
+    return FAMILIES.get(_ALIASES.get(model_type, model_type))
+
+
+def config_alone(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config.json of a model without the tensors that are not trained: a vision part's, and
+    indexers'. Raises BadConfig where a vision-language one has no language model."""
     language = language_config(config)
-    model_type = language.get("model_type", "")
-    family = FAMILIES.get(_ALIASES.get(model_type, model_type))
-    return language if family is None else family.engine_config(language)
+    family = family_of(language)
+    if family is None or family.without_indexers is None:
+        return language
+    return family.without_indexers(language)
+
+
+def engine_config_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """config.json as SGLang is given it: of what is trained, in the form that its family says.
+    Raises BadConfig where a vision-language one has no language model, or SGLang cannot represent
+    it."""
+    alone = config_alone(config)
+    family = family_of(alone)
+    return alone if family is None else family.engine_config(alone)
 
 
 def engine_arguments_of(hf_dir: Path) -> dict[str, Any]:
@@ -150,8 +170,7 @@ def engine_arguments_of(hf_dir: Path) -> dict[str, Any]:
     known here."""
     if not (hf_dir / "config.json").is_file():  # whoever starts the engine says so
         return {}
-    model_type = language_config(read_config(hf_dir)).get("model_type", "")
-    family = FAMILIES.get(_ALIASES.get(model_type, model_type))
+    family = family_of(language_config(read_config(hf_dir)))
     return {} if family is None else dict(family.engine)
 
 

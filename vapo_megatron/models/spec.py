@@ -51,6 +51,8 @@ class ModelSpec:
         value_outputs: of a value model's head: 1, or the bins of a histogram over values.
         predicts_ahead: whether layers for multi-token prediction may follow in the files, which are
             left out.
+        indexed: whether the files have indexers, which choose the tokens that attention reads:
+            all, up to max_position_embeddings, so that they are not needed here.
         nested: the model_type of vision-language directories that may hold it; empty: none does.
     """
 
@@ -70,18 +72,13 @@ class ModelSpec:
     vocab_divisible_by: int = 1
     value_outputs: int = 1
     predicts_ahead: bool = False
+    indexed: bool = False
     nested: str = ""
 
     @property
     def causal_lm(self) -> str:
         """transformers' class of the policy."""
         return self.classes + "ForCausalLM"
-
-    @property
-    def token_classification(self) -> str:
-        """transformers' class in whose form a value model is saved: a label for each output of its
-        head."""
-        return self.classes + "ForTokenClassification"
 
     @property
     def num_layers(self) -> int:

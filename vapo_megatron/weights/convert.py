@@ -31,14 +31,14 @@ from vapo_megatron.weights.adapters import (
     write_peft,
 )
 from vapo_megatron.weights.bucket import batches
+from vapo_megatron.weights.carried import export_form, open_weights
 from vapo_megatron.weights.hf_writer import (
-    add_vision,
+    add_carried,
     carried_files,
     exported_config,
     hf_writer,
     new_directory,
 )
-from vapo_megatron.weights.language_model import export_form, open_weights
 from vapo_megatron.weights.load import checked_names, new_head, notes_on_files, score_names
 from vapo_megatron.weights.mapping import Entry, by_tensors, entries
 from vapo_megatron.weights.torch_dist import (
@@ -182,7 +182,7 @@ def megatron_to_hf(
 
     model = entries(spec, head)
     total = sum(entry.rule.count() * dtype_of(entry).itemsize for entry in model)
-    form = export_form(read_config(card.hf_dir), card.vision, head)
+    form = export_form(read_config(card.hf_dir), card.carried, spec, head)
     exported = exported_config(form, spec, head, dtype_of(model[0]))
     with hf_writer(
         out, exported, card.hf_dir, carried_files(head), shard_bytes, replace=False
@@ -195,7 +195,7 @@ def megatron_to_hf(
                 advance(tensor.numel() * dtype_of_group.itemsize)
         for name, shape in spec.empty_tensors().items():
             writer.add(name, torch.empty(shape, dtype=dtype_of(model[0])))
-        add_vision(writer, form)
+        add_carried(writer, form)
     notes = [form.left_out] if form.left_out else []
     return Converted(spec.parameter_count(head), total, writer.count, notes)
 

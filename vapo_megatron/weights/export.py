@@ -29,6 +29,7 @@ from vapo_megatron.weights.adapters import (
     write_peft,
 )
 from vapo_megatron.weights.bucket import Bucket, DeviceSlots, SharedSlots, batches
+from vapo_megatron.weights.carried import carried_of, export_form
 from vapo_megatron.weights.gather import (
     ParamShard,
     PartTimes,
@@ -38,14 +39,13 @@ from vapo_megatron.weights.gather import (
 )
 from vapo_megatron.weights.hf_writer import (
     MAX_SHARD_BYTES,
-    add_vision,
+    add_carried,
     carried_files,
     check_replaceable,
     exported_config,
     hf_writer,
     new_directory,
 )
-from vapo_megatron.weights.language_model import export_form, vision_of
 from vapo_megatron.weights.mapping import (
     Entry,
     MeshView,
@@ -195,8 +195,8 @@ def save_hf(
     def write() -> None:
         try:
             dtype = next(chunks[0].parameters()).dtype
-            vision = vision_of(source_dir, spec.nested)
-            form = export_form(read_config(source_dir), vision, head)
+            carried = carried_of(source_dir, spec)
+            form = export_form(read_config(source_dir), carried, spec, head)
             if form.left_out:
                 _logger.warning("%s: %s", out_dir, form.left_out)
             config = exported_config(form, spec, head, dtype)
@@ -207,7 +207,7 @@ def save_hf(
                     writer.add(form.name(name), tensor)
                 for name, shape in spec.empty_tensors().items():
                     writer.add(name, torch.empty(shape, dtype=dtype))
-                add_vision(writer, form)
+                add_carried(writer, form)
         finally:
             deque(stream, maxlen=0)  # the other ranks are in the stream's collectives
 

@@ -17,9 +17,10 @@ from torch import Tensor
 from vapo_megatron.errors import BadInput
 from vapo_megatron.files import cannot_write, follow_umask, sync
 from vapo_megatron.models.model_files import check_absent
+from vapo_megatron.models.registry import family_of
 from vapo_megatron.models.spec import Head, ModelSpec
+from vapo_megatron.weights.carried import ExportForm
 from vapo_megatron.weights.hf_files import INDEX_FILE, SINGLE_FILE
-from vapo_megatron.weights.language_model import ExportForm
 
 MAX_SHARD_BYTES = 2 << 30
 # Keys of config.json that count layers for multi-token prediction, which are left out.
@@ -175,11 +176,11 @@ def copy_carried(source_dir: Path, folder: Path, names: Sequence[str]) -> None:
     sync(folder)
 
 
-def add_vision(writer: _Shards, form: ExportForm) -> None:
-    """Add the tensors of a vision part, as they are in the source, where the form has one."""
-    if form.vision is not None:
-        for name in sorted(form.vision.names):
-            writer.add(name, form.vision[name][:])
+def add_carried(writer: _Shards, form: ExportForm) -> None:
+    """Add the tensors that were not trained, as they are in the source, where the form has some."""
+    if form.carried is not None:
+        for name in sorted(form.carried.names):
+            writer.add(name, form.carried[name][:])
 
 
 def exported_config(
@@ -190,10 +191,13 @@ def exported_config(
     config = _current(form.config, dtype)
     if "dtype" not in config and "torch_dtype" not in config:
         config["dtype"] = str(dtype).removeprefix("torch.")
-    if form.vision is not None:
+    if form.is_nested:
         return config | {"text_config": _current(config["text_config"], dtype)}
-    config["model_type"] = spec.family
-    config["architectures"] = [spec.causal_lm if head == "lm" else spec.token_classification]
+    family = family_of(config)
+    assert family is not None, "its spec was read"
+    config["model_type"] = family.model_type
+    kind = family.causal_lm if head == "lm" else family.token_classification
+    config["architectures"] = [kind]
     for key in ("id2label", "label2id", "num_labels", "problem_type"):
         config.pop(key, None)
     if head == "value":

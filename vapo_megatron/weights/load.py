@@ -14,8 +14,8 @@ from torch.nn import Module
 from vapo_megatron.errors import BadInput
 from vapo_megatron.models.model_files import read_config
 from vapo_megatron.models.spec import LM_HEAD, SCORE_BIAS, SCORE_WEIGHT, Head, ModelSpec
+from vapo_megatron.weights.carried import open_weights
 from vapo_megatron.weights.hf_files import HFTensors
-from vapo_megatron.weights.language_model import open_weights
 from vapo_megatron.weights.mapping import Entry, MeshView, entries, local_parameters
 
 _logger = logging.getLogger(__name__)
@@ -87,9 +87,15 @@ def check_weights(
 
 
 def notes_on_files(tensors: HFTensors, spec: ModelSpec) -> list[str]:
-    """Lines on what in the files is not trained as it is: layers that predict further tokens, and
-    quantised weights."""
+    """Lines on what in the files is not trained as it is: layers that predict further tokens,
+    indexers, and quantised weights."""
     notes = []
+    if spec.indexed:
+        notes.append(
+            f"attention reads all tokens of inputs up to {spec.max_position_embeddings} tokens "
+            "(index_topk), and longer ones are refused; indexers are not trained, and exports "
+            "carry them"
+        )
     if names := _ahead(tensors, spec):
         least = min(names)
         first = "mtp" if least.startswith("mtp.") else ".".join(least.split(".")[:3])

@@ -34,8 +34,8 @@ from vapo_megatron.models.model_files import CARD_FILE
 from vapo_megatron.models.registry import read_spec
 from vapo_megatron.models.spec import Head, ModelSpec
 from vapo_megatron.weights.adapters import adapter_entries, sharded_adapters
+from vapo_megatron.weights.carried import CarriedSource, carried_of
 from vapo_megatron.weights.hf_writer import CONFIG, GENERATION_CONFIG, TOKENIZER_FILES, copy_carried
-from vapo_megatron.weights.language_model import VisionSource, vision_of
 from vapo_megatron.weights.mapping import ADAPTER, Entry, entries, unwrapped
 
 HF_FOLDER = "hf"
@@ -54,7 +54,7 @@ class ModelCard:
     """Describes a saved model. spec.dtype is the source directory's, dtype
     the saved parameters'; hf_dir has config.json, tokenizer and so on, without weights. For
     adapters: their config, and base, which identifies the frozen weights
-        (adapters.base_identity). vision: where a vision part is that the model came with."""
+        (adapters.base_identity). carried: tensors of the model that are not trained."""
 
     spec: ModelSpec
     head: Head
@@ -62,7 +62,7 @@ class ModelCard:
     hf_dir: Path
     base: str | None = None
     adapter: AdapterConfig | None = None
-    vision: VisionSource | None = None
+    carried: CarriedSource | None = None
 
     @property
     def entries(self) -> list[Entry]:
@@ -92,8 +92,8 @@ def write_model_card(
         "spec": spec.facts(),
     }
     card |= {} if base is None else {"base": base[0], "adapter": base[1].model_dump(mode="json")}
-    if vision := vision_of(hf_dir, spec.nested):
-        card["vision"] = {"path": str(vision.path), "digest": vision.digest}
+    if carried := carried_of(hf_dir, spec):
+        card["carried"] = {"path": str(carried.path), "digest": carried.digest}
     try:
         copy_carried(hf_dir, folder / HF_FOLDER, (CONFIG, GENERATION_CONFIG, *TOKENIZER_FILES))
     except OSError as error:
@@ -132,7 +132,7 @@ def read_model_card(folder: Path) -> ModelCard:
             hf_dir=folder / HF_FOLDER,
             base=card.get("base"),
             adapter=AdapterConfig.model_validate(card["adapter"]) if "base" in card else None,
-            vision=_read_vision(card.get("vision")),
+            carried=_read_carried(card.get("carried", card.get("vision"))),
         )
     except FileNotFoundError:
         raise BadInput(
@@ -150,8 +150,9 @@ def read_model_card(folder: Path) -> ModelCard:
         ) from None
 
 
-def _read_vision(held: dict[str, str] | None) -> VisionSource | None:
-    return None if held is None else VisionSource(Path(held["path"]), held["digest"])
+def _read_carried(held: dict[str, str] | None) -> CarriedSource | None:
+    """held: under "vision" in files of earlier versions."""
+    return None if held is None else CarriedSource(Path(held["path"]), held["digest"])
 
 
 def model_state(chunks: Sequence[Module]) -> dict[str, Any]:

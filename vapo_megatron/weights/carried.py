@@ -1,10 +1,10 @@
-"""The language model of a vision-language directory: its names, and the vision
-tensors that exports copy.
+"""Tensors of a model directory that are not trained, and that exports copy from it.
 
-Such a directory has the language model's tensors under a prefix, the vision part's beside
-them, and the language model's config.json as text_config. Only the language model is trained. An
-export of a policy gets the vision tensors from the source directory, unchanged, if these are still
-the ones that the model came with; otherwise it is the language model alone.
+A vision-language directory has the language model's tensors under a prefix, the vision part's
+beside them, and the language model's config.json as text_config. A model with sparse attention has
+indexers, which choose all tokens of an input as short as it is trained with. An export of a policy
+gets these tensors from the source directory, unchanged, if they are still the ones that the model
+came with; otherwise it is the model without them.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from vapo_megatron.errors import BadInput
-from vapo_megatron.models.registry import language_config
+from vapo_megatron.models.registry import config_alone, language_config
 from vapo_megatron.models.spec import Head, ModelSpec
 from vapo_megatron.weights.hf_files import BlockTensor, FileTensor, HFTensors
 from vapo_megatron.weights.mxfp4 import Mxfp4Tensor
@@ -27,6 +27,7 @@ from vapo_megatron.weights.mxfp4 import Mxfp4Tensor
 _MODEL = "model."
 _LANGUAGE = "model.language_model."
 _VISION = ("model.visual.", "visual.")
+_INDEXER = re.compile(r"model\.layers\.(?P<layer>\d+)\.self_attn\.indexer\..+")
 # One tensor of a layer's experts; the name, and the names of one expert's tensors in its rows.
 _STACKED = re.compile(r"(?P<experts>.+\.mlp\.experts)\.(?P<part>gate_up_proj|down_proj)")
 _PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
@@ -101,35 +102,47 @@ class LanguageTensors(HFTensors):
         self._check(self[name], self._places[self._sources[name][0]], name, shape)
 
 
-def open_weights(directory: Path, spec: ModelSpec) -> HFTensors:
-    """The tensors of a directory under the names of the spec's rules. Raises BadInput as
-    HFTensors."""
-    return LanguageTensors(directory) if spec.nested else HFTensors(directory)
+def _is_carried(name: str, spec: ModelSpec) -> bool:
+    """Whether a tensor of the files is not trained, and belongs to the model all the same."""
+    if spec.nested and name.startswith(_VISION):
+        return True
+    indexer = _INDEXER.fullmatch(name) if spec.indexed else None
+    # Layers after the last predict ahead, and are left out.
+    return indexer is not None and int(indexer["layer"]) < spec.num_layers
 
 
-@dataclass(frozen=True)
-class VisionSource:
-    """A directory with a vision part, and a digest by which its tensors are recognised."""
+class TrainedTensors(HFTensors):
+    """The tensors of a directory without those that exports carry."""
 
-    path: Path
-    digest: str
-
-    def found(self) -> "VisionTensors | None":
-        """The tensors, or None where they are gone or others."""
-        try:
-            tensors = VisionTensors(self.path)
-        except BadInput:
-            return None
-        return tensors if tensors.digest == self.digest else None
-
-
-class VisionTensors(HFTensors):
-    """The vision part's tensors of a directory."""
+    def __init__(self, directory: Path, spec: ModelSpec) -> None:
+        super().__init__(directory)
+        self._spec = spec
 
     @property
     @override
     def names(self) -> set[str]:
-        return {name for name in self._places if name.startswith(_VISION)}
+        return {name for name in super().names if not _is_carried(name, self._spec)}
+
+
+def open_weights(directory: Path, spec: ModelSpec) -> HFTensors:
+    """The tensors of a directory under the names of the spec's rules. Raises BadInput as
+    HFTensors."""
+    if spec.nested:
+        return LanguageTensors(directory)
+    return TrainedTensors(directory, spec) if spec.indexed else HFTensors(directory)
+
+
+class CarriedTensors(HFTensors):
+    """The tensors of a directory that exports carry."""
+
+    def __init__(self, directory: Path, spec: ModelSpec) -> None:
+        super().__init__(directory)
+        self._spec = spec
+
+    @property
+    @override
+    def names(self) -> set[str]:
+        return {name for name in super().names if _is_carried(name, self._spec)}
 
     @property
     def digest(self) -> str:
@@ -143,53 +156,84 @@ class VisionTensors(HFTensors):
         return digest.hexdigest()[:32]
 
 
+@dataclass(frozen=True)
+class CarriedSource:
+    """A directory with tensors that exports carry, and a digest by which they are recognised."""
+
+    path: Path
+    digest: str
+
+    def found(self, spec: ModelSpec) -> CarriedTensors | None:
+        """The tensors, or None where they are gone or others."""
+        try:
+            tensors = CarriedTensors(self.path, spec)
+        except BadInput:
+            return None
+        return tensors if tensors.digest == self.digest else None
+
+
 @cache
-def vision_of(directory: Path, nested: str) -> VisionSource | None:
-    """The vision part beside a language model; None where there is none. nested: ModelSpec's."""
-    if not nested:
+def carried_of(directory: Path, spec: ModelSpec) -> CarriedSource | None:
+    """The tensors beside those that are trained; None where there are none."""
+    if not (spec.nested or spec.indexed):
         return None
     try:
-        tensors = VisionTensors(directory)
+        tensors = CarriedTensors(directory, spec)
     except BadInput:
         return None
-    return VisionSource(directory.resolve(), tensors.digest) if tensors.names else None
+    return CarriedSource(directory.resolve(), tensors.digest) if tensors.names else None
 
 
 @dataclass(frozen=True)
 class ExportForm:
-    """How a language model is written.
+    """How a model is written.
 
     Attributes:
         config: what config.json follows from.
-        vision: tensors written beside it; None: it is written alone.
-        left_out: a line on a vision part that is missing; empty where none is.
+        carried: tensors written beside those that were trained; None: there are none.
+        left_out: a line on tensors that are missing; empty where none is.
     """
 
     config: Mapping[str, Any]
-    vision: VisionTensors | None = None
+    carried: CarriedTensors | None = None
     left_out: str = ""
+
+    @property
+    def is_nested(self) -> bool:
+        """Whether it is the language model of a vision-language directory."""
+        return "text_config" in self.config
 
     def name(self, name: str) -> str:
         """A tensor's name in the files."""
-        if self.vision is None or not name.startswith(_MODEL):
+        if not self.is_nested or not name.startswith(_MODEL):
             return name
         return _LANGUAGE + name.removeprefix(_MODEL)
 
 
-def export_form(config: Mapping[str, Any], source: VisionSource | None, head: Head) -> ExportForm:
-    """The form of an export of a model whose source has this config.json. A value model is always
-    the language model alone."""
-    alone = language_config(config)
-    if head != "lm" or alone.get("model_type") == config.get("model_type"):
+def export_form(
+    config: Mapping[str, Any], source: CarriedSource | None, spec: ModelSpec, head: Head
+) -> ExportForm:
+    """The form of an export of a model whose source has this config.json. A value model never has
+    a vision part."""
+    language = language_config(config)
+    alone = config_alone(config)
+    is_nested = language.get("model_type") != config.get("model_type")
+    if alone.get("model_type") == config.get("model_type") or (is_nested and head != "lm"):
         return ExportForm(alone)
+    kind = "vision tensors" if is_nested else "indexers"
+    without = (
+        "the language model is exported alone"
+        if is_nested
+        else f"it is exported as {alone['model_type']}, which is the same up to "
+        f"{spec.max_position_embeddings} tokens"
+    )
     if source is None:
-        left_out = "the model came without vision tensors: the language model is exported alone"
-        return ExportForm(alone, left_out=left_out)
-    vision = source.found()
-    if vision is None:
-        left_out = (
-            f"the vision tensors of {source.path} are gone or others than those the model came "
-            "with: the language model is exported alone"
+        return ExportForm(alone, left_out=f"the model came without {kind}: {without}")
+    carried = source.found(spec)
+    if carried is None:
+        return ExportForm(
+            alone,
+            left_out=f"the {kind} of {source.path} are gone or others than those the model came "
+            f"with: {without}",
         )
-        return ExportForm(alone, left_out=left_out)
-    return ExportForm(config, vision)
+    return ExportForm(config, carried)
