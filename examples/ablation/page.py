@@ -24,6 +24,7 @@ from examples.ablation.tabular.tables import (
     forks_table,
     price_findings,
     price_table,
+    replication_table,
     tabular_table,
 )
 from vapo_megatron.errors import told_in_one_line
@@ -51,17 +52,24 @@ QUESTIONS = {
 }
 
 
+# Files of the tabular stage in measured/, in the order of render().
+TABULAR = ("tabular", "sweep", "price", "forks", "price_again", "forks_again")
+
+
 def render(
     template: str,
     tabular: Figures,
     sweep: Figures,
     price: Figures,
     forks: Figures,
+    price_again: Figures,
+    forks_again: Figures,
     measured: Figures | None,
     tuned: Figures | None,
 ) -> str:
     """Render a template, results.md.j2 or summary.md.j2, to Markdown.
 
+    price_again, forks_again: the same on fresh seeds.
     measured, tuned: figures of the transformer stage; None where it was not run, which the page
         then says.
     """
@@ -94,6 +102,7 @@ def render(
         "forks_about": FORKS_ABOUT,
         "forks_table": forks_table,
         "forks_finding": forks_finding,
+        "again": replication_table(price, price_again, forks, forks_again),
     }
     facts |= {"sweep": sweep, "sweep_table": sweep_table, "questions": QUESTIONS}
     return environment.get_template(template).render(facts)
@@ -184,11 +193,9 @@ def render_pages(measured: Path = MEASURED) -> dict[str, str]:
     """Both pages as Markdown, by their path in the repository.
 
     Raises:
-        BadInput: measured/tabular.json, sweep.json, price.json or forks.json is missing.
+        BadInput: a file of the tabular stage is missing from measured/.
     """
-    tables = [
-        read_figures(measured / f"{name}.json") for name in ("tabular", "sweep", "price", "forks")
-    ]
+    tables = [read_figures(measured / f"{name}.json") for name in TABULAR]
     paths = [measured / f"{name}.json" for name in ("transformer", "tuned")]
     optional = [read_figures(path) if path.is_file() else None for path in paths]
     templates = {"results/ablation.md": "results.md.j2", "docs/ablation.md": "summary.md.j2"}
@@ -199,7 +206,7 @@ def write_pages(root: Path, measured: Path = MEASURED) -> list[Path]:
     """Write both pages and their images under root; return the pages' paths.
 
     Raises:
-        BadInput: measured/tabular.json, sweep.json, price.json or forks.json is missing.
+        BadInput: a file of the tabular stage is missing from measured/.
     """
     pages = render_pages(measured)
     images = root / "docs" / "images"

@@ -12,7 +12,7 @@ from examples.ablation import execute as execution
 from examples.ablation import transformer_tables, tuned_tables
 from examples.ablation.ablation_config import Task, read_ablation
 from examples.ablation.forked import SharedEngine
-from examples.ablation.page import MEASURED, ROOT, render, render_pages
+from examples.ablation.page import MEASURED, ROOT, TABULAR, render, render_pages
 from examples.ablation.plan import EVALUATION, PRESETS, Job, plan_jobs
 from examples.ablation.results import accuracy_at, collect, reached, read_figures
 from examples.ablation.run import present
@@ -476,9 +476,7 @@ def test_the_page_says_what_was_not_run_and_what_is_missing(tmp_path: Path) -> N
     config, names = finished_runs(tmp_path, explained=0.1)
     refused = {"steps/seed2/vapo": "its critic explains 0.100 held out, below 0.2"}
     figures = collect(config, tmp_path, names - {"steps/seed2/vapo", "steps/seed2/grpo"}, refused)
-    tables = [
-        read_figures(MEASURED / f"{name}.json") for name in ("tabular", "sweep", "price", "forks")
-    ]
+    tables = [read_figures(MEASURED / f"{name}.json") for name in TABULAR]
     page = render("results.md.j2", *tables, figures | {"command": "as run"}, None)
     assert "- GRPO: after equally many steps VAPO is ahead in none, behind in none" in page, (
         "one seed has no interval"
@@ -501,7 +499,7 @@ def test_the_pages_are_rendered_from_the_figures() -> None:
 
 
 def test_the_short_page_says_when_a_stage_was_not_run(tmp_path: Path) -> None:
-    for name in ("tabular", "sweep", "price", "forks"):
+    for name in TABULAR:
         shutil.copy(MEASURED / f"{name}.json", tmp_path)
     pages = render_pages(tmp_path)
     assert "With transformers**, every row" not in pages["docs/ablation.md"]

@@ -153,6 +153,37 @@ def forks_finding(forks: Figures) -> str:
     )
 
 
+def replication_table(
+    price: Figures, price_again: Figures, forks: Figures, forks_again: Figures
+) -> str:
+    """The leads of price_findings and of forks beside those on fresh seeds; learning rates are
+    chosen on the same seeds as before."""
+    claims = [line.partition(": ") for line in price_findings(price)]
+    again = [line.partition(": ") for line in price_findings(price_again)]
+    rows = [(claim, was, now) for (claim, _, was), (_, _, now) in zip(claims, again, strict=True)]
+
+    def lead(figures: Figures) -> str:
+        table = figures["settings"]["forks"]["tables"]["tuned"]
+        return shown(as_interval(table["direct"]["less_reinforce_direct"]))
+
+    rows.append(("forks: vapo_direct less reinforce_direct", lead(forks), lead(forks_again)))
+    header = f"| | {_seeds(price)} | {_seeds(price_again)} |"
+    lines = [f"| {claim} | {was} | {now} |" for claim, was, now in rows]
+    return "\n".join([header, "|---|---|---|", *lines])
+
+
+def _seeds(figures: Figures) -> str:
+    """Seeds as runs of consecutive ones."""
+    seeds = figures["seeds"]
+    runs = [[seeds[0], seeds[0]]]
+    for seed in seeds[1:]:
+        if seed == runs[-1][1] + 1:
+            runs[-1][1] = seed
+        else:
+            runs.append([seed, seed])
+    return "seeds " + ", ".join(f"{first} to {last}" for first, last in runs)
+
+
 def price_report(figures: Figures) -> str:
     """The tables of the settings and rows that were run, and findings where no row is missing."""
     settings, parts = dict(figures["settings"]), []
