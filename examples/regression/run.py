@@ -65,10 +65,19 @@ def prepare(folder: Path) -> None:
         )
 
 
-def train(folder: Path, name: str, seed: int, steps: int) -> Path:
-    """A run of a preset; its directory."""
-    run_dir = folder / f"{name}_{seed}"
-    if not (run_dir / "hf" / "final").is_dir():
+def train(
+    folder: Path,
+    name: str,
+    seed: int,
+    steps: int,
+    run_name: str | None = None,
+    overrides: Sequence[str] = (),
+) -> Path:
+    """A run of a preset; its directory. overrides: of the config, in a run named so."""
+    run_dir = folder / (run_name or f"{name}_{seed}")
+    metrics = read_metrics(run_dir) if run_dir.is_dir() else []
+    is_finished = (run_dir / "hf" / "final").is_dir() and metrics[-1]["step"] >= steps
+    if not is_finished:
         task = folder / "task"
         vapo_megatron(
             "train",
@@ -90,6 +99,7 @@ def train(folder: Path, name: str, seed: int, steps: int) -> Path:
             "run.resume=auto",
             *ONE_RANK,
             *ROWS[name],
+            *overrides,
         )
     return run_dir
 

@@ -43,6 +43,11 @@ CASES: dict[str, dict[str, Any]] = {
         "family": "qwen2",
         "rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, **YARN},
     },
+    "yarn and a scale of its own": {
+        "family": "granite",
+        "hidden_size": 64,
+        "rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, **YARN},
+    },
     "window": {"family": "mistral", "sliding_window": 48},
 }
 

@@ -33,7 +33,7 @@ class SelfAttention:
     Attributes:
         num_heads, num_kv_heads, head_dim: queries, key-value groups, channels of each.
         rotary: of queries and keys; None: positions are not encoded.
-        scale: of the scores; None: 1 / sqrt(head_dim), times YaRN's factor.
+        scale: of the scores, which YaRN's factor multiplies; None: 1 / sqrt(head_dim).
         window: keys that a query sees, its own included; None: its whole past.
         qkv_bias: whether the projections of queries, keys and values have biases.
         output_bias: whether the output projection has one.
@@ -78,10 +78,9 @@ class SelfAttention:
     @property
     def softmax_scale(self) -> float:
         """Scale of the scores."""
-        if self.scale is not None:
-            return self.scale
+        scale = self.head_dim**-0.5 if self.scale is None else self.scale
         stretch = 1.0 if self.rotary is None else self.rotary.score_factor
-        return stretch * self.head_dim**-0.5
+        return stretch * scale
 
 
 @dataclass(frozen=True)
