@@ -4,7 +4,7 @@ GeGLU."""
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
@@ -19,6 +19,9 @@ LayerType = Literal["sliding_attention", "full_attention"]
 class Config(DecoderConfig):
     """layer_types names the layers with a window; older files have sliding_window_pattern."""
 
+    default_theta: ClassVar[float] = 1_000_000.0
+
+    num_key_value_heads: PositiveInt | None = 4
     head_dim: PositiveInt | None = 256
     # The file's hidden_act, if it has one, says nothing: transformers reads hidden_activation.
     hidden_act: Literal["silu"] = Field(default="silu", validation_alias="no such key")

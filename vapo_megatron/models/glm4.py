@@ -11,6 +11,7 @@ from vapo_megatron.models.parts import LAYER, fused_gated_mlp, norm, self_attent
 class Config(DecoderConfig):
     """Pairs of turned channels are neighbours."""
 
+    num_key_value_heads: PositiveInt | None = 2
     head_dim: PositiveInt | None = 128
     rms_norm_eps: PositiveFloat = 1.5625e-07
     attention_bias: bool = True

@@ -18,6 +18,7 @@ class Config(DecoderConfig):
 
     default_theta: ClassVar[float] = 5_000_000.0
 
+    head_dim: PositiveInt | None = 128
     num_local_experts: PositiveInt
     num_experts: PositiveInt | None = None
     num_experts_per_tok: PositiveInt = 8

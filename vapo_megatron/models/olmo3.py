@@ -3,7 +3,7 @@ windows."""
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import PositiveFloat, PositiveInt
 
@@ -18,6 +18,8 @@ _WINDOWED = 4  # the last of so many layers has no window, where the file does n
 
 class Config(DecoderConfig):
     """layer_types names the layers with a window; these never scale their rotary embedding."""
+
+    default_theta: ClassVar[float] = 500_000.0
 
     rms_norm_eps: PositiveFloat = 1e-5
     sliding_window: PositiveInt | None = 4096
@@ -41,7 +43,7 @@ def layers(config: Config) -> tuple[Layer, ...]:
 def _local_rotary(config: Config, full: SelfAttention) -> Rotary | None:
     if full.rotary is None or "sliding_attention" not in rope_parameters(config.raw):
         return None if full.rotary is None else replace(full.rotary, scaling=None)
-    theta, scaling = read_rope(config.raw, "sliding_attention")
+    theta, scaling = read_rope(config.raw, "sliding_attention", Config.default_theta)
     return Rotary(theta, full.head_dim, scaling)
 
 
@@ -64,8 +66,8 @@ def engine_config(config: dict[str, Any]) -> dict[str, Any]:
     full, local = (parameters.get(kind) for kind in ("full_attention", "sliding_attention"))
     if not isinstance(full, Mapping):
         return config
-    theta, _ = read_rope(config)
-    local_theta, local_scaling = read_rope(config, "sliding_attention")
+    theta, _ = read_rope(config, default_theta=Config.default_theta)
+    local_theta, local_scaling = read_rope(config, "sliding_attention", Config.default_theta)
     if isinstance(local, Mapping) and (local_theta != theta or local_scaling is not None):
         raise BadConfig(
             f"rope_parameters of sliding_attention are {dict(local)}, expected rope_theta "

@@ -10,6 +10,7 @@ from vapo_megatron.models.parts import decoder_layer
 class Config(DecoderConfig):
     """Qwen3's."""
 
+    num_key_value_heads: PositiveInt | None = 32
     head_dim: PositiveInt | None = 128
 
 

@@ -1,6 +1,7 @@
 """SmolLM3: Llama's layers, some of which do not encode positions (NoPE, arXiv 2501.18795)."""
 
 from dataclasses import replace
+from typing import ClassVar
 
 from pydantic import PositiveInt
 
@@ -11,6 +12,8 @@ from vapo_megatron.models.parts import decoder_layer
 
 class Config(DecoderConfig):
     """no_rope_layers has a number for each layer: 0 where positions are not encoded."""
+
+    default_theta: ClassVar[float] = 2_000_000.0
 
     num_key_value_heads: PositiveInt | None = 4
     no_rope_layers: list[int] | None = None
