@@ -164,7 +164,7 @@ def test_a_sliding_window_bounds_the_context(tmp_path: Path) -> None:
         == 512
     )
     # Qwen's config files name a window that is off.
-    qwen = dict(model_type="qwen2", sliding_window=128, use_sliding_window=False)
+    qwen = mistral | dict(model_type="qwen2", use_sliding_window=False)
     assert read_spec(written(tmp_path, **qwen)).max_position_embeddings == 512
 
 
