@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-HADOLINT = str(Path(sys.executable).with_name("hadolint"))
+# Beside this Python or, where that has packages of .venv in front of it, there.
+PROGRAMS = os.pathsep.join(map(str, (Path(sys.executable).parent, ROOT / ".venv" / "bin")))
+HADOLINT = shutil.which("hadolint", path=PROGRAMS) or "hadolint"
 DOCKERFILES = sorted((ROOT / "docker").glob("*.Dockerfile"))
 
 

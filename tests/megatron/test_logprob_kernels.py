@@ -148,10 +148,12 @@ def outputs_over_ranks(found: list[Any]) -> Any:
 @pytest.fixture(scope="module")
 def measured() -> dict[str, dict[str, float]]:
     """The interpreter is chosen when Triton is imported, so it has a process of its own."""
+    root = Path(__file__).parents[2]
+    settings = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(root)}
     done = subprocess.run(
         [sys.executable, "-W", "ignore", __file__],
-        env=os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
-        cwd=Path(__file__).parents[2],
+        env=os.environ | settings,
+        cwd=root,
         capture_output=True,
         text=True,
         timeout=500,

@@ -13,7 +13,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from vapo_megatron.megatron.attention import SDPACoreAttention
 from vapo_megatron.megatron.delta_net import GatedDeltaNet
 from vapo_megatron.megatron.latent_attention import LatentSelfAttention
-from vapo_megatron.megatron.norms import AddToResidual, AllHeadsRMSNorm, RMSNorm, ZeroCentredRMSNorm
+from vapo_megatron.megatron.norms import AddToResidual, RMSNorm, ZeroCentredRMSNorm
 from vapo_megatron.megatron.platform import Platform
 from vapo_megatron.models.layers import DeltaNet, LatentAttention, Layer
 from vapo_megatron.models.spec import ModelSpec
@@ -38,7 +38,6 @@ def layer_spec(
     layer: Layer,
     spec: ModelSpec,
     config: Any,
-    tp_group: Any,
     *,
     fused: bool,
     adapters: bool = False,
@@ -48,7 +47,6 @@ def layer_spec(
     Args:
         layer, spec: the layer and its model.
         config: Megatron's config of the model.
-        tp_group: the tensor-parallel group.
         fused: whether it is Transformer Engine's; otherwise it is the local one with norms and core
             attention replaced.
         adapters: whether linear layers may have adapters, whose input is the norm's output: norms
@@ -60,10 +58,6 @@ def layer_spec(
         submodules.self_attention = ModuleSpec(
             module=GatedDeltaNet, params={"net": layer.attention}
         )
-    elif layer.attention.qk_norm == "all":
-        attention = submodules.self_attention.submodules
-        attention.q_layernorm = _wide_norm(layer.attention.num_heads, tp_group)
-        attention.k_layernorm = _wide_norm(layer.attention.num_kv_heads, tp_group)
     if not layer.norm_before:
         submodules.input_layernorm = submodules.pre_mlp_layernorm = IdentityOp
     if layer.norm_after or layer.residual_factor != 1.0:
@@ -96,7 +90,7 @@ def _fused_spec(layer: Layer, adapters: bool) -> Any:
 
 
 def _local_spec(layer: Layer, norm: type) -> Any:
-    has_norms = not isinstance(layer.attention, DeltaNet) and layer.attention.qk_norm is not None
+    has_norms = not isinstance(layer.attention, DeltaNet) and layer.attention.qk_norm == "head"
     spec = get_gpt_layer_local_spec(
         num_experts=layer.experts or None, qk_layernorm=has_norms, normalization="RMSNorm"
     )
@@ -117,10 +111,6 @@ def _local_spec(layer: Layer, norm: type) -> Any:
     if has_norms:
         attention.q_layernorm = attention.k_layernorm = norm
     return spec
-
-
-def _wide_norm(heads: int, tp_group: Any) -> ModuleSpec:
-    return ModuleSpec(module=AllHeadsRMSNorm, params={"heads": heads, "tp_group": tp_group})
 
 
 def _submodules(mlp: Any) -> Any:

@@ -30,11 +30,12 @@ from vapo_megatron.megatron.moe import (
     mark_experts,
     moe_settings,
 )
+from vapo_megatron.megatron.norms import AllHeadsRMSNorm
 from vapo_megatron.megatron.pipeline import PipelinePieces
 from vapo_megatron.megatron.platform import current_platform
 from vapo_megatron.megatron.precision import fp8_settings
 from vapo_megatron.megatron.rotary import RotaryTables
-from vapo_megatron.models.layers import DeltaNet, Experts, LatentAttention, Layer
+from vapo_megatron.models.layers import DeltaNet, Experts, LatentAttention, Layer, SelfAttention
 from vapo_megatron.models.rotary import DEFAULT_THETA, Rotary
 from vapo_megatron.models.spec import Head, ModelSpec
 
@@ -153,8 +154,7 @@ def build_model(
             piece = pipeline.piece(stage)
             layers = layers[piece.start : piece.stop]
         layer_specs = [
-            layer_spec(layer, spec, config, mesh.pg.tp, fused=fused, adapters=adapters)
-            for layer in layers
+            layer_spec(layer, spec, config, fused=fused, adapters=adapters) for layer in layers
         ]
         model = _gpt_model(spec, config, mesh, head, layer_specs, rotary, stage, fused=fused)
         model.layers_are_uniform = spec.is_uniform
@@ -165,7 +165,7 @@ def build_model(
             )
         else:
             for module, layer in zip(model.decoder.layers, layers, strict=True):
-                _configure(module, layer, tables)
+                _configure(module, layer, tables, mesh.pg.tp)
         _add_factors(model, spec)
         if model.post_process and head == "value":
             model.output_layer = ValueHead(config, spec.value_outputs, mesh.pg.tp).to(
@@ -222,10 +222,14 @@ def _gpt_model(
     )
 
 
-def _configure(module: Any, layer: Layer, tables: Mapping[Rotary, RotaryTables]) -> None:
+def _configure(
+    module: Any, layer: Layer, tables: Mapping[Rotary, RotaryTables], tp_group: Any
+) -> None:
     """Give the modules of a local layer the numbers that Megatron's config has once for all
     layers."""
     attention = layer.attention
+    if isinstance(attention, SelfAttention) and attention.qk_norm == "all":
+        _add_wide_norms(module.self_attention, attention, tp_group)
     if not isinstance(attention, DeltaNet):
         own_tables = None if attention.rotary is None else tables[attention.rotary]
         if isinstance(attention, LatentAttention):
@@ -237,6 +241,15 @@ def _configure(module: Any, layer: Layer, tables: Mapping[Rotary, RotaryTables])
             part.activation_func = gated(layer.mlp.activation)
     if isinstance(layer.mlp, Experts) and layer.mlp.linear_biases:
         add_expert_outputs_apart(module.mlp.experts)
+
+
+def _add_wide_norms(module: Any, attention: SelfAttention, tp_group: Any) -> None:
+    """Norms over all heads of queries and of keys. Megatron-Core 0.19 takes none of its config's
+    qk_layernorm, which would sum their gradients over tensor-parallel ranks."""
+    config = module.config
+    sizes = (attention.head_dim, config, config.layernorm_epsilon)
+    module.q_layernorm = AllHeadsRMSNorm(*sizes, attention.num_heads, tp_group)
+    module.k_layernorm = AllHeadsRMSNorm(*sizes, attention.num_kv_heads, tp_group)
 
 
 def _add_factors(model: Any, spec: ModelSpec) -> None:
