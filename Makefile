@@ -108,7 +108,7 @@ test-verifiers: .venv-verifiers/.installed
 # Megatron-Core 0.17 and later asks for Python 3.12, for its compiled data loader alone, which nothing here imports: on 3.11
 # the wheel for 3.12 does. It is unpacked in front of the packages of .venv.
 test-mcore019: .venv-mcore019/.installed
-	@OMP_NUM_THREADS=1 .venv-mcore019/bin/python -m pytest -q tests/megatron tests/weights
+	@OMP_NUM_THREADS=1 .venv-mcore019/bin/python -m pytest -q -n $(or $(WORKERS),2) --dist loadfile tests/megatron tests/weights
 
 .venv-mcore019/.installed: $(STAMP) requirements/mcore019.txt
 	@$(BIN)/python -m venv --clear --without-pip .venv-mcore019
