@@ -36,7 +36,7 @@ help:
 	@echo "make test-long    one response of 131,072 tokens, or LONG_TOKENS, split by context as on one rank"
 	@echo "make test-faults  eleven kinds of runs under 150 faults, of each kind in each phase, and their table"
 	@echo "make test-verifiers  environments of the library verifiers, played by name; installs it in .venv-verifiers"
-	@echo "make test-mcore019  tests of layouts and weights with Megatron-Core 0.19, in .venv-mcore019"
+	@echo "make test-mcore019  tests of layouts, weights and checkpoints with Megatron-Core 0.19, in .venv-mcore019"
 	@echo "make test-next    make test's tests with the newest libraries, in .venv-next; TORCH_INDEX=URL adds PyTorch's CPU build there"
 	@echo "make mutants      which small changes to the code no test notices, in .venv-mutants; takes hours, resumes where it stopped"
 	@echo "make bench        every benchmark at CPU sizes, and what became slower; installs TRL in .venv-trl"
@@ -108,7 +108,7 @@ test-verifiers: .venv-verifiers/.installed
 # Megatron-Core 0.17 and later asks for Python 3.12, for its compiled data loader alone, which nothing here imports: on 3.11
 # the wheel for 3.12 does. It is unpacked in front of the packages of .venv.
 test-mcore019: .venv-mcore019/.installed
-	@OMP_NUM_THREADS=1 .venv-mcore019/bin/python -m pytest -q -n $(or $(WORKERS),2) --dist loadfile tests/megatron tests/weights
+	@OMP_NUM_THREADS=1 .venv-mcore019/bin/python -m pytest -q -n $(or $(WORKERS),2) --dist loadfile tests/megatron tests/weights tests/checkpoint
 
 .venv-mcore019/.installed: $(STAMP) requirements/mcore019.txt
 	@$(BIN)/python -m venv --clear --without-pip .venv-mcore019

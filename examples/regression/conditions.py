@@ -3,8 +3,8 @@
     python -m examples.regression.conditions [--seeds 31 32 33] [--only ROW ...] [--out
     runs/regression]
 
-`reinforce_regression` on the quickstart's task: as it is, at other temperatures, with a nucleus,
-with responses two steps old, from a policy that is sure of itself, and with a temperature that
+`reinforce_regression` on the quickstart's task: as it is, at other temperatures, with
+responses two steps old, from a policy that is sure of itself, and with a temperature that
 changes in the middle. It prints, as means over steps and seeds, the accuracy, the entropy of the
 policy, the explained variance of the values, the share that surprise has of it, and the steps in
 which that share is negative: there its coefficient, of earlier steps, has the wrong sign. Finished
@@ -31,7 +31,6 @@ ROWS = {
     AS_IS: (),
     "temperature 0.6": COLD,
     "temperature 1.2": ("sampling.temperature=1.2",),
-    "top_p 0.7": ("sampling.top_p=0.7",),
     "two steps old": ("rollout.asynchronous.max_staleness=2",),
     SURE: (),
     CHANGES: (),
