@@ -31,7 +31,10 @@ ROWS = {
     AS_IS: (),
     "temperature 0.6": COLD,
     "temperature 1.2": ("sampling.temperature=1.2",),
-    "two steps old": ("rollout.asynchronous.max_staleness=2",),
+    "two steps old": (
+        "rollout.asynchronous.max_staleness=2",
+        "algorithm.importance_sampling.kind=tis",
+    ),
     SURE: (),
     CHANGES: (),
 }
