@@ -50,7 +50,7 @@ def run(folder: Path, row: str, seed: int) -> Path:
         return train(folder, PRESET, seed, STEPS, name, (start,))
     if row == CHANGES:
         train(folder, PRESET, seed, STEPS // 2, name)
-        allowed = ("run.allow=[sampling.temperature]",)
+        allowed = ("run.allow_config_change=[sampling.temperature]",)
         return train(folder, PRESET, seed, STEPS, name, (*COLD, *allowed))
     return train(folder, PRESET, seed, STEPS, name, ROWS[row])
 
