@@ -38,8 +38,13 @@ def configured(path: Path, **changes: Any) -> Path:
 
 def predicts_ahead(path: Path) -> Path:
     """The model with a layer after the last, which has an indexer of its own."""
-    extra = {f"model.layers.4{INDEXER}wk.weight": torch.zeros(12, 32)}
-    write_tensors(path, lambda tensors: tensors.update(extra))
+
+    def add(tensors: dict[str, torch.Tensor]) -> None:
+        first = f"model.layers.0{INDEXER}"
+        extra = {name: t for name, t in tensors.items() if name.startswith(first)}
+        tensors |= {name.replace("layers.0", "layers.4"): t.clone() for name, t in extra.items()}
+
+    write_tensors(path, add)
     return configured(path, num_nextn_predict_layers=1)
 
 
@@ -59,7 +64,7 @@ def test_a_conversion_there_and_back_carries_indexers(tmp_path: Path, family: st
     assert len(shared) == 5 * {"deepseek_v32": 4, "glm_moe_dsa": 2}[family]
     predicts_ahead(source)
     made = hf_to_megatron(source, tmp_path / "megatron", ignore)
-    assert "(1 tensors for multi-token prediction)" in made.described
+    assert "(5 tensors for multi-token prediction)" in made.described
     megatron_to_hf(tmp_path / "megatron", tmp_path / "back", ignore)
     same(tmp_path / "back", expected)
     written = json.loads((tmp_path / "back" / "config.json").read_text())
@@ -79,6 +84,15 @@ def test_without_its_source_a_model_is_exported_as_a_dense_one(tmp_path: Path, f
     assert type(loaded).__name__ == "DeepseekV3ForCausalLM"
     torch.testing.assert_close(loaded(IDS[None]).logits, expected, rtol=1e-5, atol=1e-5)
     assert read_spec(tmp_path / "back").family == "deepseek_v3"
+
+
+def test_a_part_of_an_indexer_that_is_missing_is_named(tmp_path: Path) -> None:
+    source = write_model(tmp_path / "model", "deepseek_v32")
+    name = f"model.layers.1{INDEXER}k_norm.bias"
+    write_tensors(source, lambda tensors: tensors.pop(name))
+    with pytest.raises(BadInput, match=f"tensor {name} is missing, and others of this indexer"):
+        hf_to_megatron(source, tmp_path / "megatron", ignore)
+    assert not (tmp_path / "megatron").exists()
 
 
 def test_other_indexers_are_not_taken(tmp_path: Path) -> None:

@@ -59,7 +59,7 @@ def without_indexers(config: Mapping[str, Any]) -> dict[str, Any]:
         dense_layers = config.get("first_k_dense_replace", 3)
     else:
         dense_layers = kinds.count("dense")
-    left_out = ("auto_map", "index", "indexer", "layer_types", "mlp_layer_types")
+    left_out = ("auto_map", "index", "layer_types", "mlp_layer_types")
     kept = {key: value for key, value in config.items() if not key.startswith(left_out)}
     return kept | {
         "model_type": "deepseek_v3",

@@ -27,7 +27,8 @@ from vapo_megatron.weights.mxfp4 import Mxfp4Tensor
 _MODEL = "model."
 _LANGUAGE = "model.language_model."
 _VISION = ("model.visual.", "visual.")
-_INDEXER = re.compile(r"model\.layers\.(?P<layer>\d+)\.self_attn\.indexer\..+")
+_INDEXER = re.compile(r"(?P<indexer>model\.layers\.(?P<layer>\d+)\.self_attn\.indexer)\..+")
+_INDEXER_PARTS = ("wq_b.weight", "wk.weight", "weights_proj.weight", "k_norm.weight", "k_norm.bias")
 # One tensor of a layer's experts; the name, and the names of one expert's tensors in its rows.
 _STACKED = re.compile(r"(?P<experts>.+\.mlp\.experts)\.(?P<part>gate_up_proj|down_proj)")
 _PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
@@ -112,11 +113,22 @@ def _is_carried(name: str, spec: ModelSpec) -> bool:
 
 
 class TrainedTensors(HFTensors):
-    """The tensors of a directory without those that exports carry."""
+    """The tensors of a directory without those that exports carry. Raises BadInput where a part of
+    an indexer is missing, too."""
 
     def __init__(self, directory: Path, spec: ModelSpec) -> None:
         super().__init__(directory)
         self._spec = spec
+        found = super().names
+        carried = filter(None, map(_INDEXER.fullmatch, found))
+        for indexer in sorted({match["indexer"] for match in carried}):
+            for part in _INDEXER_PARTS:
+                name = f"{indexer}.{part}"
+                if name not in found:
+                    raise BadInput(
+                        f"{directory}: tensor {name} is missing, and others of this indexer are "
+                        "there: fetch the model again"
+                    )
 
     @property
     @override
