@@ -42,6 +42,8 @@ from vapo_megatron.weights.load import load_hf
 LENGTHS = [(5, 9), (3, 1), (1, 30), (7, 2), (2, 17), (1, 1), (4, 4)]
 # Observations in samples: before the first, between, and after the last token of a response.
 OBSERVED = {0: (0, 2), 4: (5, 3), 5: (1, 2)}
+# Bounds of the policy loss of whole ratios.
+BOUNDS: dict[str, float] = {"dual_clip": 3.0}
 STEPS = 3
 # Where a gradient is near 0, AdamW divides rounding errors by eps: a small one would magnify them.
 OPTIMIZER = OptimizerSettings(lr=1e-2, warmup_steps=0, eps=1e-3)
@@ -152,7 +154,7 @@ def make_loss(name: str, batch: ExperienceBatch) -> Any:
     if name == "gspo":
         config = PolicyLossConfig(kind="gspo", aggregation="sequence_mean", **shared)
     else:
-        config = PolicyLossConfig(dual_clip=3.0, **shared)
+        config = PolicyLossConfig(**BOUNDS, **shared)
     return PolicyLoss(
         config=config,
         kl=KlConfig(placement="loss", estimator="k3", coef=0.05),
