@@ -114,6 +114,17 @@ def test_without_its_source_the_language_model_is_alone(tmp_path: Path) -> None:
     assert torch.equal(loaded(ids).logits, expected)
 
 
+def test_a_checkpoint_of_an_earlier_version_still_has_its_vision_part(tmp_path: Path) -> None:
+    source = write_vision_language(tmp_path / "model")
+    hf_to_megatron(source, tmp_path / "megatron", ignore)
+    (path,) = (tmp_path / "megatron").rglob("model.json")
+    card = json.loads(path.read_text())
+    card["vision"] = card.pop("carried")
+    path.write_text(json.dumps(card))
+    megatron_to_hf(tmp_path / "megatron", tmp_path / "back", ignore)
+    assert any("visual" in name for name in read_tensors(tmp_path / "back"))
+
+
 def test_other_vision_tensors_are_not_taken(tmp_path: Path) -> None:
     source = write_vision_language(tmp_path / "model")
     hf_to_megatron(source, tmp_path / "megatron", ignore)
