@@ -92,7 +92,16 @@ def test_presets_say_what_the_papers_say() -> None:
     assert load("dr_grpo").policy_loss.constant == 20480
     assert load("grpo").policy_loss.aggregation == "sequence_mean"
     assert (load("sao").policy_loss.clip_low, load("sao").policy_loss.clip_high) == (0.3, 5.0)
-    with_critic = ("vapo", "ppo", "vc_ppo", "sao", "bpco", "t_ppo", "reinforce_regression")
+    with_critic = (
+        "vapo",
+        "ppo",
+        "vc_ppo",
+        "sao",
+        "bpco",
+        "t_ppo",
+        "tether",
+        "reinforce_regression",
+    )
     assert not any(load(name).uses_critic for name in NAMES if not name.startswith(with_critic))
 
 

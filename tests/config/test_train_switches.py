@@ -79,6 +79,19 @@ def load(tmp_path: Path, *overrides: str) -> TrainConfig:
             "critic: privileged_field with kind=probe: a probe reads the actor's hidden states",
         ),
         (["preset=grpo", "critic.kind=probe"], "critic.kind=probe with algorithm.advantage"),
+        (
+            ["preset=tether", "batch.samples_per_prompt=1"],
+            "calibration=tether with batch.samples_per_prompt=1",
+        ),
+        (
+            ["preset=tether", "critic.regression={}"],
+            "calibration=tether with critic.regression",
+        ),
+        (["preset=tether", "algorithm.advantage.tracker=true"], "calibration=tether with tracker"),
+        (
+            ["preset=tether", "algorithm.advantage.calibration=trust"],
+            "calibration=trust with preset=tether",
+        ),
         (["critic.kind=probe"], "value_pretraining.enabled=true with critic.kind=probe"),
         (
             ["preset=vapo_direct", "critic.kind=probe", "critic.layout.tp=2"],

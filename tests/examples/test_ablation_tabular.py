@@ -17,9 +17,9 @@ from examples.ablation.tabular.price import accuracy_at, area, choose_rate
 from examples.ablation.tabular.price import main as price_command
 from examples.ablation.tabular.run import change, main, parse_seeds, run_row
 from examples.ablation.tabular.settings import (
+    ALL_PRICE_ROWS,
     INSIGHT,
     PAPER_ROWS,
-    PRICE_ROWS,
     ROWS,
     SETTINGS,
     STEPS,
@@ -32,7 +32,7 @@ from vapo_megatron.algorithms.gae import length_adaptive_lambda
 from vapo_megatron.algorithms.segments import place_terminal
 from vapo_megatron.config.algorithm import AdvantageConfig
 from vapo_megatron.errors import BadInput
-from vapo_megatron.training.advantages import calibrated_advantages
+from vapo_megatron.training.past_returns import calibrated_advantages
 from vapo_megatron.training.return_history import ReturnHistory
 
 SMALL = change(
@@ -169,20 +169,22 @@ def test_the_command_writes_a_summary_and_ends_with_its_tables(
     assert "At equal numbers of responses" in said and said.count("\n| VAPO |") == 1
 
 
-def test_calibrated_advantages_are_those_of_the_trainer() -> None:
-    """The tabular stage's advantages beside training/advantages.py, on two steps of a rollout."""
-    training = Training(SMALL, PRICE_ROWS["direct"], [3, 4])
+@pytest.mark.parametrize("row", ["direct", "tether"])
+def test_calibrated_advantages_are_those_of_the_trainer(row: str) -> None:
+    """The tabular stage's advantages beside training/past_returns.py, on two steps of a rollout."""
+    training = Training(SMALL, ALL_PRICE_ROWS[row], [3, 4])
     history = [ReturnHistory(), ReturnHistory()]
     for _ in range(2):
         rollout = sample(
-            SMALL, training.tasks, training.tasks.logits, training.generators, groups=False
+            SMALL, training.tasks, training.tasks.logits, training.generators, row == "tether"
         )
         values = torch.randn(len(rollout.state), generator=torch.Generator().manual_seed(5))
         lam = length_adaptive_lambda(rollout.tokens.flatten(), 0.05, floor=0.95)
         rewards = place_terminal(rollout.rewards, rollout.bounds, len(rollout.state))
         for seed in range(2):
             found, trust = training.calibrated(seed, rollout, values, rewards, lam)
-            expected = from_trainer(seed, rollout, values, rewards, lam, history[seed])
+            kind = ALL_PRICE_ROWS[row].calibration
+            expected = from_trainer(seed, rollout, values, rewards, lam, history[seed], kind)
             assert torch.allclose(found, expected, atol=1e-6) and 0 <= trust <= 1
 
 
@@ -193,8 +195,9 @@ def from_trainer(
     rewards: Tensor,
     lam: Tensor,
     history: ReturnHistory,
+    kind: str,
 ) -> Tensor:
-    """What training/advantages.py makes of a seed's responses, held by one rank."""
+    """What training/past_returns.py makes of a seed's responses, held by one rank."""
     samples = rollout.group.shape[1]
     bounds = rollout.bounds[seed * samples : (seed + 1) * samples + 1]
     tokens = slice(int(bounds[0]), int(bounds[-1]))
@@ -212,8 +215,9 @@ def from_trainer(
         gather_samples=lambda per_response: per_response,
     )
     known = torch.ones(samples, dtype=torch.bool)
+    settings = AdvantageConfig.model_validate({"calibration": kind})
     advantages, _ = calibrated_advantages(
-        batch, rewards[tokens], lam[responses], known, history, AdvantageConfig(calibration="trust")
+        batch, rewards[tokens], lam[responses], known, history, settings
     )  # type: ignore[arg-type]
     return advantages
 

@@ -199,6 +199,7 @@ def test_our_side_of_the_comparison_with_trl_is_plain_grpo() -> None:
     assert algorithm.kl.placement == "none"
     assert (config.reward.correct, config.reward.incorrect) == (1, 0)
     assert config.actor.optimizer.weight_decay == 0 and config.actor.optimizer.clip_grad == 1
+    assert config.actor.optimizer.warmup_steps == 0
 
 
 def test_the_comparison_with_trl_is_paired_by_seed(tmp_path: Path) -> None:

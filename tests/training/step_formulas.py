@@ -61,6 +61,7 @@ FORMULAS = {
     # trusted.
     "vapo_regression": replace(VAPO, advantage="others"),
     "reinforce_regression": replace(VAPO, advantage="others"),
+    "tether": Formula("gae", "dppo", lambda_policy=1.0, calibrated=True),
     "tempo": Formula("tempo", aggregation="sequence", kl=("k3", 0.001)),
     "vc_ppo": Formula("gae", lambda_policy=0.95, aggregation="sequence"),
     "ppo": Formula("gae", lambda_policy=0.95, lambda_critic=0.95, aggregation="sequence"),

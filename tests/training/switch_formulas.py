@@ -182,7 +182,7 @@ class Estimates:
                     self.advantages.append(gae(rewards, values[s], lam, advantage.gamma, after))
                 else:  # no step came before: nothing is known of the critic
                     baseline = torch.full_like(rewards, self._others_mean(s, responses, config))
-                    lam = lam if advantage.calibration == "values" else 1.0
+                    lam = 1.0 if advantage.calibration == "trust" else lam
                     self.advantages.append(gae(rewards, baseline, lam, 1.0, 0.0))
                 lam = lambda_of(advantage.lambda_critic, response.length, config)
                 self.targets.append(

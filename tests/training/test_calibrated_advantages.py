@@ -17,10 +17,12 @@ from vapo_megatron.data.collation import from_samples
 from vapo_megatron.data.sample import Prompt, Sample
 from vapo_megatron.monitoring import names
 from vapo_megatron.monitoring.recorder import Recorder
-from vapo_megatron.training import advantages
-from vapo_megatron.training.advantages import calibrated_advantages, estimate_advantages
+from vapo_megatron.training.advantages import estimate_advantages
+from vapo_megatron.training.credit import policy_lambda
+from vapo_megatron.training.past_returns import calibrated_advantages
 from vapo_megatron.training.return_history import ReturnHistory
 from vapo_megatron.training.shards import ShardedBatch
+from vapo_megatron.training.token_rewards import returns_known
 
 # By group: (response tokens, reward, cut off). Of the last group one return alone is known with
 # truncated=mask.
@@ -80,7 +82,7 @@ def test_the_advantages_of_three_steps_are_those_written_out(truncated: str, tru
         own = batch.local
         table = batch.table
         assert own.values is not None
-        known = advantages.returns_known(table.truncated, shaping)
+        known = returns_known(table.truncated, shaping)
         bounds = own.response_cu_seqlens.tolist()
         rewards = place_terminal(own.rewards, own.response_cu_seqlens, own.response_tokens)
         lam = 1 - 1 / (own.response_lengths + 1.0)
@@ -158,10 +160,55 @@ def test_the_config_says_whether_trust_counts_and_which_lambda(kind: str, tmp_pa
     for step in range(2):
         batch = batch_of(step)
         own = batch.local
-        lam = advantages.policy_lambda(own.response_lengths, config.advantage)
+        lam = policy_lambda(own.response_lengths, config.advantage)
         rewards = place_terminal(own.rewards, own.response_cu_seqlens, own.response_tokens)
         known = torch.ones(batch.samples, dtype=torch.bool)
         wanted, _ = calibrated_advantages(batch, rewards, lam, known, apart, config.advantage)
         with Recorder(tmp_path, MonitoringConfig(), is_main_rank=False) as recorder:
             estimate_advantages(batch, config, recorder, history=history)
         assert own.advantages is not None and torch.equal(own.advantages, wanted)
+
+
+@pytest.mark.parametrize("truncated", ["terminal", "mask"])
+def test_tether_mixes_by_what_past_steps_say(truncated: str) -> None:
+    """b = (1 - rho) B + rho V, with the rho of the steps before, response by response."""
+    history = ReturnHistory()
+    shaping = ShapingConfig.model_validate({"truncated": truncated})
+    rho = 0.0
+    for step in range(3):
+        batch = batch_of(step)
+        own = batch.local
+        table = batch.table
+        assert own.values is not None
+        known = returns_known(table.truncated, shaping)
+        bounds = own.response_cu_seqlens.tolist()
+        returns = own.rewards.tolist()
+        lam = 1 - 1 / (own.response_lengths + 1.0)
+        rewards = place_terminal(own.rewards, own.response_cu_seqlens, own.response_tokens)
+        found, row = calibrated_advantages(
+            batch, rewards, lam, known, history, AdvantageConfig(calibration="tether")
+        )
+
+        means = []
+        for s in range(batch.samples):
+            others = [o for o in range(batch.samples) if o != s and known[o] and known[s]]
+            group = [o for o in others if table.group_ids[o] == table.group_ids[s]] or others
+            means.append(sum(returns[o] for o in group) / max(len(group), 1))
+        expected = []
+        gain = distance = 0.0
+        for s, (begin, end) in enumerate(pairwise(bounds)):
+            values = own.values[begin:end]
+            mixed = (1 - rho) * means[s] + rho * values
+            expected.append(lambda_return(returns[s], mixed, float(lam[s])))
+            if known[s]:
+                gain += float(((returns[s] - means[s]) * (values - means[s])).sum())
+                distance += float((values - means[s]).square().sum())
+        torch.testing.assert_close(found, torch.cat(expected), rtol=1e-4, atol=1e-5)
+        assert row[names.CRITIC_SLOPE] == row[names.TRUST] == pytest.approx(rho)
+        assert row[names.GROUP_WEIGHT] == pytest.approx(1 - rho)
+        assert 0 < gain < distance
+        rho = 0.95 * rho + 0.05 * gain / distance
+        saved = json.loads(json.dumps(history.state()))  # as a checkpoint keeps it
+        assert saved == [pytest.approx(rho)]
+        history = ReturnHistory(saved)
+        assert history.state() == saved, "to the bit"

@@ -15,7 +15,8 @@ from vapo_megatron.data.collation import from_samples
 from vapo_megatron.data.sample import Prompt, Sample
 from vapo_megatron.errors import BadInput
 from vapo_megatron.megatron.token_loss import StepResult
-from vapo_megatron.training.advantages import gae, turns_of, whiten
+from vapo_megatron.training.advantages import gae, whiten
+from vapo_megatron.training.credit import turns_of
 from vapo_megatron.training.losses import values_of
 from vapo_megatron.training.metrics import importance_metrics, rollout_metrics, value_metrics
 from vapo_megatron.training.token_rewards import returns_known, token_rewards

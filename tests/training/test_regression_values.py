@@ -25,7 +25,8 @@ from vapo_megatron.data.collation import from_samples
 from vapo_megatron.data.sample import Prompt, Sample
 from vapo_megatron.monitoring import names
 from vapo_megatron.monitoring.recorder import Recorder
-from vapo_megatron.training.advantages import estimate_advantages, turns_of
+from vapo_megatron.training.advantages import estimate_advantages
+from vapo_megatron.training.credit import turns_of
 from vapo_megatron.training.return_history import ReturnHistory
 
 EVERY = RegressionConfig(entropy=True, history=True)

@@ -166,6 +166,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "vapo": {"advantage": {"length_adaptive_alpha": 0.3}},
     "calibrated": {"advantage": {"calibration": "trust", "length_adaptive_floor": 0.5}},
     "calibrated_masked": {"advantage": {"calibration": "values"}, "shaping": {"truncated": "mask"}},
+    "tethered": {"advantage": {"calibration": "tether", "length_adaptive_floor": 0.5}},
     "tracked": {"advantage": {"estimator": "batch_baseline", "tracker": True}},
     "masked": {"shaping": {"truncated": "mask"}},
     "window": {"shaping": {"truncated": "window"}, "advantage": {"length_adaptive_alpha": 0.3}},

@@ -68,6 +68,12 @@ class AdvantageConfig(Section):
             "credit by turns works only with plain GAE: set credit=token",
         ),
         (
+            "calibration=tether",
+            "tracker",
+            "it mixes the value with the mean of a group: set tracker=false, or calibration=values "
+            "or trust",
+        ),
+        (
             "tracker",
             "estimator!=batch_baseline & calibration=none",
             "nothing would read a prompt's history: set estimator=batch_baseline, or "
@@ -101,12 +107,13 @@ class AdvantageConfig(Section):
     length_adaptive_floor: Fraction = Field(
         0.0, description="lower bound of the length-adaptive lambda"
     )
-    calibration: Literal["none", "values", "trust"] = Field(
+    calibration: Literal["none", "values", "trust", "tether"] = Field(
         "none",
         description=(
             "values: GAE over values calibrated by the returns of past steps; trust: the less the "
             "critic explained returns in past steps, the more weight goes to return minus value "
-            "instead of GAE"
+            "instead of GAE; tether: GAE over the mixture of the group's mean and the value that "
+            "predicted past returns best (Le Critique)"
         ),
     )
     tracker: bool = Field(

@@ -43,6 +43,7 @@ _UNDOES = {
     "vapo_without_critic": "algorithm.advantage.estimator=gae",
     "vapo_without_group_sampling": "batch.samples_per_prompt>1",
     "vapo_direct|vapo_direct_groups": "algorithm.advantage.calibration=none",
+    "tether": "algorithm.advantage.calibration!=tether",
     "vapo_regression|reinforce_regression": "critic.kind!=regression",
 }
 _BOUNDED = "algorithm.value_loss.kind=hl_gauss, algorithm.value_loss.squash!=none"
@@ -60,6 +61,18 @@ class TrainConfig(Section):
             "batch.samples_per_prompt=1",
             "it compares samples of the same prompt, and there is only one: raise "
             "samples_per_prompt, or use gae or reinforce_pp, and max_rounds=null",
+        ),
+        (
+            "algorithm.advantage.calibration=tether",
+            "batch.samples_per_prompt=1",
+            "it mixes the value with the mean of a group, and there is only one sample: raise "
+            "samples_per_prompt, or set calibration=values or trust",
+        ),
+        (
+            "algorithm.advantage.calibration=tether",
+            "critic.regression",
+            "the regression has a coefficient for each already: set calibration=values or trust, "
+            "or remove critic.regression",
         ),
         (
             "algorithm.advantage.tracker",
@@ -292,7 +305,12 @@ class TrainConfig(Section):
                 f"it needs clip_low={low}: {undone}",
             )
         for preset, setting in _UNDOES.items():
-            refuse(self, setting, f"preset={preset}", f"which exists to leave that out: {undone}")
+            refuse(
+                self,
+                setting,
+                f"preset={preset}",
+                f"it undoes what the preset is named after: {undone}",
+            )
 
     def _values_fit(self) -> None:
         settings = self.algorithm.value_loss

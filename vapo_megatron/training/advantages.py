@@ -10,35 +10,28 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from vapo_megatron.algorithms import advantages, calibration, importance
-from vapo_megatron.algorithms.baselines import leave_one_out, siblings_mean
+from vapo_megatron.algorithms import advantages, importance
 from vapo_megatron.algorithms.critic_faults import value_faults
-from vapo_megatron.algorithms.critic_metrics import (
-    Figures,
-    explained,
-    figures_of,
-    sign_agreement,
-    signs_of,
-)
+from vapo_megatron.algorithms.critic_metrics import Figures, figures_of, sign_agreement, signs_of
 from vapo_megatron.algorithms.gae import (
     bootstrap_of_truncated,
     decoupled_gae,
-    length_adaptive_lambda,
     segmented_gae,
-    turn_bounds,
     turn_gae,
 )
 from vapo_megatron.algorithms.importance import corrected_gae
 from vapo_megatron.algorithms.registry import ESTIMATORS, call_with
 from vapo_megatron.algorithms.segments import segment_sum, to_tokens
 from vapo_megatron.algorithms.selection import loss_mask
-from vapo_megatron.config.algorithm import AdvantageConfig, AlgorithmConfig, Lambda
+from vapo_megatron.config.algorithm import AdvantageConfig, AlgorithmConfig
 from vapo_megatron.config.policy import KlConfig
 from vapo_megatron.data.batch import ExperienceBatch
 from vapo_megatron.monitoring import names
 from vapo_megatron.monitoring.recorder import Recorder
+from vapo_megatron.training.credit import clamped, lambda_of, policy_lambda, turns_of
 from vapo_megatron.training.metrics import advantage_metrics, turn_metrics, value_metrics
-from vapo_megatron.training.regression import regressed_values, response_hashes
+from vapo_megatron.training.past_returns import calibrated_advantages, regression_advantages
+from vapo_megatron.training.regression import response_hashes
 from vapo_megatron.training.return_history import ReturnHistory
 from vapo_megatron.training.shards import ShardedBatch
 from vapo_megatron.training.token_rewards import (
@@ -163,133 +156,6 @@ def gae(batch: ExperienceBatch, rewards: Tensor, config: AlgorithmConfig, of: Te
         gamma=settings.gamma,
         bootstrap_values=bootstrap_values,
     )
-
-
-def turns_of(batch: ExperienceBatch) -> tuple[Tensor, Tensor]:
-    """Bounds of turns among response tokens, and of responses among turns: int64 [U + 1], [S +
-    1]."""
-    if batch.loss_mask is None:
-        return batch.response_cu_seqlens, torch.arange(batch.samples + 1)
-    return turn_bounds(batch.loss_mask.nonzero().squeeze(1), batch.response_cu_seqlens)
-
-
-def policy_lambda(lengths: Tensor, config: AdvantageConfig) -> Tensor:
-    """The lambda of the advantages of responses of these lengths, float32 [S]."""
-    return lambda_of(config.lambda_policy, lengths, config)
-
-
-def lambda_of(choice: Lambda, lengths: Tensor, config: AdvantageConfig) -> Tensor:
-    """The lambda of responses of these lengths, float32 [S]."""
-    if choice == "length_adaptive":
-        return length_adaptive_lambda(
-            lengths, config.length_adaptive_alpha, config.length_adaptive_floor
-        )
-    return torch.full((len(lengths),), float(choice))
-
-
-def clamped(lam: Tensor, config: AdvantageConfig) -> float:
-    """Share of responses so short that their length-adaptive lambda is at its lower bound."""
-    if config.lambda_policy != "length_adaptive":
-        return 0.0
-    return float((lam <= config.length_adaptive_floor).float().mean())
-
-
-def calibrated_advantages(
-    batch: ShardedBatch,
-    token_rewards: Tensor,
-    lam: Tensor,
-    known: Tensor,
-    history: ReturnHistory,
-    config: AdvantageConfig,
-) -> tuple[Tensor, dict[str, float]]:
-    """Collective: A = g GAE(V~) + (1 - g) (R - V~), and metrics; then adds the batch to the
-    history.
-
-    Args:
-        batch: with values and shaped rewards.
-        token_rewards: float32 [local T].
-        lam: float32 [local S], lambda of each response.
-        known: bool [S], the responses that have a return; the others do not enter the history.
-        history: past steps. Without any, V~ is the mean of the others and g is 0.
-        config: what takes part. With tracker m is the history of the prompt; with
-            calibration=values g is 1.
-
-    Returns:
-        float32 [local T], metrics by name.
-    """
-    local = batch.local
-    table = batch.table
-    bounds = local.response_cu_seqlens
-    values = local.values
-    returns = table.shaped_rewards
-    assert values is not None and returns is not None, "values and rewards come before advantages"
-    siblings = torch.zeros(batch.samples, dtype=torch.float64)
-    others = torch.zeros(batch.samples, dtype=torch.float64)
-    siblings[known] = siblings_mean(returns[known], table.group_ids[known])
-    others[known] = leave_one_out(returns[known], table.group_ids[known])
-    metrics: dict[str, float] = {}
-    if config.tracker:
-        assert table.prompt_keys is not None, "a batch of samples knows their prompts"
-        siblings, metrics[names.TRACKED] = history.track(table.prompt_keys, returns, known)
-
-    if history.past is not None:
-        fit = calibration.coefficients(history.past)
-    else:
-        fit = None
-    mine = batch.local_slice
-    calibrated, trust = calibration.baseline_and_trust(
-        values, siblings[mine], others[mine], bounds, fit
-    )
-    if fit is not None:
-        metrics |= {names.CRITIC_SLOPE: fit.slope, names.GROUP_WEIGHT: fit.group_weight}
-    if config.calibration != "trust":
-        trust = 1.0
-    if known.any():
-        local_figures = figures_of(calibrated, to_tokens(returns[mine], bounds), bounds)
-        figures = Figures.read(batch.gather_samples(local_figures)).only(known)
-        metrics |= {names.EXPLAINED_CALIBRATED: float(explained(figures)), names.TRUST: trust}
-        sums = batch.gather_samples(calibration.response_sums(values[None], bounds))[known]
-        history.add(calibration.moments(sums, returns[known], siblings[known][None]))
-    lengths = table.response_lengths
-    estimates = calibration.trusted_advantages(
-        token_rewards, calibrated, bounds, lam, trust, lengths
-    )
-    return estimates, metrics
-
-
-def regression_advantages(
-    batch: ShardedBatch, config: AlgorithmConfig, rewards: Tensor, history: ReturnHistory
-) -> dict[str, float]:
-    """Collective: fill advantages by values that are regressed on the returns of past steps, and
-    values where there is no critic; then adds the batch to the history. Returns metrics.
-
-    A = g GAE(V~) + (1 - g) (R - V~); g is 1 except with calibration=trust. rewards: float32 [local
-    T].
-    """
-    local = batch.local
-    table = batch.table
-    settings = config.advantage
-    assert history.regression is not None, "the config regresses values"
-    known = returns_known(table.truncated, config.shaping)
-    tracked, metrics = history.regressor(batch, known)
-    if settings.credit == "turn":
-        turns = turns_of(local)
-    else:
-        turns = None
-    values, trust, row = regressed_values(batch, known, history.regression, tracked, turns)
-    if settings.calibration != "trust":
-        trust = 1.0
-    if turns is None:
-        lam = policy_lambda(local.response_lengths, settings)
-        local.advantages = calibration.trusted_advantages(
-            rewards, values, local.response_cu_seqlens, lam, trust, table.response_lengths
-        )
-    else:
-        lam = policy_lambda(turns[1].diff(), settings)
-        local.advantages, _ = turn_gae(rewards, values, *turns, lam_policy=lam, lam_critic=1.0)
-    if local.values is None:
-        local.values = values
-    return metrics | row | {names.TRUST: trust}
 
 
 def estimate_by_token(batch: ShardedBatch, config: AlgorithmConfig) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vapo_megatron.algorithms import calibration
+from vapo_megatron.algorithms import calibration, tether
 from vapo_megatron.algorithms.baselines import leave_one_out, tracked_values, with_responses
 from vapo_megatron.config.regression import RegressionConfig
 from vapo_megatron.monitoring import names
@@ -22,7 +22,8 @@ class ReturnHistory:
     """Sums over the returns of past steps, the same on every rank, and part of checkpoints.
 
     Attributes:
-        past: for advantage.calibration.
+        past: for advantage.calibration=values and trust.
+        mixture: for advantage.calibration=tether, the weight of the critic's value, from 0 on.
         regression: for critic.regression; None without it.
         tracked: for advantage.tracker: by a prompt's key, the faded sum of its returns and of their
             number.
@@ -36,8 +37,15 @@ class ReturnHistory:
     ) -> None:
         """state and tracked: from a checkpoint; regression: the features, where values are
         regressed."""
-        regressed = next((part for part in state or () if isinstance(part, dict)), None)
-        self.past = calibration.Moments.from_state(state) if state and not regressed else None
+        regressed = None
+        self.past = None
+        self.mixture = 0.0
+        if state and isinstance(state[0], dict):
+            regressed = state[0]
+        elif state and isinstance(state[0], float):
+            self.mixture = state[0]
+        elif state:
+            self.past = calibration.Moments.from_state(state)
         self.regression = None if regression is None else ValueRegression(regression, regressed)
         self.tracked: dict[str, Sequence[float]] = json.loads(tracked or b"{}")
 
@@ -50,6 +58,8 @@ class ReturnHistory:
             return [regressed]
         if self.past is not None:
             return self.past.state()
+        if self.mixture:
+            return [self.mixture]
         return []
 
     def tracked_state(self) -> Callable[[], bytes]:
@@ -61,6 +71,10 @@ class ReturnHistory:
     def add(self, step: calibration.Moments) -> None:
         """Add a step, and decay those before it."""
         self.past = step if self.past is None else self.past.followed_by(step)
+
+    def mix(self, best: float | None) -> None:
+        """Add a step whose best mixture was this, tether.best_mixture()."""
+        self.mixture = tether.after_step(self.mixture, best)
 
     def track(
         self, keys: Tensor, returns: Tensor, known: Tensor, prior: float | None = None

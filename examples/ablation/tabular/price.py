@@ -26,7 +26,7 @@ from vapo_megatron.monitoring.facts import environment_facts
 
 from ..intervals import interval
 from .run import change, console, parse_seeds
-from .settings import FORKS, FORKS_ROWS, PRICE_ROWS, SETTINGS, Setting
+from .settings import ALL_PRICE_ROWS, FORKS, FORKS_ROWS, PRICE_ROWS, SETTINGS, Setting
 from .tables import price_report
 from .training import Course, Training
 
@@ -77,7 +77,7 @@ def compare(setting: Setting, seeds: list[int], only: list[str]) -> dict[str, An
     rates: dict[str, Any] = {}
 
     def run(name: str, rate: float, seeds: list[int]) -> list[tuple[float, float]]:
-        courses = Training(setting, replace(PRICE_ROWS[name], lr=rate), seeds).run()
+        courses = Training(setting, replace(ALL_PRICE_ROWS[name], lr=rate), seeds).run()
         return [(area(course, total), accuracy_at(course, total)) for course in courses]
 
     for name in only:
@@ -86,7 +86,7 @@ def compare(setting: Setting, seeds: list[int], only: list[str]) -> dict[str, An
         rates[name] = {"best": best, "grid": {str(rate): grid[rate] for rate in sorted(grid)}}
         for kind, rate in (("common", 1.0), ("tuned", best)):
             scores[kind][name] = dict(zip(seeds, run(name, rate, seeds), strict=True))
-        console.print(f"{setting.name:<8} {PRICE_ROWS[name].title:<30} learning rate x{best:g}")
+        console.print(f"{setting.name:<8} {ALL_PRICE_ROWS[name].title:<30} learning rate x{best:g}")
     tables: dict[str, Any] = {}
     for kind, rows in scores.items():
         tables[kind] = {}

@@ -102,7 +102,7 @@ class Row:
         "pretrained"  # noise: another at each token
     )
     dynamic_sampling: bool = False
-    calibration: Literal["none", "values", "trust"] = "none"
+    calibration: Literal["none", "values", "trust", "tether"] = "none"
     tracker: bool = False  # a prompt's past returns as the baseline, or as the calibration's m
     lambda_floor: float = 0.0
     baseline: Literal["grpo", "others"] = (
@@ -133,6 +133,8 @@ ROWS: dict[str, Row] = {
 }
 PAPER_ROWS = tuple(ROWS)[:12]
 DIRECT = Row("vapo_direct", groups=False, critic="zero", calibration="trust", lambda_floor=0.95)
+# Le Critique's baseline (arXiv 2608.16739) with VAPO's loss; its lambda is 1.
+TETHER = Row("TETHER", critic="zero", calibration="tether", lambda_policy=1.0)
 # What a critic costs and brings, by responses drawn (price.py).
 PRICE_ROWS: dict[str, Row] = {
     "direct": DIRECT,
@@ -148,6 +150,14 @@ PRICE_ROWS: dict[str, Row] = {
     "dapo": ROWS["dapo"],
     "vapo": VAPO,
 }
+# Run where they are asked for by name.
+MORE_PRICE_ROWS: dict[str, Row] = {
+    "tether": TETHER,
+    "tether_adaptive": replace(
+        TETHER, title="TETHER, length-adaptive", lambda_policy="adaptive", lambda_floor=0.95
+    ),
+}
+ALL_PRICE_ROWS = PRICE_ROWS | MORE_PRICE_ROWS
 
 # Fixed on seeds 1000-1019.
 STEPS = Setting(

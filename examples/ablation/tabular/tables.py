@@ -4,7 +4,7 @@ results/ablation.md."""
 from typing import Any
 
 from ..intervals import Interval, shown
-from .settings import FORKS, PRICE_ROWS
+from .settings import ALL_PRICE_ROWS, FORKS, PRICE_ROWS
 
 Figures = dict[str, Any]
 
@@ -67,7 +67,7 @@ def price_table(price: Figures, kind: str) -> str:
     settings = price["settings"]
     lines = [f"| | {' | '.join(f'{name}: area | less reinforce_direct' for name in settings)} |"]
     lines.append("|---|" + "---:|---:|" * len(settings))
-    for row, about in PRICE_ROWS.items():
+    for row, about in ALL_PRICE_ROWS.items():
         if not all(row in figures["rates"] for figures in settings.values()):
             continue
         cells = [about.title]
@@ -125,7 +125,7 @@ def forks_table(forks: Figures) -> str:
             f"{found['area'][0]:.3f} (x{figures['rates'][row]['best']:g}) | "
             f"{found['final'][0]:.3f} | {ahead}"
         )
-        lines.append(f"| {PRICE_ROWS[row].title} | {ends} |")
+        lines.append(f"| {ALL_PRICE_ROWS[row].title} | {ends} |")
     return "\n".join(lines)
 
 
@@ -136,7 +136,7 @@ def forks_finding(forks: Figures) -> str:
     less = as_interval(rows[best]["less_direct"])
     assert less is not None
     title, end = (
-        PRICE_ROWS[best].title,
+        ALL_PRICE_ROWS[best].title,
         f"{rows['direct']['final'][0]:.3f} against {rows[best]['final'][0]:.3f}",
     )
     if less.excludes_zero and less.mean < 0:

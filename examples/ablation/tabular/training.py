@@ -14,11 +14,11 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from vapo_megatron.algorithms import baselines, calibration
+from vapo_megatron.algorithms import baselines, calibration, tether
 from vapo_megatron.algorithms.advantages import batch_baseline, grpo
 from vapo_megatron.algorithms.aggregation import nll_weights, token_weights
 from vapo_megatron.algorithms.critic_metrics import Figures, explained, figures_of
-from vapo_megatron.algorithms.gae import decoupled_gae, length_adaptive_lambda
+from vapo_megatron.algorithms.gae import decoupled_gae, length_adaptive_lambda, segmented_gae
 from vapo_megatron.algorithms.policy_loss import clip_indicators, ppo_clip
 from vapo_megatron.algorithms.segments import place_terminal
 from vapo_megatron.algorithms.selection import split_minibatches
@@ -98,6 +98,7 @@ class Training:
         own = s.own and not s.partial_credit
         self.critic = Table(start, self.tasks.critic_features, own, critic_lr, s.warmup)
         self.past: list[calibration.Moments | None] = [None for _ in seeds]
+        self.mixture = [0.0 for _ in seeds]  # TETHER's rho
         self.tracked = torch.zeros(
             2, len(seeds), s.prompts, dtype=torch.float64
         )  # sums of returns, of responses
@@ -244,7 +245,8 @@ class Training:
         rewards = place_terminal(rollout.rewards, rollout.bounds, len(rollout.state))
         advantages, targets = decoupled_gae(rewards, values, rollout.bounds, lam, lam_critic)
         if row.calibration != "none":
-            assert isinstance(lam, Tensor), "calibrated rows have a lambda of each response"
+            if not isinstance(lam, Tensor):
+                lam = torch.full((len(rollout.rewards),), lam)
             parts = [
                 self.calibrated(seed, rollout, values, rewards, lam)
                 for seed in range(len(self.seeds))
@@ -256,8 +258,8 @@ class Training:
     def calibrated(
         self, seed: int, rollout: Rollout, values: Tensor, rewards: Tensor, lam: Tensor
     ) -> tuple[Tensor, float]:
-        """A = g GAE(V~) + (1 - g) (R - V~) of a seed's tokens, and g; as training/advantages.py has
-        it on ranks."""
+        """A = g GAE(V~) + (1 - g) (R - V~) of a seed's tokens, and g (TETHER's rho); as
+        training/past_returns.py has it on ranks."""
         samples = rollout.group.shape[1]
         of = slice(seed * samples, (seed + 1) * samples)
         bounds = rollout.bounds[of.start : of.stop + 1]
@@ -269,13 +271,19 @@ class Training:
         )
         if self.row.tracker:
             siblings = self.track(seed, rollout)
+        sums = calibration.response_sums(values[None, tokens], bounds)
+        if self.row.calibration == "tether":
+            trust = self.mixture[seed]
+            baseline = tether.baseline(values[tokens], others, bounds, trust)
+            best = tether.best_mixture(sums, returns, others)
+            self.mixture[seed] = tether.after_step(trust, best)
+            return segmented_gae(rewards[tokens], baseline, bounds, lam[of]), trust
         past = self.past[seed]
         fit = calibration.coefficients(past) if past is not None else None
         baseline, trust = calibration.baseline_and_trust(
             values[tokens], siblings, others, bounds, fit
         )
         trust = trust if self.row.calibration == "trust" else 1.0
-        sums = calibration.response_sums(values[None, tokens], bounds)
         now = calibration.moments(sums, returns, siblings[None])
         self.past[seed] = now if past is None else past.followed_by(now)
         return calibration.trusted_advantages(
