@@ -3,12 +3,14 @@
 import json
 import random
 import re
+import sys
+import time
 from operator import add, mul, sub
 from pathlib import Path
 
 import pytest
 
-from examples.smollm import beside_trl, explained_variance, make_problems
+from examples.smollm import beside_trl, explained_variance, make_problems, methods
 from examples.smollm.check_export import interval, is_right, restates
 from examples.smollm.model_card import write_card
 from examples.smollm.run import PRESET, continues, minutes_of_training
@@ -17,6 +19,8 @@ from vapo_megatron.config.critic_probes import ProbedRunConfig
 from vapo_megatron.config.load import dump_config, load_config
 from vapo_megatron.config.sft import SftConfig
 from vapo_megatron.config.train import TrainConfig
+from vapo_megatron.errors import BadInput
+from vapo_megatron.monitoring import names
 
 HERE = Path(make_problems.__file__).parent
 
@@ -220,3 +224,88 @@ def test_the_comparison_with_trl_is_paired_by_seed(tmp_path: Path) -> None:
     assert lines[-1] == "| step | 50 | 25 | 2.00 |"
     beside_trl.draw(results, tmp_path / "curves.png")
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("method", methods.METHODS)
+@pytest.mark.parametrize("on_gpu", [True, False])
+def test_every_method_draws_and_updates_as_often(method: str, on_gpu: bool, tmp_path: Path) -> None:
+    sizes = methods.GPU_SIZES if on_gpu else methods.CPU_SIZES
+    line = methods.overrides(method, 2, sizes, on_gpu, tmp_path)
+    config = load_config(TrainConfig, methods.CONFIG, line, PRESETS)
+    samples = config.batch.prompts_per_step * config.batch.samples_per_prompt
+    assert samples == sizes.groups * 8 == (256 if on_gpu else 24)
+    assert config.algorithm.update.updates(samples, config.batch.prompts_per_step) == 2
+    assert not config.value_pretraining.enabled and config.algorithm.kl.placement == "none"
+    assert config.run.seed == 2 and config.run.steps == sizes.steps
+    assert config.model.dtype == ("bfloat16" if on_gpu else "float32")
+    assert (method in ("probe", "critic", "tether", "vapo_regression")) == (
+        config.algorithm.uses_critic
+    )
+
+
+@pytest.mark.parametrize("run", ["grpo", "grpo:x", "ppo:1", ":1"])
+def test_an_unknown_method_is_refused_by_name(run: str) -> None:
+    with pytest.raises(BadInput, match=f"{run}: expected METHOD:SEED, METHOD one of reinforce"):
+        methods.parse(run)
+
+
+def test_a_file_carried_in_pieces_is_whole(tmp_path: Path) -> None:
+    content = random.Random(1).randbytes(100_000)
+    pieces = [tmp_path / "a", tmp_path / "b"]
+    pieces[0].write_bytes(content[:33_333])
+    pieces[1].write_bytes(content[33_333:])
+    methods.join(pieces, tmp_path / "whole")
+    assert (tmp_path / "whole").read_bytes() == content
+
+
+def test_runs_share_the_machine_and_end_with_the_budget(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(methods, "LAST_SECONDS", 2.0)
+    python = [sys.executable, "-c"]
+    deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"
+    heeding = (
+        "import signal, sys, time\n"
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))\n"
+        "time.sleep(60)"
+    )
+    commands = {
+        "quick": [*python, "print('done')"],
+        "fails": [*python, "raise SystemExit(3)"],
+        "deaf": [*python, deaf],
+        "heeding": [*python, heeding],
+        "too late": [*python, "print('never')"],
+    }
+    began = time.monotonic()
+    codes = methods.run_all(commands, 2, tmp_path / "logs", began + 8)
+    assert codes == {"quick": 0, "fails": 3, "deaf": -9, "heeding": 75}
+    assert (tmp_path / "logs" / "quick.log").read_text() == "done\n"
+    assert time.monotonic() - began < 20
+
+
+def test_the_figures_of_a_run_are_those_of_its_steps(tmp_path: Path) -> None:
+    run_dir = tmp_path / "critic_1"
+    run_dir.mkdir()
+    rows = [{"step": 0, "evaluation/held_out_avg@4": 0.2}]
+    for step in range(1, 5):
+        rows.append(
+            {
+                "step": step,
+                names.ACCURACY: step / 10,
+                names.STEP_TIME: 2.0,
+                "time/rollout": 1.0 + step,
+                names.EXPLAINED_VARIANCE: step / 100,
+            }
+        )
+    rows[-1]["evaluation/held_out_avg@4"] = 0.5
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    (run_dir / "metrics.jsonl").write_text(lines, encoding="utf-8")
+    found = methods.figures(run_dir, 24)
+    assert found["accuracy"] == [0.1, 0.2, 0.3, 0.4]
+    assert found["responses"] == 96 and found["seconds"] == 8
+    assert found["held_out"] == {"0": 0.2, "4": 0.5}
+    assert found["explained"] == {names.EXPLAINED_VARIANCE: pytest.approx(0.035)}
+    assert found["phases"]["rollout"] == 3.5
+    shown = methods.table({"critic:1": found | {"planned": {"rollout": 3.0}}})
+    assert "| critic:1 | 96 | 8 | 0.250 | 0.400 | 0.200 -> 0.500 | 0.035 | – |" in shown[2]
+    assert shown[-1] == "- critic:1: rollout 3.50 (3.00), step 2.00"
