@@ -26,6 +26,7 @@ from examples.ablation.tabular.tables import (
     price_table,
     replication_table,
     tabular_table,
+    tether_table,
 )
 from vapo_megatron.errors import told_in_one_line
 from vapo_megatron.files import atomic_write
@@ -53,7 +54,16 @@ QUESTIONS = {
 
 
 # Files of the tabular stage in measured/, in the order of render().
-TABULAR = ("tabular", "sweep", "price", "forks", "price_again", "forks_again")
+TABULAR = (
+    "tabular",
+    "sweep",
+    "price",
+    "forks",
+    "price_again",
+    "forks_again",
+    "tether",
+    "tether_forks",
+)
 
 
 def render(
@@ -64,12 +74,15 @@ def render(
     forks: Figures,
     price_again: Figures,
     forks_again: Figures,
+    tether: Figures,
+    tether_forks: Figures,
     measured: Figures | None,
     tuned: Figures | None,
 ) -> str:
     """Render a template, results.md.j2 or summary.md.j2, to Markdown.
 
     price_again, forks_again: the same on fresh seeds.
+    tether, tether_forks: rows with TETHER's baseline beside some of price and forks.
     measured, tuned: figures of the transformer stage; None where it was not run, which the page
         then says.
     """
@@ -103,6 +116,7 @@ def render(
         "forks_table": forks_table,
         "forks_finding": forks_finding,
         "again": replication_table(price, price_again, forks, forks_again),
+        "tether": tether_table(tether, tether_forks),
     }
     facts |= {"sweep": sweep, "sweep_table": sweep_table, "questions": QUESTIONS}
     return environment.get_template(template).render(facts)

@@ -153,6 +153,24 @@ def forks_finding(forks: Figures) -> str:
     )
 
 
+def tether_table(price: Figures, forks: Figures) -> str:
+    """Area of each row at its own learning rate in every setting, and its lead over the row without
+    a critic."""
+    settings = price["settings"] | forks["settings"]
+    header = " | ".join(f"{name}: area | less without critic" for name in settings)
+    lines = [f"| | {header} |", "|---|" + "---:|---:|" * len(settings)]
+    for row, about in ALL_PRICE_ROWS.items():
+        tables = [figures["tables"]["tuned"] for figures in settings.values()]
+        if not all(row in found for found in tables):
+            continue
+        cells = []
+        for found in tables:
+            cells.append(f"{found[row]['area'][0]:.3f}")
+            cells.append(shown(as_interval(found[row].get("less_without_critic"))))
+        lines.append(f"| {about.title} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def replication_table(
     price: Figures, price_again: Figures, forks: Figures, forks_again: Figures
 ) -> str:
