@@ -2,16 +2,20 @@
 training, evaluation.
 
     python examples/agents/learn.py --method turn --seed 1
-    python examples/agents/learn.py --method all --seed 1 --seed 2 --seed 3 --seed 4 --seed 5    #
-    the table
+    python examples/agents/learn.py --method all --seed 1 --seed 2 --seed 3 --seed 4 --seed 5
+    python examples/agents/learn.py --task compact --method all --seed 1 --seed 2 ...
 
-The task is lookup.py's. Methods differ in what gives a turn its credit: VAPO by turns, VAPO by
-tokens, GRPO. Runs that have ended are not run again.
+The task is lookup.py's, or compact.py's, whose contexts are summarised. Methods differ in what
+gives a turn its credit (VAPO by turns, VAPO by tokens, GRPO), and for compact in whether summaries
+carry loss ("masked": they do not). With several seeds the table has intervals. Runs that have ended
+are not run again.
 """
 
 import subprocess
 import sys
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -21,22 +25,46 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from examples.ablation.intervals import interval, paired, shown  # noqa: E402
-from examples.agents.lookup import make_task  # noqa: E402
+from examples.agents import compact, lookup  # noqa: E402
 from vapo_megatron.monitoring.metrics import read_metrics  # noqa: E402
 from vapo_megatron.signals import end_with_parent  # noqa: E402
 
-Method = Literal["turn", "token", "grpo"]
 ACCURACY, PRETRAINING = "evaluation/unseen_avg@4", "time/value_pretraining"
-EPISODES = 256  # of a rollout of lookup.yaml
-# Of the methods, what differs from lookup.yaml. Rewards, clipping and learning rates are the same
-# for all.
-OVERRIDES: dict[Method, tuple[str, ...]] = {
-    "turn": (),
-    "token": ("algorithm.advantage.credit=token",),
-    "grpo": (
-        "algorithm.advantage.estimator=grpo",
-        "algorithm.advantage.credit=token",
-        "value_pretraining.enabled=false",
+EPISODES = 256  # of a rollout
+GRPO = (
+    "algorithm.advantage.estimator=grpo",
+    "algorithm.advantage.credit=token",
+    "value_pretraining.enabled=false",
+)
+MASKED = "algorithm.mask_function=examples.agents.compact:without_summaries"
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is learnt, and by which methods.
+
+    Attributes:
+        make: writes rows, demonstrations and a random model into a folder, by a seed.
+        config: of `vapo-megatron train`, in this folder.
+        methods: what each changes in the config. Rewards, clipping and learning rates are the same
+            for all.
+    """
+
+    make: Callable[[Path, int], None]
+    config: str
+    methods: Mapping[str, tuple[str, ...]]
+
+
+TASKS = {
+    "lookup": Task(
+        lookup.make_task,
+        "lookup.yaml",
+        {"turn": (), "token": ("algorithm.advantage.credit=token",), "grpo": GRPO},
+    ),
+    "compact": Task(
+        compact.make_task,
+        "compact.yaml",
+        {"token": (), "token_masked": (MASKED,), "grpo": GRPO, "grpo_masked": (*GRPO, MASKED)},
     ),
 }
 
@@ -56,7 +84,7 @@ def command(name: str, config: str, *overrides: str) -> None:
 
 
 def learn(
-    method: Method, seed: int, out: Path, steps: int, overrides: list[str]
+    task: Task, method: str, seed: int, out: Path, steps: int, overrides: list[str]
 ) -> list[dict[str, Any]]:
     """The metrics of a method's run, by step; it is run first unless it has ended."""
     run = out / method
@@ -66,32 +94,33 @@ def learn(
         and rows[-1]["step"] >= steps
     ):
         return rows
-    task, policy = out / "task", out / "sft" / "hf" / "final" / "actor"
+    data = out / "task"
+    policy = out / "sft" / "hf" / "final" / "actor"
     shared = (f"run.seed={seed}", f"run.root={out}")
     if not policy.is_dir():
-        make_task(task, seed)
+        task.make(data, seed)
         command(
             "sft",
             "sft.yaml",
-            f"model.path={task / 'model'}",
-            f"data.path={task / 'sft.jsonl'}",
+            f"model.path={data / 'model'}",
+            f"data.path={data / 'sft.jsonl'}",
             *shared,
         )
     command(
         *(
             "train",
-            "lookup.yaml",
+            task.config,
             f"model.path={policy}",
-            f"data.train={task / 'train.jsonl'}",
+            f"data.train={data / 'train.jsonl'}",
             f"run.name={method}",
         ),
-        f"data.eval=[{{name: unseen, path: {task / 'eval.jsonl'}, samples: 4}}]",
-        *(f"run.steps={steps}", *OVERRIDES[method], *shared, *overrides),
+        f"data.eval=[{{name: unseen, path: {data / 'eval.jsonl'}, samples: 4}}]",
+        *(f"run.steps={steps}", *task.methods[method], *shared, *overrides),
     )
     return read_metrics(run)
 
 
-def table(runs: dict[Method, dict[int, list[dict[str, Any]]]]) -> str:
+def table(runs: dict[str, dict[int, list[dict[str, Any]]]]) -> str:
     """Accuracy by evaluation, the difference from GRPO at the end, episodes and seconds; means over
     seeds."""
     lines = []
@@ -131,15 +160,20 @@ def accuracies(rows: list[dict[str, Any]]) -> list[float]:
 
 def main(
     method: Annotated[
-        Literal["turn", "token", "grpo", "all"], typer.Option(help="what gives a turn its credit")
+        str, typer.Option(help="one of the task's: turn, token, grpo, token_masked, ...; or all")
     ] = "turn",
+    task: Annotated[Literal["lookup", "compact"], typer.Option(help="what is learnt")] = "lookup",
     seeds: Annotated[
         list[int] | None,
         typer.Option("--seed", help="of the task, the models and the runs; repeatable; none: 1"),
     ] = None,
     out: Annotated[
-        Path, typer.Option(help="folder for data, model and runs; what is in it is used again")
-    ] = Path("runs/agents"),
+        Path | None,
+        typer.Option(
+            help="folder for data, model and runs; what is in it is used again; default: "
+            "runs/agents or runs/agents_compact"
+        ),
+    ] = None,
     steps: Annotated[
         int, typer.Option(help="rollouts of 256 episodes that the policy is trained on")
     ] = 20,
@@ -149,14 +183,19 @@ def main(
     ] = None,
 ) -> None:
     """Train tiny agents end to end, and print their accuracy by episodes."""
-    methods: list[Method] = list(OVERRIDES) if method == "all" else [method]
-    runs: dict[Method, dict[int, list[dict[str, Any]]]] = {name: {} for name in methods}
+    learnt = TASKS[task]
+    if method != "all" and method not in learnt.methods:
+        known = ", ".join((*learnt.methods, "all"))
+        typer.echo(f"--method {method} with --task {task}: expected one of: {known}", err=True)
+        raise typer.Exit(2)
+    methods = list(learnt.methods) if method == "all" else [method]
+    folder = out or Path("runs/agents" if task == "lookup" else f"runs/agents_{task}")
+    runs: dict[str, dict[int, list[dict[str, Any]]]] = {name: {} for name in methods}
 
     def learn_seed(seed: int) -> None:
         for name in methods:
-            runs[name][seed] = learn(
-                name, seed, (out / f"seed{seed}").resolve(), steps, overrides or []
-            )
+            place = (folder / f"seed{seed}").resolve()
+            runs[name][seed] = learn(learnt, name, seed, place, steps, overrides or [])
             for row in runs[name][seed]:
                 if ACCURACY in row:
                     typer.echo(

@@ -58,10 +58,12 @@ class Lookup:
         return [{"role": "tool", "content": said}], 0.0, False
 
 
-def problem(rng: random.Random, number: int) -> dict[str, Any]:
+def problem(
+    rng: random.Random, number: int, fewest: int = FEWEST_HOPS, most: int = MOST_HOPS
+) -> dict[str, Any]:
     """A row of data with a table of its own."""
     table = [rng.randrange(KEYS) for _ in range(KEYS)]
-    key, hops = rng.randrange(KEYS), rng.randint(FEWEST_HOPS, MOST_HOPS)
+    key, hops = rng.randrange(KEYS), rng.randint(fewest, most)
     place = key
     for _ in range(hops):
         place = table[place]

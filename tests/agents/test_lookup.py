@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from examples.agents.learn import OVERRIDES
+from examples.agents.learn import TASKS
 from examples.agents.lookup import Lookup, demonstrations, problem
 from vapo_megatron.checks.preflight import cautions
 from vapo_megatron.cli import PRESETS
@@ -16,11 +16,12 @@ from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.data.sample import Prompt
 
 FOLDER = Path(__file__).parents[2] / "examples" / "agents"
+METHODS = TASKS["lookup"].methods
 
 
-@pytest.mark.parametrize("method", OVERRIDES)
+@pytest.mark.parametrize("method", METHODS)
 def test_each_method_has_a_config(method: str) -> None:
-    config = load_config(TrainConfig, FOLDER / "lookup.yaml", list(OVERRIDES[method]), PRESETS)
+    config = load_config(TrainConfig, FOLDER / "lookup.yaml", list(METHODS[method]), PRESETS)
     assert config.algorithm.advantage.credit == ("turn" if method == "turn" else "token")
     assert config.algorithm.uses_critic == config.value_pretraining.enabled == (method != "grpo")
 
