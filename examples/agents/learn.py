@@ -6,9 +6,9 @@ training, evaluation.
     python examples/agents/learn.py --task compact --method all --seed 1 --seed 2 ...
 
 The task is lookup.py's, or compact.py's, whose contexts are summarised. Methods differ in what
-gives a turn its credit (VAPO by turns, VAPO by tokens, GRPO), and for compact in whether summaries
-carry loss ("masked": they do not). With several seeds the table has intervals. Runs that have ended
-are not run again.
+gives a turn its credit (VAPO by turns or by tokens, values by regression, GRPO), and for compact in
+whether summaries carry loss ("masked": they do not). With several seeds the table has intervals.
+Runs that have ended are not run again.
 """
 
 import subprocess
@@ -36,6 +36,13 @@ GRPO = (
     "algorithm.advantage.credit=token",
     "value_pretraining.enabled=false",
 )
+# A critic for nothing: values by regression on what the group's other episodes bring along.
+REGRESSION = (
+    "critic=null",
+    "critic.kind=regression",
+    "algorithm.advantage.calibration=trust",
+    "value_pretraining.enabled=false",
+)
 MASKED = "algorithm.mask_function=examples.agents.compact:without_summaries"
 
 
@@ -59,12 +66,23 @@ TASKS = {
     "lookup": Task(
         lookup.make_task,
         "lookup.yaml",
-        {"turn": (), "token": ("algorithm.advantage.credit=token",), "grpo": GRPO},
+        {
+            "turn": (),
+            "token": ("algorithm.advantage.credit=token",),
+            "regression": (*REGRESSION, "algorithm.advantage.credit=token"),
+            "grpo": GRPO,
+        },
     ),
     "compact": Task(
         compact.make_task,
         "compact.yaml",
-        {"token": (), "token_masked": (MASKED,), "grpo": GRPO, "grpo_masked": (*GRPO, MASKED)},
+        {
+            "token": (),
+            "token_masked": (MASKED,),
+            "regression": REGRESSION,
+            "grpo": GRPO,
+            "grpo_masked": (*GRPO, MASKED),
+        },
     ),
 }
 

@@ -25,8 +25,9 @@ def test_each_method_has_a_config(method: str) -> None:
     config = load_config(
         TrainConfig, FOLDER / COMPACT.config, list(COMPACT.methods[method]), PRESETS
     )
-    by_critic = method.startswith("token")
-    assert config.algorithm.uses_critic == config.value_pretraining.enabled == by_critic
+    assert config.value_pretraining.enabled == method.startswith("token")
+    assert config.algorithm.uses_critic != method.startswith("grpo")
+    assert (config.critic.kind == "regression") == (method == "regression")
     assert (config.algorithm.mask_function is not None) == method.endswith("_masked")
 
 

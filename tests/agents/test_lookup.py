@@ -23,7 +23,9 @@ METHODS = TASKS["lookup"].methods
 def test_each_method_has_a_config(method: str) -> None:
     config = load_config(TrainConfig, FOLDER / "lookup.yaml", list(METHODS[method]), PRESETS)
     assert config.algorithm.advantage.credit == ("turn" if method == "turn" else "token")
-    assert config.algorithm.uses_critic == config.value_pretraining.enabled == (method != "grpo")
+    assert config.algorithm.uses_critic == (method != "grpo")
+    assert config.value_pretraining.enabled == (method in ("turn", "token"))
+    assert (config.critic.kind == "regression") == (method == "regression")
 
 
 def test_who_follows_the_tool_arrives_at_the_answer() -> None:
