@@ -1,10 +1,11 @@
 """Values by regression beside methods without a critic, on the quickstart's task, paired by seed.
 
-    python -m examples.regression.run [--seeds 11 12 13] [--only ROW ...] [--steps 24] [--out
-    runs/regression]
+    python -m examples.regression.run [--seeds 11 12 13] [--only ROW ...] [--steps 24]
+    [--set SECTION.KEY=VALUE ...] [--out runs/regression]
 
 All runs start from one cold start, with one rank, one engine and 64 responses a step in one update.
-Finished runs are not repeated, interrupted ones continue. At the end it prints, with 95 % intervals
+Finished runs are not repeated, interrupted ones continue: --set, as for an actor of adapters, needs
+an --out of its own. At the end it prints, with 95 % intervals
 over seeds, the mean accuracy of rollouts from step 5 on, its difference from `reinforce_direct`
 with the same seed, the accuracy on unseen problems, and the explained variance of the values. Run
 from the repository's root.
@@ -143,6 +144,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[11, 12, 13])
     parser.add_argument("--only", nargs="+", choices=ROWS, default=list(ROWS), metavar="ROW")
     parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--set", nargs="+", default=[], metavar="SECTION.KEY=VALUE")
     parser.add_argument("--out", type=Path, default=Path("runs/regression"))
     parser.add_argument("--as-is", action="store_true", help="run nothing, print what is there")
     given = parser.parse_args(arguments)
@@ -154,7 +156,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for name in given.only:
             run_dir = folder / f"{name}_{seed}"
             if not given.as_is:
-                run_dir = train(folder, name, seed, given.steps)
+                run_dir = train(folder, name, seed, given.steps, overrides=given.set)
             if (run_dir / "hf" / "final").is_dir():
                 found[name][seed] = read(run_dir)
     print("\n".join(table({name: runs for name, runs in found.items() if runs})))

@@ -8,11 +8,15 @@ import os
 import shutil
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 from ranks import run_ranks
 
+from vapo_megatron.checkpoint import state_saver
 from vapo_megatron.checkpoint.checkpointer import Checkpointer
 from vapo_megatron.checkpoint.checkpoints import list_checkpoints
 from vapo_megatron.checkpoint.host_memory import (
@@ -163,9 +167,11 @@ def test_a_run_that_failed_goes_on_from_its_checkpoint(root: Path, tmp_path: Pat
     assert not list(root.iterdir())
 
 
-def goes_on_without_its_folder(run_dir: Path, memory: Path) -> tuple[list[str], list[int]]:
-    """A run of three steps without models, whose folder in host memory is removed after the first:
-    its red lines, and the steps of its checkpoints."""
+def three_steps(
+    run_dir: Path, memory: Path, after_first: Callable[[], None] = lambda: None
+) -> tuple[list[str], list[int]]:
+    """A run of three steps without models, with copies in memory: its red lines, and the steps of
+    its checkpoints."""
     tree = {
         "model": {"path": "model"},
         "data": {"train": "unread.jsonl"},
@@ -182,9 +188,39 @@ def goes_on_without_its_folder(run_dir: Path, memory: Path) -> tuple[list[str], 
             saver.safe_point(Snapshot(Progress(step=step), {}), due=step == 3, last=False)
             saver.wait()
             if step == 1:
-                assert [name.step for name in list_checkpoints(memory)] == [1]
-                shutil.rmtree(memory)
+                after_first()
     return alarms, [name.step for name in list_checkpoints(run_dir)]
+
+
+def goes_on_without_its_folder(run_dir: Path, memory: Path) -> tuple[list[str], list[int]]:
+    """Three steps, after the first of which the folder in host memory is removed."""
+
+    def remove() -> None:
+        assert [name.step for name in list_checkpoints(memory)] == [1]
+        shutil.rmtree(memory)
+
+    return three_steps(run_dir, memory, remove)
+
+
+def goes_on_without_room(run_dir: Path, memory: Path) -> tuple[list[str], list[int]]:
+    """Three steps on a machine with 32 MiB of memory left, and a reserve of 64."""
+    available = SimpleNamespace(available=32 << 20)
+    machine = SimpleNamespace(virtual_memory=lambda: available)
+    with mock.patch.object(state_saver, "psutil", machine):
+        return three_steps(run_dir, memory)
+
+
+def test_a_copy_without_room_says_how_much_it_needs(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    memory = tmp_path / "memory"
+    run_dir.mkdir()
+    memory.mkdir()
+    alarms, saved = run_ranks(1, goes_on_without_room, run_dir, memory)[0]
+    assert alarms == [
+        "no more copies in host memory (0.06 GiB needed, 0.03 GiB free): a lost rank costs what "
+        "follows the last checkpoint"
+    ]
+    assert saved == [3] and not list_checkpoints(memory)
 
 
 def test_folder_removed_during_a_run_is_named_once(tmp_path: Path) -> None:

@@ -148,8 +148,7 @@ class Checkpointer:
     def wait(self) -> None:
         """Collective: finish the save in progress, if any."""
         self._finish()
-        if self._memory is not None:
-            self._memory.finish()
+        self._finish_copy()
 
     def _agree(self, snapshot: Snapshot, due: bool, replaces: bool) -> _Decision:
         """Collective: what any rank was asked to do, and what rank 0's clock and metrics say."""
@@ -232,7 +231,19 @@ class Checkpointer:
         self, snapshot: Snapshot, making_room: Callable[[], AbstractContextManager[None]]
     ) -> None:
         """Collective: have a copy in host memory as well."""
-        assert self._memory is not None
+        self._finish_copy()
+        if self._memory is None:
+            return
+        start = time.monotonic()
+        with self._recorder.timer("copy_state"):
+            self._memory.begin(snapshot, making_room)
+        self._copied_at = time.monotonic()
+        self._copy_seconds = self._copied_at - start
+
+    def _finish_copy(self) -> None:
+        """Collective: wait for the copy in progress; where it failed there are no more."""
+        if self._memory is None:
+            return
         outcome = self._memory.finish()
         if outcome is not None and outcome.problem is not None:
             self._recorder.console.alarm(
@@ -240,12 +251,6 @@ class Checkpointer:
                 "follows the last checkpoint"
             )
             self._memory = None
-            return
-        start = time.monotonic()
-        with self._recorder.timer("copy_state"):
-            self._memory.begin(snapshot, making_room)
-        self._copied_at = time.monotonic()
-        self._copy_seconds = self._copied_at - start
 
     def _finish(self) -> str | None:
         """Collective: wait for the save that is under way, if there is one; why it failed, if it

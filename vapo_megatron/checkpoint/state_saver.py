@@ -8,7 +8,6 @@ whatever training does meanwhile.
 
 import errno
 import math
-import os
 import secrets
 import shutil
 import threading
@@ -389,11 +388,13 @@ def _reason(error: BaseException) -> str:
 
 
 def _check_room(needed: int, folder: Path) -> None:
-    if (
-        min(shutil.disk_usage(folder).free, psutil.virtual_memory().available)
-        < needed + _ROOM_BYTES
-    ):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    wanted = needed + _ROOM_BYTES
+    free = min(shutil.disk_usage(folder).free, psutil.virtual_memory().available)
+    if free < wanted:
+        raise OSError(
+            errno.ENOSPC,
+            f"{wanted / 2**30:.2f} GiB needed, {free / 2**30:.2f} GiB free",
+        )
 
 
 def _write_generators(rank: int, state: dict[str, Any], folder: Path) -> None:
