@@ -1,6 +1,7 @@
 """Corridors: what the metrics of a short run may be, from recorded runs of other seeds.
 
     python tests/corridors.py --seeds 101 102 ...    # records the quickstart's
+    python tests/corridors.py --seeds 101 102 ... --smollm MODEL    # SmolLM2's (prepare-model)
 
 Each figure of a new run has to lie in the interval that 99 % of runs like the recorded ones lie in
 (a prediction interval by Student's t, two-sided: a figure that is too good is a fault as well).
@@ -29,6 +30,7 @@ ROOT = Path(__file__).resolve().parents[1]
 QUICKSTART = ROOT / "examples" / "quickstart"
 FOLDER = Path(__file__).with_suffix("")
 RECORDED = FOLDER / "quickstart.json"
+RECORDED_SMOLLM = FOLDER / "smollm.json"
 CONFIDENCE = 0.99
 STEPS = 10
 LAST = 4
@@ -47,6 +49,20 @@ SHORT_RUN = (
     "batch.samples_per_prompt=1",
     "algorithm.update.rollout_logprobs_within=null",
     f"run.steps={STEPS}",
+)
+# Eight problems that SmolLM2 solves now and then, all of them in every step.
+PRODUCTS = ((2, 3), (3, 4), (2, 5), (4, 5), (3, 3), (2, 4), (6, 2), (5, 3))
+SMOLLM_STEPS = 3
+SMOLLM_RUN = (
+    "actor.optimizer.lr=2.0e-5",
+    "actor.optimizer.warmup_steps=0",
+    "batch.prompts_per_step=8",
+    "batch.samples_per_prompt=8",
+    "algorithm.update.minibatch_size=32",
+    "algorithm.update.rollout_logprobs_within=null",
+    "data.eval=[]",
+    "checkpoint.every_minutes=null",
+    f"run.steps={SMOLLM_STEPS}",
 )
 Figures = dict[str, float]
 
@@ -92,6 +108,48 @@ def figures_of(run_dir: Path) -> Figures:
     }
 
 
+def smollm_figures_of(run_dir: Path) -> Figures:
+    """What the corridors hold of a short run of SmolLM2."""
+    steps = read_metrics(run_dir)
+
+    first = steps[0]
+    last = steps[-1]
+    divergence = fmean(row[names.TRAIN_INFER_KL] for row in steps)
+    return {
+        "accuracy of the first step": first[names.ACCURACY],
+        "accuracy of the last step": last[names.ACCURACY],
+        "entropy of the first step": first[names.ENTROPY],
+        "entropy of the last step": last[names.ENTROPY],
+        "response length of the last step": last[names.LENGTH],
+        # Below it is rounding, which differs between processors.
+        "log of the KL between trainer and engine": max(-6.0, math.log10(divergence + 1e-12)),
+        "gradient norm of the actor": fmean(row[names.ACTOR_GRAD_NORM] for row in steps),
+    }
+
+
+def smollm_run(folder: Path, model: Path, seed: int, planted: str | None = None) -> Figures:
+    """Train a prepared SmolLM2 for a few steps by the command line; the run's figures.
+
+    planted: as in short_run().
+    """
+    rows = [{"problem": f"What is {a} * {b}?", "answer": str(a * b)} for a, b in PRODUCTS]
+    problems = folder / "products.jsonl"
+    problems.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    name = f"run_{abs(hash(planted)) % 10**6}"
+    arguments = [
+        "train",
+        ROOT / "examples" / "smollm" / "rl.yaml",
+        *SMOLLM_RUN,
+        f"model.path={model}",
+        f"data.train={problems}",
+        f"run.root={folder}",
+        f"run.name={name}",
+        f"run.seed={seed}",
+    ]
+    _train(arguments, planted)
+    return smollm_figures_of(folder / name)
+
+
 def cold_start(folder: Path, seed: int) -> Path:
     """The quickstart's task and its model after SFT; the model's directory."""
     make_task = (sys.executable, QUICKSTART / "make_task.py", "--out", folder / "task")
@@ -127,12 +185,16 @@ def short_run(folder: Path, model: Path, seed: int, planted: str | None = None) 
         f"run.name={name}",
         f"run.seed={seed}",
     ]
+    _train(arguments, planted)
+    return figures_of(folder / name)
+
+
+def _train(arguments: Sequence[object], planted: str | None) -> None:
     if planted is None:
         _run(*_program(*arguments))
     else:
         program = f"{planted}\nfrom vapo_megatron.cli import main\nmain()\n"
         _run(sys.executable, "-W", "ignore", "-c", program, *arguments, **_one_rank())
-    return figures_of(folder / name)
 
 
 def _program(*arguments: object) -> list[object]:
@@ -164,12 +226,19 @@ def main() -> None:
     """Record runs, one after the other; those that are recorded stay."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, nargs="+", required=True)
-    recorded = json.loads(RECORDED.read_text(encoding="utf-8")) if RECORDED.is_file() else {}
-    for seed in parser.parse_args().seeds:
+    parser.add_argument("--smollm", type=Path, metavar="MODEL")
+    given = parser.parse_args()
+    file = RECORDED if given.smollm is None else RECORDED_SMOLLM
+    recorded = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    for seed in given.seeds:
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
-            recorded[str(seed)] = short_run(folder, cold_start(folder, seed), seed)
-        with atomic_write(RECORDED) as out:
+            if given.smollm is None:
+                figures = short_run(folder, cold_start(folder, seed), seed)
+            else:
+                figures = smollm_run(folder, given.smollm.resolve(), seed)
+        recorded[str(seed)] = figures
+        with atomic_write(file) as out:
             out.write(json.dumps(recorded, indent=1) + "\n")
         print(seed, recorded[str(seed)], flush=True)
 

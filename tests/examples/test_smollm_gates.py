@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import corridors
 import numpy as np
 import pytest
 import torch
@@ -276,3 +277,11 @@ def test_an_agent_uses_a_tool(trained: Callable[..., Path]) -> None:
         assert sample["loss_mask"].count(0) == sample["episode"]["tokens_observed"] > 0
         values = sample["estimates"]["values"]
         assert [value is None for value in values] == [mask == 0 for mask in sample["loss_mask"]]
+
+
+def test_a_short_run_is_in_the_corridors(smollm: Path, tmp_path: Path) -> None:
+    recorded: dict[str, corridors.Figures] = json.loads(
+        corridors.RECORDED_SMOLLM.read_text(encoding="utf-8")
+    )
+    figures = corridors.smollm_run(tmp_path, smollm, seed=1)
+    assert corridors.outside(figures, recorded) == []
