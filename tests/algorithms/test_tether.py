@@ -63,10 +63,10 @@ def test_no_other_mixture_predicts_returns_better(critic: str) -> None:
 def test_the_weight_of_each_token_is_the_same() -> None:
     """Long responses count as often as they have tokens (equation 16)."""
     bounds = offsets(torch.tensor([1, 3]))
-    values = torch.tensor([1.0, 1.0, 1.0, 1.0])
+    values = torch.full((4,), 0.1)
     others = torch.tensor([0.0, 0.0])
-    returns = torch.tensor([1.0, 0.2])
-    # (1 + 3 * 0.2) / 4 over tokens; 0.6 over responses.
+    returns = torch.tensor([0.1, 0.02])
+    # (1 + 3 * 0.2) / 4 over tokens; 0.6 over responses. However small returns are.
     assert fitted(values, others, returns, bounds) == pytest.approx(0.4)
 
 
