@@ -12,6 +12,7 @@ import re
 import shutil
 import signal
 import socket
+import sys
 import tempfile
 import time
 from collections import Counter
@@ -482,6 +483,7 @@ class Fuzzer:
             with path.open("r+b") as file:
                 file.write(content)
                 file.truncate()
+            print(f"harmed: {path}", file=sys.stderr)
         except (OSError, IndexError):
             return False
         return True
