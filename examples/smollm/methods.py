@@ -370,7 +370,8 @@ def main(
         run_dir = out / f"{method}_{seed}"
         if (run_dir / "metrics.jsonl").is_file():
             results[name] = figures(run_dir, sizes.groups * 8)
-            results[name]["planned"] = planned(lines[name])
+            if on_gpu:
+                results[name]["planned"] = planned(lines[name])
     with atomic_write(out / "results.json") as file:
         file.write(json.dumps({"manifest": manifest, "runs": results}, indent=1) + "\n")
     shown = table(results)
