@@ -53,18 +53,12 @@ async def play(task: dict[str, Any], base_url: str, http_client: Any) -> None:
         words = message["content"].split()
         if words[:1] != ["get"]:
             return
-        messages += [message, {"role": "tool", "content": look_up(task["table"], words)}]
+        messages += [message, {"role": "tool", "content": lookup.look_up(task["table"], words)}]
         calls += 1
         if calls % CALLS == 0:
             messages.append({"role": "user", "content": SUMMARISE})
             summary = await ask()
             messages = [{"role": "user", "content": summary["content"]}]
-
-
-def look_up(table: Sequence[int], words: Sequence[str]) -> str:
-    """What the tool says to a call; a malformed one is answered with a question mark."""
-    is_key = len(words) > 1 and words[1][:1] == "k" and words[1][1:].isdigit()
-    return f"k{table[int(words[1][1:])]}" if is_key else "?"
 
 
 def without_summaries(sample: Sample, decode: Callable[[Sequence[int]], str]) -> Tensor:

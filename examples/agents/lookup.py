@@ -9,7 +9,7 @@ the cold start guess at once, stop early or ask for a wrong key at times.
 """
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,9 +53,13 @@ class Lookup:
         words = message["content"].split()
         if words[:1] != ["get"]:
             return [], None, True
-        is_key = len(words) > 1 and words[1][:1] == "k" and words[1][1:].isdigit()
-        said = f"k{self._table[int(words[1][1:])]}" if is_key else "?"
-        return [{"role": "tool", "content": said}], 0.0, False
+        return [{"role": "tool", "content": look_up(self._table, words)}], 0.0, False
+
+
+def look_up(table: Sequence[int], words: Sequence[str]) -> str:
+    """What the tool says to a call; a malformed one is answered with a question mark."""
+    is_key = len(words) > 1 and words[1][:1] == "k" and words[1][1:].isdigit()
+    return f"k{table[int(words[1][1:])]}" if is_key else "?"
 
 
 def problem(
