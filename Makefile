@@ -96,9 +96,9 @@ LONG_TOKENS ?= 131072
 test-long: $(STAMP)
 	@LONG_TOKENS=$(LONG_TOKENS) $(PYTEST) -s -m full -n 0 tests/megatron/test_long_context.py
 
-# FAULTS: how many; SEED: which ones, and when.
+# FAULTS: how many; SEED: which ones, and when. RESUME=1: only the kinds of runs that are not in build/faults.json.
 test-faults: $(STAMP)
-	@rm -f build/faults.json
+	@$(if $(RESUME),,rm -f build/faults.json)
 	@OMP_NUM_THREADS=1 FAULTS=$(or $(FAULTS),150) SEED=$(or $(SEED),1) $(BIN)/python -m pytest -q -s -m faults tests/training
 	@PYTHONPATH=tests:tests/training $(BIN)/python tests/training/fault_table.py
 
