@@ -43,3 +43,11 @@ def test_an_engine_is_on_one_node(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match=r"rollout\.tp=4 does not divide the 2 GPUs of a node"):
         sizes.check_rollout_groups(config_of(tmp_path, tp=4), 8)
     sizes.check_rollout_groups(config_of(tmp_path, tp=2), 8)
+
+
+def test_engines_that_lose_their_weights_cannot_be_sent_changes(tmp_path: Path) -> None:
+    changes = {"only_changes": True}
+    with pytest.raises(BadInput, match=r"rollout\.sync\.only_changes=true: .*external_urls"):
+        sizes.check_rollout_groups(config_of(tmp_path, sync=changes), 8)
+    urls = ("http://127.0.0.1:30000",)
+    sizes.check_rollout_groups(config_of(tmp_path, sync=changes, external_urls=urls), 8)

@@ -255,6 +255,19 @@ def test_an_external_engine_that_dies_leaves_and_comes_back(fleet: Fleet) -> Non
         time.sleep(0.2)
 
 
+def test_a_run_that_sends_only_changes_equals_one_that_sends_all(fleet: Fleet) -> None:
+    """At a rate so small that most float32 weights stay as they are."""
+    settings = ("run.steps=4", "actor.optimizer.lr=1e-9")
+    whole = fleet.config("all", *settings)
+    config = fleet.config("changes", *settings, "rollout.sync.only_changes=true")
+    for one in (whole, config):
+        end = attempts.live(fleet.world, one, 2)
+        assert end.code == 0, end.said
+    rows, expected = (attempts.metrics(Path(one.run.directory)) for one in (config, whole))
+    shares = [row.pop("weight_sync/sent_share") for row in rows if row["step"] > 0]
+    assert shares[-1] < 0.5 and rows == expected
+
+
 @pytest.mark.parametrize("host", ["0.0.0.0", "127.0.0.1"])
 def test_an_engine_needs_a_key_on_loopback_too(fleet: Fleet, host: str) -> None:
     with pytest.raises(BadInput, match=rf"--host {host} without rollout\.api_key_variable"):

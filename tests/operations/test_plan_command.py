@@ -82,6 +82,18 @@ def test_plan_counts_weights_and_hidden_states_of_a_probe(small: Path) -> None:
     assert plan.memory.host.parts["hidden states"] == pytest.approx(2 * tokens * 1536 * 2)
 
 
+def test_a_copy_of_what_engines_have_is_on_rank_0(small: Path) -> None:
+    urls = ('rollout.external_urls=["http://10.0.0.7:30000"]', "rollout.api_key_variable=KEY")
+    parts = [
+        make_plan(
+            planned_config(small, *urls, f"rollout.sync.only_changes={value}"), 8
+        ).memory.host.parts
+        for value in ("true", "false")
+    ]
+    assert parts[0].keys() - parts[1].keys() == {"weights as the engines have them"}
+    assert parts[0]["weights as the engines have them"] == pytest.approx(1.54e9 * 2, rel=0.03)
+
+
 def test_values_by_regression_take_no_memory(small: Path) -> None:
     free, none, scored = (
         make_plan(planned_config(small, "critic=null", *overrides, "actor.optimizer.lr=1e-6"), 8)

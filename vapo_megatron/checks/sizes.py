@@ -190,6 +190,11 @@ def check_rollout_groups(config: TrainConfig, world_size: int) -> None:
     if rollout.external_urls:
         rollout.api_key()
         return
+    if rollout.sync.only_changes:
+        raise BadInput(
+            "rollout.sync.only_changes=true: engines that the run starts lose their weights "
+            "between weight syncs: leave it out, or give rollout.external_urls"
+        )
     if not platform.is_cuda:
         if rollout.num_engines * rollout.nodes > world_size:
             parts = ""

@@ -41,6 +41,12 @@ class SyncConfig(Section):
     bucket_mib: int = Field(
         512, ge=1, description="MiB of weights sent at once; two buffers of this size are allocated"
     )
+    only_changes: bool = Field(
+        False,
+        description="from the third weight sync on send the engines in rollout.external_urls only "
+        "the weights that changed, and a bucket whole where they take more than half of it; a copy "
+        "of the weights stays in the host memory of rank 0",
+    )
     tolerance: float | None = Field(
         None,
         gt=0,

@@ -39,6 +39,7 @@ class EngineWeights:
     Attributes:
         version: number of the last weight sync; samples carry it.
         sync_seconds: seconds of the last weight sync, by part.
+        sent_share: bytes that it sent, as a share of the weights'; None: it sent them whole.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class EngineWeights:
         self._trend = DifferenceTrend()
         self.version = 0
         self.sync_seconds: dict[str, float] = {}
+        self.sent_share: float | None = None
 
     @property
     def sync_mode(self) -> Literal["wait", "retract", "in_place"]:
@@ -107,6 +109,7 @@ class EngineWeights:
             except EngineLost as error:
                 self._pool.fail(str(error))
             self.sync_seconds = times.seconds
+            self.sent_share = self.session.sent_share
             # Device memory is needed for KV caches and optimizers between syncs.
             if isinstance(self._slots, DeviceSlots):
                 self._slots.close()

@@ -241,7 +241,8 @@ class Placement:
                 device = self._platform.device
             else:
                 device = torch.device("cpu")
-            return DistributedTransport(clients, tp, REQUEST_SECONDS, device)
+            only_changes = self._config.sync.only_changes
+            return DistributedTransport(clients, tp, REQUEST_SECONDS, device, only_changes)
         return SharedMemoryTransport(client, tp)
 
     def engines(self) -> list[EngineStatus]:

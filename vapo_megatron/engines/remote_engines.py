@@ -35,7 +35,7 @@ from vapo_megatron.weights.fp8 import BlockFp8
 
 _logger = logging.getLogger(__name__)
 
-PROTOCOL = 9
+PROTOCOL = 10
 """Increase it with every change of the messages between engines and trainers:
 weights.bucket.announce, the answers of strict_loading, broadcast_group, heartbeat, server_main and
 columns."""

@@ -78,6 +78,8 @@ AGENT_BROKEN = "agent/broken"  # share of episodes that broke, of whatever cause
 AGENT_TURNS = "agent/turns"  # responses of the policy in an episode
 # Engines that were ended and started again since the last weight sync.
 ENGINE_FAILURES = "rollout/engine_failures"
+# Bytes of a weight sync that were sent, as a share of the weights (rollout.sync.only_changes).
+SENT_SHARE = "weight_sync/sent_share"
 
 TOKENS_PER_SECOND = "throughput/tokens_per_second"
 ROLLOUT_SPEED = "throughput/rollout"  # response tokens per second of the rollout phase

@@ -46,6 +46,8 @@ def sync_weights(
         if engines.serving:
             for part, seconds in weights.sync_seconds.items():
                 recorder.add({f"weight_sync/{part}_seconds": seconds})
+            if weights.sent_share is not None:
+                recorder.add({names.SENT_SHARE: weights.sent_share})
             check_engines(models, rollouts, recorder)
         if engines.serving or engines.failure is not None:
             break

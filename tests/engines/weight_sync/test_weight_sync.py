@@ -27,6 +27,7 @@ from vapo_megatron.data.sample import Prompt
 from vapo_megatron.engines.server.address import EngineAddress
 from vapo_megatron.engines.server.client import EngineClient
 from vapo_megatron.engines.server.process import EngineServer
+from vapo_megatron.engines.weight_sync import sent_buckets, transports
 from vapo_megatron.engines.weight_sync.logprob_difference import probe_batch, split_logprobs
 from vapo_megatron.engines.weight_sync.session import WeightSync
 from vapo_megatron.engines.weight_sync.transports import (
@@ -40,7 +41,8 @@ from vapo_megatron.megatron.trainable import Trainable
 from vapo_megatron.models.registry import read_spec
 from vapo_megatron.rollout.dispatcher import Dispatcher
 from vapo_megatron.rollout.request import GenerationRequest
-from vapo_megatron.weights.bucket import Bucket, SharedSlots, pack
+from vapo_megatron.weights.bucket import Bucket, SharedSlots, pack, sum_of_words
+from vapo_megatron.weights.changes import changed_words
 from vapo_megatron.weights.export import make_slots, stream_hf
 from vapo_megatron.weights.load import load_hf
 
@@ -312,3 +314,72 @@ def test_layers_in_each_others_place_are_noticed_and_named(
     sync.load(in_slots(others), version=3)
     assert largest_difference(sync, SEQUENCES, expected) < 1e-4
     assert sync.differing_tensors(in_slots(others)) == []
+
+
+def slightly_other(tensors: Tensors) -> Tensors:
+    """One weight in a hundred is another."""
+    other = [(name, tensor.clone()) for name, tensor in tensors]
+    for _, tensor in other:
+        tensor.view(-1)[::100] += 0.01
+    return other
+
+
+def sent_share(sync: WeightSync, tensors: Tensors, version: int) -> float:
+    """Sync, compare every tensor, and say how much of them was sent."""
+    sync.load(in_slots(tensors), version)
+    share = sync.sent_share
+    assert share is not None
+    assert sync.differing_tensors(in_slots(tensors)) == []
+    return share
+
+
+@pytest.mark.parametrize("wide", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_only_changes_are_sent_from_the_third_sync_on(
+    request: pytest.FixtureRequest, others: Tensors, wide: bool
+) -> None:
+    engine: EngineServer = request.getfixturevalue("wide_server" if wide else "restored")
+    client = EngineClient(engine.address, DEADLINE)
+    transport = DistributedTransport([client], 1 + wide, DEADLINE, only_changes=True)
+    second = slightly_other(others)
+    third = slightly_other(second)
+    with WeightSync(transport) as sync:
+        assert [sent_share(sync, others, version) for version in (1, 2)] == [1.0, 1.0]
+        assert sent_share(sync, second, 3) < 0.05
+        assert sent_share(sync, third, 4) < 0.05
+        new = make_model(8)
+        whole = list(new.state_dict().items())
+        assert 0.9 < sent_share(sync, whole, 5) <= 1.0, "all weights are others, but norms"
+        expected = [token_logprobs(new, sequence) for sequence in SEQUENCES]
+        assert largest_difference(sync, SEQUENCES, expected) < 1e-4
+        # Another trainer's weights: what changed since the last sync says nothing of them.
+        with make_sync("shared_memory", engine.address, 1 + wide) as another:
+            another.load(in_slots(others), version=6)
+        assert sent_share(sync, slightly_other(whole), 7) > 1.0, "changes, and then all"
+        assert sent_share(sync, whole, 8) == 1.0
+        sync.serve({})
+        sync.serve({engine.address.url: 1})
+        assert [sent_share(sync, whole, version) for version in (9, 10)] == [1.0, 1.0]
+        assert sent_share(sync, slightly_other(whole), 11) < 0.05
+
+
+def test_damaged_changes_are_named(
+    restored: EngineServer, others: Tensors, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = EngineClient(restored.address, DEADLINE)
+    with WeightSync(DistributedTransport([client], 1, DEADLINE, only_changes=True)) as sync:
+        for version in (1, 2):
+            sync.load(in_slots(others), version)
+
+        def damaged(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor | None:
+            changes = changed_words(before, after)
+            if changes is not None:
+                sums.append(int(sum_of_words(changes)))
+                changes[-1] ^= 1
+            return changes
+
+        sums: list[int] = []
+        monkeypatch.setattr(sent_buckets, "changed_words", damaged)
+        # As if the damage came after the sender had summed
+        monkeypatch.setattr(transports, "sum_of_words", lambda changes: sums[-1])
+        with pytest.raises(RunFailed, match=r"the changes of \S+ to \S+ arrived damaged"):
+            sync.load(in_slots(slightly_other(others)), version=3)

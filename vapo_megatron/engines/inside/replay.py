@@ -97,6 +97,9 @@ class BucketReplay:
         sources: engine parameter name -> the tensors that filled it, in words.
         unknown: the problem lines of tensors that filled nothing on this rank.
         runs: writes in their order: copies that follow one another, or one fill.
+        compared: whether its result was found equal to the loader's.
+        digest: of the checksums of the bucket's tensors that were written last.
+        held: the sum of what parameters hold of it, after that.
     """
 
     places: Sequence[Place]
@@ -105,6 +108,8 @@ class BucketReplay:
     unknown: Sequence[str]
     runs: list[list[tuple[Place, Write]]]
     compared: bool = False
+    digest: str = ""
+    held: int = 0
 
     @classmethod
     def of(
@@ -133,10 +138,24 @@ class BucketReplay:
                 runs[-1].append((place, write))
         return cls(places, written, sources, unknown, [run for run in runs if run])
 
+    @property
+    def is_readable(self) -> bool:
+        """Whether the parameters hold the very bytes that are written to them."""
+        copies = [
+            (place, write, write.source)
+            for run in self.runs
+            for place, write in run
+            if write.source is not None
+        ]
+        return all(
+            write.target.dtype == getattr(torch, place.dtype)
+            and all(step or size == 1 for size, step in zip(part.shape, part.stride, strict=True))
+            for place, write, part in copies
+        )
+
     @torch.no_grad()
     def run(self, buffer: Tensor) -> None:
         """Write a bucket's bytes to the parameters."""
-        typed: dict[str, Tensor] = {}
         for run in self.runs:
             if run[0][1].fill is not None:
                 ((_, write),) = run
@@ -144,17 +163,30 @@ class BucketReplay:
                 function, arguments = write.fill
                 function(write.target, *arguments)
                 continue
-            targets = []
-            sources = []
-            for place, write in run:
-                assert write.source is not None
-                if place.dtype not in typed:
-                    dtype: torch.dtype = getattr(torch, place.dtype)
-                    whole = buffer.numel() // dtype.itemsize * dtype.itemsize
-                    typed[place.dtype] = buffer[:whole].view(dtype)
-                elements = typed[place.dtype]
-                offset = elements.storage_offset() + place.start // elements.itemsize
-                offset += write.source.offset
-                targets.append(write.target)
-                sources.append(elements.as_strided(write.source.shape, write.source.stride, offset))
-            torch._foreach_copy_(targets, sources)
+            torch._foreach_copy_([write.target for _, write in run], _sources(buffer, run))
+
+    @torch.no_grad()
+    def read_back(self, buffer: Tensor) -> None:
+        """Fill a buffer with the bucket's bytes as far as the parameters hold them, and zeros."""
+        buffer.zero_()
+        for run in self.runs:
+            if run[0][1].fill is not None:
+                continue
+            torch._foreach_copy_(_sources(buffer, run), [write.target for _, write in run])
+
+
+def _sources(buffer: Tensor, run: Sequence[tuple[Place, Write]]) -> list[Tensor]:
+    """The parts of a bucket that a run of copies reads, as views of its bytes."""
+    typed: dict[str, Tensor] = {}
+    sources = []
+    for place, write in run:
+        assert write.source is not None
+        if place.dtype not in typed:
+            dtype: torch.dtype = getattr(torch, place.dtype)
+            whole = buffer.numel() // dtype.itemsize * dtype.itemsize
+            typed[place.dtype] = buffer[:whole].view(dtype)
+        elements = typed[place.dtype]
+        offset = elements.storage_offset() + place.start // elements.itemsize
+        offset += write.source.offset
+        sources.append(elements.as_strided(write.source.shape, write.source.stride, offset))
+    return sources

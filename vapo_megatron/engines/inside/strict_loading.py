@@ -10,7 +10,8 @@ its own.
 
 The watch costs tens of copies a tensor. Where the loader did nothing but copy, the same bucket of a
 later sync is copied to the same places without it (replay.py), and the first time compared with
-what the loader would have done.
+what the loader would have done. Such a bucket can also be changed by the words that differ from
+the last sync: its bytes are read back from the parameters, changed and written again.
 """
 
 from collections import Counter, defaultdict
@@ -21,7 +22,8 @@ import torch
 
 from vapo_megatron.engines.inside.parameter_watch import ParameterWatch
 from vapo_megatron.engines.inside.replay import BucketReplay, Placement
-from vapo_megatron.weights.bucket import Place, Purpose, sums_of_places, view
+from vapo_megatron.weights.bucket import Place, Purpose, sum_of_words, sums_of_places, view
+from vapo_megatron.weights.changes import NEEDS_WHOLE, Difference, apply_changes, digest_of
 
 NamedTensor = tuple[str, torch.Tensor]
 
@@ -60,6 +62,8 @@ class StrictLoader:
         self._is_plain = True
         self._replays: dict[tuple[Place, ...], BucketReplay] = {}
         self._addresses: dict[str, int] = {}
+        # Buckets of this sync that were changed, which a whole one may replace.
+        self._changed: set[tuple[Place, ...]] = set()
 
     def take_bucket(
         self,
@@ -69,11 +73,18 @@ class StrictLoader:
         *,
         first: bool,
         last: bool,
+        changes_follow: bool = False,
     ) -> list[str]:
-        """take() of the tensors at these places of a buffer; a bucket that was learnt is copied."""
+        """take() of the tensors at these places of a buffer; a bucket that was learnt is copied.
+
+        changes_follow: later syncs may send this bucket's changes, see take_changes().
+        """
         if first:
             self._begin()
         replay = self._replays.get(places)
+        if places in self._changed and replay is not None:
+            self._changed.remove(places)
+            self._count_replay(replay, -1)
         sums = self._pool.submit(sums_of_places, buffer, places)
         if replay is not None and self._is_plain and purpose == "load" and not last:
             problems = self._replayed(replay, buffer)
@@ -84,7 +95,67 @@ class StrictLoader:
             if purpose == "load" and not last and problems == self.unknown:
                 self._learn(places, *before)
         self.checksums = sums.result()
+        replay = self._replays.get(places)
+        if changes_follow and replay is not None and replay.compared and replay.is_readable:
+            replay.digest = digest_of(self.checksums)
+            replay.held = self._held(replay, len(buffer))
         return problems
+
+    def take_changes(
+        self,
+        places: tuple[Place, ...],
+        changes: torch.Tensor,
+        difference: Difference,
+        size: int,
+        *,
+        first: bool,
+    ) -> list[str]:
+        """Change a bucket of `size` bytes by changed_words().
+
+        Returns [NEEDS_WHOLE], and changes nothing, unless this process holds the bucket that
+        they are changes of. checksums: that of the changes.
+        """
+        if first:
+            self._begin()
+        self.unknown = []
+        self.checksums = [int(sum_of_words(changes))]
+        replay = self._replays.get(places)
+        if replay is None or not self._is_plain or replay.digest != difference.base:
+            return [NEEDS_WHOLE]
+        buffer = self._read_back(replay, size)
+        if int(sum_of_words(buffer)) != replay.held:
+            return [NEEDS_WHOLE]
+        replay.digest = ""  # until all is written
+        apply_changes(buffer, changes.to(buffer.device))
+        replay.run(buffer)
+        replay.held = self._held(replay, size)
+        replay.digest = difference.result
+        self._count_replay(replay, 1)
+        self._changed.add(places)
+        self.unknown = list(replay.unknown)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        return list(replay.unknown)
+
+    def _read_back(self, replay: BucketReplay, size: int) -> torch.Tensor:
+        device = next(self._model.parameters()).device
+        buffer = torch.empty(size, dtype=torch.uint8, device=device)
+        replay.read_back(buffer)
+        return buffer
+
+    def _held(self, replay: BucketReplay, size: int) -> int:
+        return int(sum_of_words(self._read_back(replay, size)))
+
+    def _count_replay(self, replay: BucketReplay, sign: int) -> None:
+        """Count a replayed bucket's elements and sources as written; -1: no longer."""
+        for name, elements in replay.written.items():
+            self._written[name] += sign * elements
+        for name, sources in replay.sources.items():
+            if sign > 0:
+                self._sources[name] += sources
+            else:
+                for source in sources:
+                    self._sources[name].remove(source)
 
     def _replayed(self, replay: BucketReplay, buffer: torch.Tensor) -> list[str]:
         replay.run(buffer)
@@ -99,9 +170,7 @@ class StrictLoader:
                 self._is_plain = False  # the loader does something else than it did before
                 return self.take(tensors, "load", first=False, last=False)
             replay.compared = True
-        self._written.update(replay.written)
-        for name, sources in replay.sources.items():
-            self._sources[name] += sources
+        self._count_replay(replay, 1)
         self.unknown = list(replay.unknown)
         if torch.cuda.is_available():
             torch.cuda.synchronize()
@@ -130,6 +199,7 @@ class StrictLoader:
         self._written.clear()
         self._sources.clear()
         self._halves.clear()
+        self._changed.clear()
         addresses = {name: p.data_ptr() for name, p in self._model.named_parameters()}
         if addresses != self._addresses or len(self._replays) > _MOST_REPLAYS:
             self._replays.clear()

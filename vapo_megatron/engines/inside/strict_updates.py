@@ -13,6 +13,7 @@ import torch.distributed as dist
 from vapo_megatron.engines.inside.broadcast_group import Backend, BroadcastGroup, address_towards
 from vapo_megatron.engines.inside.strict_loading import StrictLoader
 from vapo_megatron.weights.bucket import buffer_of, places_of
+from vapo_megatron.weights.changes import Difference
 
 LOAD_FORMAT = "vapo_strict"
 _JOIN_SECONDS = 600.0
@@ -115,15 +116,22 @@ def problems_of_ranks(ranks: Sequence[tuple[Sequence[str], Sequence[str]]]) -> l
 def take_message(
     loader: StrictLoader, message: Mapping[str, Any], buffer: torch.Tensor | None = None
 ) -> list[str]:
-    """StrictLoader.take of what weights.bucket.announce describes; buffer: its bytes, if they are
-    not in the file at its "path"."""
+    """StrictLoader.take of what weights.bucket.announce describes, or take_changes; buffer: its
+    bytes, if they are not in the file at its "path"."""
     places = places_of(message)
+    if message.get("difference"):
+        assert buffer is not None, "changes are broadcast"
+        difference = Difference(*message["difference"])
+        return loader.take_changes(
+            places, buffer, difference, message["size"], first=message["first"]
+        )
     return loader.take_bucket(
         places,
         buffer_of(message, buffer),
         message["purpose"],
         first=message["first"],
         last=message["last"],
+        changes_follow=message.get("changes_follow", False),
     )
 
 
@@ -160,7 +168,10 @@ def _receive(
     if not message["size"]:
         return message, None
     group = self._model_update_group[group_name]
-    buffer = torch.empty(message["size"], dtype=torch.uint8, device=group.device)
+    size = message["size"]
+    if message.get("difference"):
+        size = Difference(*message["difference"]).nbytes
+    buffer = torch.empty(size, dtype=torch.uint8, device=group.device)
     group.broadcast(buffer)
     return message, buffer
 

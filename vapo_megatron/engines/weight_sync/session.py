@@ -52,6 +52,11 @@ class WeightSync:
         make them."""
         return self._transport.sends
 
+    @property
+    def sent_share(self) -> float | None:
+        """See Transport."""
+        return self._transport.sent_share
+
     def serve(self, starts: Mapping[str, int]) -> None:
         """Feed the servers at these URLs from now on.
 

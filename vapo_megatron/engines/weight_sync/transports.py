@@ -18,6 +18,7 @@ from typing_extensions import override
 
 from vapo_megatron.engines.inside.broadcast_group import BroadcastGroup, address_towards, backend_of
 from vapo_megatron.engines.server.client import EngineClient, LoadAnswer
+from vapo_megatron.engines.weight_sync.sent_buckets import SentBuckets
 from vapo_megatron.errors import TryAgain
 from vapo_megatron.megatron.platform import current_platform
 from vapo_megatron.weights.bucket import (
@@ -28,7 +29,9 @@ from vapo_megatron.weights.bucket import (
     SharedSlots,
     announce,
     pack,
+    sum_of_words,
 )
+from vapo_megatron.weights.changes import NEEDS_WHOLE, Difference
 
 # Position of the GPU's index among the arguments that reduce_tensor makes for rebuild_cuda_tensor
 # (torch.multiprocessing).
@@ -84,6 +87,12 @@ class Transport(ABC):
     def sends(self) -> bool:
         """Whether this rank's buckets are sent."""
         return bool(self.clients)
+
+    @property
+    def sent_share(self) -> float | None:
+        """Bytes that the last weight sync sent, as a share of the weights' bytes; None where
+        weights are always sent whole, and on ranks that send none."""
+        return None
 
     def serve(self, clients: Sequence[EngineClient]) -> None:
         """On the owner: feed these servers from now on. Without any, it only takes part in
@@ -223,6 +232,8 @@ class DistributedTransport(Transport):
         deadline: seconds for the ranks to meet, and for one broadcast.
         device: the device whose memory is sent: the CPU (gloo, TCP), or this rank's GPU if no
             server uses it (NCCL).
+        only_changes: send the words that changed since the last sync, where the servers can apply
+            them (rollout.sync.only_changes).
     """
 
     def __init__(
@@ -231,17 +242,30 @@ class DistributedTransport(Transport):
         engine_tp: int,
         deadline: float,
         device: torch.device = _CPU,
+        only_changes: bool = False,
     ) -> None:
         super().__init__(clients, device)
         self._source = device
         self._engine_tp = engine_tp
         self._deadline = deadline
         self._group: BroadcastGroup | None = None
+        self._sent = SentBuckets() if only_changes else None
+        self._sent_bytes = 0
+        self._whole_bytes = 0
+
+    @property
+    @override
+    def sent_share(self) -> float | None:
+        if self._sent is None or not self._whole_bytes:
+            return None
+        return self._sent_bytes / self._whole_bytes
 
     @override
     def serve(self, clients: Sequence[EngineClient]) -> None:
         if tuple(clients) != self.clients:
             self._group = None  # it belongs to other servers, or to one that is gone
+            if self._sent is not None:
+                self._sent.forget()
         super().serve(clients)
 
     @override
@@ -269,21 +293,56 @@ class DistributedTransport(Transport):
             ]
             await asyncio.gather(*joins)
             self._group = await group
+        self._sent_bytes = 0
+        self._whole_bytes = 0
         await super().begin_session()
 
     @override
     async def _send(
         self, placed: Bucket | None, message: dict[str, Any], version: int | None
     ) -> LoadAnswer:
+        if placed is None:
+            return await _checked(None, self._broadcast(message, None, version))
+        if self._sent is None or message["purpose"] != "load":
+            return await _checked(placed, self._broadcast(message, placed.buffer, version))
+        self._whole_bytes += placed.buffer.numel()
+        changed = self._sent.changes_to(placed)
+        if changed is not None:
+            answer = await self._send_changes(placed, message, version, *changed)
+            if NEEDS_WHOLE not in answer.problems:
+                self._sent.keep(placed, whole=False)
+                return answer
+            self._sent.was_refused(placed)
+        message = message | {"changes_follow": True}
+        answer = await _checked(placed, self._broadcast(message, placed.buffer, version))
+        self._sent.keep(placed, whole=True)
+        return answer
+
+    async def _send_changes(
+        self,
+        placed: Bucket,
+        message: dict[str, Any],
+        version: int | None,
+        changes: torch.Tensor,
+        difference: Difference,
+    ) -> LoadAnswer:
+        message = message | {"difference": difference}
+        name = f"the changes of {placed[0][0]} to {placed[-1][0]}"
+        answers = self._broadcast(message, changes, version)
+        return await _checked_sums([name], lambda: [int(sum_of_words(changes))], answers)
+
+    async def _broadcast(
+        self, message: dict[str, Any], buffer: torch.Tensor | None, version: int | None
+    ) -> list[LoadAnswer]:
+        """The servers' answers to a message, whose bytes (if any) are broadcast meanwhile."""
         broadcast = None
-        if placed is not None:
+        if buffer is not None:
             assert self._group is not None
+            self._sent_bytes += buffer.numel()
             # The broadcast runs in another thread, on another stream.
             current_platform().synchronize_stream()
-            broadcast = _in_daemon(partial(self._group.broadcast, placed.buffer))
-        answer = await _checked(
-            placed, self.each(lambda client: client.receive_broadcast(message, version=version))
-        )
+            broadcast = _in_daemon(partial(self._group.broadcast, buffer))
+        answers = await self.each(lambda client: client.receive_broadcast(message, version=version))
         if broadcast is not None:
             try:
                 await broadcast
@@ -292,7 +351,7 @@ class DistributedTransport(Transport):
                 raise TryAgain(
                     f"weights could not be sent to the engines, one of them is gone: {reason}"
                 ) from None
-        return answer
+        return answers
 
     @override
     def close(self) -> None:
@@ -325,17 +384,24 @@ def _in_daemon(function: Callable[[], T]) -> "asyncio.Future[T]":
 
 
 async def _checked(placed: Bucket | None, answers: Awaitable[list[LoadAnswer]]) -> LoadAnswer:
-    """The servers' answer to a bucket, with a problem for each tensor whose checksum differs.
+    """The servers' answer to a bucket, with a problem for each tensor whose checksum differs."""
+    if placed is None:
+        return _merged(await answers)
+    return await _checked_sums([name for name, _ in placed], placed.checksums, answers)
 
-    Checksums are computed here while the servers load.
+
+async def _checked_sums(
+    names: Sequence[str],
+    checksums: Callable[[], Sequence[int]],
+    answers: Awaitable[list[LoadAnswer]],
+) -> LoadAnswer:
+    """The same for anything that was sent and has these checksums.
+
+    They are computed here while the servers load.
     """
     loading = asyncio.ensure_future(answers)
-    expected: list[tuple[str, int]] = []
-    if placed is not None:
-        checksums = await asyncio.to_thread(placed.checksums)
-        names = [name for name, _ in placed]
-        expected = list(zip(names, checksums, strict=True))
-    return _compared(_merged(await loading), expected)
+    sums = await asyncio.to_thread(checksums)
+    return _compared(_merged(await loading), list(zip(names, sums, strict=True)))
 
 
 def _merged(answers: Sequence[LoadAnswer]) -> LoadAnswer:

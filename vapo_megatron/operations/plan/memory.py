@@ -112,7 +112,7 @@ def plan_memory(run: PlannedRun) -> Memory:
     engine = _engine(run)
     stays = residency(run, engine)
     phases = [fullest(run, phase, engine, stays) for phase in phases_of(run.config)]
-    host = _host(run)
+    host = _host(run, engine)
     return Memory(tuple(phases), host, engine, stays, tuple(_problems(run, engine, phases, host)))
 
 
@@ -298,7 +298,7 @@ def minibatch_samples(config: TrainConfig) -> int:
     )
 
 
-def _host(run: PlannedRun) -> Holding:
+def _host(run: PlannedRun, engine: PlannedEngine) -> Holding:
     """The node of rank 0, while it holds a scored rollout and all models are offloaded.
 
     The record of value pretraining is no part of it: its files are mapped, and the kernel drops
@@ -343,6 +343,8 @@ def _host(run: PlannedRun) -> Holding:
         "offloaded weights and optimizers": ranks * offloaded,
         "ranks and engines beside tensors": ranks * hardware.rank_memory,
     }
+    if config.rollout.sync.only_changes:
+        parts["weights as the engines have them"] = engine.weights * config.rollout.tp
     saved = {"actor", "critic"} | ({"reference"} if config.algorithm.saves_reference else set())
     copied = max(
         sum(model.bytes_saved(stages[name]) for name, model in models.items() if name in saved)
