@@ -76,7 +76,16 @@ def test_a_key_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize(
-    "name", ["nnodes", "node_rank", "dist_init_addr", "dp_size", "pp_size", "tensor_parallel_size"]
+    "name",
+    [
+        "nnodes",
+        "node_rank",
+        "dist_init_addr",
+        "dp_size",
+        "pp_size",
+        "enable_eplb",
+        "tensor_parallel_size",
+    ],
 )
 def test_sizes_that_no_weight_sync_knows_are_refused(name: str) -> None:
     with pytest.raises(ValueError, match=rf"server_args\.{name} is set by the trainer"):

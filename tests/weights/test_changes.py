@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from vapo_megatron.weights.changes import apply_changes, changed_words
+from vapo_megatron.weights import changes as module
+from vapo_megatron.weights.changes import apply_changes, changed_words, placed_sum
 
 
 def bucket(size: int, seed: int) -> torch.Tensor:
@@ -13,8 +14,13 @@ def bucket(size: int, seed: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("size", [16, 4096, 600_000])
 @pytest.mark.parametrize("share", [0.0, 0.001, 0.2])
-def test_changes_make_the_new_bucket_of_the_old(size: int, share: float) -> None:
+@pytest.mark.parametrize("piece", [None, 1000, 65_536])
+def test_changes_make_the_new_bucket_of_the_old(
+    size: int, share: float, piece: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """600,000 bytes hold gaps of more than 16 bits."""
+    if piece is not None:
+        monkeypatch.setattr(module, "_PIECE", piece)
     before = bucket(size, seed=1)
     after = before.clone()
     words = after.view(torch.int16)
@@ -57,3 +63,20 @@ def test_changes_of_a_larger_bucket_are_refused(size: int) -> None:
     assert changes is not None
     with pytest.raises(ValueError, match=f"not of a bucket of {size} bytes"):
         apply_changes(torch.zeros(size, dtype=torch.uint8), changes)
+
+
+def test_a_sum_by_place_sees_every_change_and_every_swap(monkeypatch: pytest.MonkeyPatch) -> None:
+    raw = bucket(800, seed=1)
+    words = raw.view(torch.int64)
+    before = placed_sum(raw)
+    monkeypatch.setattr(module, "_PIECE", 7)
+    assert placed_sum(raw) == before, "its pieces"
+    for place in range(len(words)):
+        words[place] ^= 1 << 40
+        assert placed_sum(raw) != before
+        words[place] ^= 1 << 40
+    for place in range(len(words) - 1):
+        words[[place, place + 1]] = words[[place + 1, place]]
+        assert placed_sum(raw) != before
+        words[[place, place + 1]] = words[[place + 1, place]]
+    assert placed_sum(raw) == before

@@ -408,6 +408,7 @@ _SET_BY_US = {
     "dp_size": "SGLang supports no weight sync with it: start more engines, or use attn_dp_size",
     "data_parallel_size": "SGLang supports no weight sync with it: start more engines, or use "
     "attn_dp_size",
+    "enable_eplb": "weights go to the places of experts as they were at the start",
     "pp_size": "engines are sharded by rollout.tp only",
     "pipeline_parallel_size": "engines are sharded by rollout.tp only",
     "model_path": "use model.path",

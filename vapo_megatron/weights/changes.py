@@ -18,10 +18,11 @@ NEEDS_WHOLE = "changes came for a bucket that the engine does not hold"
 # A gap between two positions is stored in 16 bits: no gap is longer, because every word at a
 # multiple of this number is sent, changed or not.
 _LONGEST_GAP = (1 << 16) - 1
-_BYTES_OF_A_WORD = 2
-_WORDS_AT_ONCE = 4
+_BYTES_OF_A_CHANGE = 4  # a gap and a word
 # Changes are sent only where they take at most this share of the bucket's bytes.
 _LARGEST_SHARE = 0.5
+# Words, or changes, that are looked at together: each needs several times its own bytes meanwhile.
+_PIECE = 4 << 20
 
 
 class Difference(NamedTuple):
@@ -44,29 +45,36 @@ def digest_of(checksums: Sequence[int]) -> str:
 
 
 def changed_words(before: Tensor, after: Tensor) -> Tensor | None:
-    """The changes that lead from one buffer to another: uint8 [4 n], on their device.
+    """The changes that lead from one buffer to another: uint8 [4 n], on the device of `after`.
 
     n gaps of 16 bits between the positions of words, then n words. None where they would take more
     than half of the buffer's bytes.
 
     Args:
-        before: uint8 [bytes], a multiple of 8, on the device of `after`.
+        before: uint8 [bytes], an even number, on any device.
         after: uint8 [bytes].
     """
     old = before.view(torch.int16)
     new = after.view(torch.int16)
-    # Eight bytes at once first: most are equal.
-    is_near = before.view(torch.int64) != after.view(torch.int64)
-    always = torch.arange(0, len(new), _LONGEST_GAP, device=new.device)
-    is_near[always // _WORDS_AT_ONCE] = True
-    near = is_near.nonzero() * _WORDS_AT_ONCE
-    near = (near + torch.arange(_WORDS_AT_ONCE, device=new.device)).flatten()
-    positions = near[(old[near] != new[near]) | (near % _LONGEST_GAP == 0)]
-    if 2 * _BYTES_OF_A_WORD * len(positions) > _LARGEST_SHARE * after.numel():
-        return None
-    # int16 holds the lower 16 bits; apply_changes() reads them without a sign.
-    gaps = positions.diff(prepend=positions.new_zeros(1)).to(torch.int16)
-    return torch.cat((gaps, new[positions])).view(torch.uint8)
+    most = int(_LARGEST_SHARE * after.numel()) // _BYTES_OF_A_CHANGE
+    total = 0
+    last = torch.zeros(1, dtype=torch.int64, device=new.device)
+    gaps = []
+    words = []
+    for first in range(0, len(new), _PIECE):
+        piece = new[first : first + _PIECE]
+        is_sent = old[first : first + _PIECE].to(piece.device) != piece
+        is_sent[-first % _LONGEST_GAP :: _LONGEST_GAP] = True
+        positions = is_sent.nonzero().squeeze(1)
+        total += len(positions)
+        if total > most:
+            return None
+        # int16 holds the lower 16 bits; apply_changes() reads them without a sign.
+        gaps.append((positions + first).diff(prepend=last).to(torch.int16))
+        words.append(piece[positions])
+        if len(positions):
+            last = positions[-1:] + first
+    return torch.cat((*gaps, *words)).view(torch.uint8)
 
 
 def apply_changes(buffer: Tensor, changes: Tensor) -> None:
@@ -77,7 +85,25 @@ def apply_changes(buffer: Tensor, changes: Tensor) -> None:
     """
     gaps, words = changes.view(torch.int16).chunk(2)
     target = buffer.view(torch.int16)
-    positions = (gaps.long() & _LONGEST_GAP).cumsum(0)
-    if len(gaps) != len(words) or (len(positions) and int(positions[-1]) >= len(target)):
-        raise ValueError(f"the changes are not of a bucket of {buffer.numel()} bytes")
-    target[positions] = words
+    last = torch.zeros(1, dtype=torch.int64, device=target.device)
+    for piece, changed in zip(gaps.split(_PIECE), words.split(_PIECE), strict=True):
+        positions = (piece.long() & _LONGEST_GAP).cumsum(0) + last
+        last = positions[-1:]
+        if int(last) >= len(target):
+            raise ValueError(f"the changes are not of a bucket of {buffer.numel()} bytes")
+        target[positions] = changed
+
+
+def placed_sum(raw: Tensor) -> int:
+    """The sum of 64-bit words, each times an odd number of its place, modulo 2^64: a word that
+    changes, or changes places, changes it.
+
+    raw: uint8 [bytes], contiguous, a multiple of 8.
+    """
+    words = raw.view(torch.int64)
+    total = torch.zeros((), dtype=torch.int64, device=raw.device)
+    for first in range(0, len(words), _PIECE):
+        piece = words[first : first + _PIECE]
+        places = torch.arange(first, first + len(piece), device=raw.device)
+        total += (piece * (2 * places + 1)).sum()
+    return int(total)

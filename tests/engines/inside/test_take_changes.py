@@ -109,6 +109,24 @@ def test_weights_that_someone_else_changed_are_noticed() -> None:
     assert send_changes(loader, weights, slightly_other(weights)).problems == [NEEDS_WHOLE]
 
 
+def test_rows_that_the_engine_moved_are_noticed() -> None:
+    """As SGLang interleaves gate and up of experts after a sync, where a kernel wants that."""
+    weights = weights_of(1)
+    loader, model = learnt(weights)
+    model.gate_up.data[:] = model.gate_up.data.flip(0)
+    assert send_changes(loader, weights, slightly_other(weights)).problems == [NEEDS_WHOLE]
+
+
+def test_changes_do_not_follow_a_bucket_of_a_sender_that_sends_all() -> None:
+    weights = weights_of(1)
+    loader, model = learnt(weights)
+    bucket = one_bucket(weights)
+    message = announce(bucket, "load", first=True, last=False)
+    assert take_message(loader, message, bucket.buffer) == UNKNOWN
+    assert send_changes(loader, weights, slightly_other(weights)).problems == [NEEDS_WHOLE]
+    assert as_loaded(weights, model)
+
+
 def test_a_parameter_that_rounds_is_sent_whole() -> None:
     weights = some_weights(1)
     loader, _ = learnt(weights)

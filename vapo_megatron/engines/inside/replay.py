@@ -99,7 +99,7 @@ class BucketReplay:
         runs: writes in their order: copies that follow one another, or one fill.
         compared: whether its result was found equal to the loader's.
         digest: of the checksums of the bucket's tensors that were written last.
-        held: the sum of what parameters hold of it, after that.
+        held: weights.changes.placed_sum() of what parameters hold of it, after that.
     """
 
     places: Sequence[Place]

@@ -23,7 +23,13 @@ import torch
 from vapo_megatron.engines.inside.parameter_watch import ParameterWatch
 from vapo_megatron.engines.inside.replay import BucketReplay, Placement
 from vapo_megatron.weights.bucket import Place, Purpose, sum_of_words, sums_of_places, view
-from vapo_megatron.weights.changes import NEEDS_WHOLE, Difference, apply_changes, digest_of
+from vapo_megatron.weights.changes import (
+    NEEDS_WHOLE,
+    Difference,
+    apply_changes,
+    digest_of,
+    placed_sum,
+)
 
 NamedTensor = tuple[str, torch.Tensor]
 
@@ -85,6 +91,8 @@ class StrictLoader:
         if places in self._changed and replay is not None:
             self._changed.remove(places)
             self._count_replay(replay, -1)
+        if replay is not None and purpose == "load":
+            replay.digest = ""  # until all is written, by a sender that sends changes
         sums = self._pool.submit(sums_of_places, buffer, places)
         if replay is not None and self._is_plain and purpose == "load" and not last:
             problems = self._replayed(replay, buffer)
@@ -98,7 +106,7 @@ class StrictLoader:
         replay = self._replays.get(places)
         if changes_follow and replay is not None and replay.compared and replay.is_readable:
             replay.digest = digest_of(self.checksums)
-            replay.held = self._held(replay, len(buffer))
+            replay.held = placed_sum(self._read_back(replay, len(buffer)))
         return problems
 
     def take_changes(
@@ -123,12 +131,13 @@ class StrictLoader:
         if replay is None or not self._is_plain or replay.digest != difference.base:
             return [NEEDS_WHOLE]
         buffer = self._read_back(replay, size)
-        if int(sum_of_words(buffer)) != replay.held:
+        if placed_sum(buffer) != replay.held:
             return [NEEDS_WHOLE]
         replay.digest = ""  # until all is written
         apply_changes(buffer, changes.to(buffer.device))
         replay.run(buffer)
-        replay.held = self._held(replay, size)
+        replay.read_back(buffer)
+        replay.held = placed_sum(buffer)
         replay.digest = difference.result
         self._count_replay(replay, 1)
         self._changed.add(places)
@@ -142,9 +151,6 @@ class StrictLoader:
         buffer = torch.empty(size, dtype=torch.uint8, device=device)
         replay.read_back(buffer)
         return buffer
-
-    def _held(self, replay: BucketReplay, size: int) -> int:
-        return int(sum_of_words(self._read_back(replay, size)))
 
     def _count_replay(self, replay: BucketReplay, sign: int) -> None:
         """Count a replayed bucket's elements and sources as written; -1: no longer."""

@@ -310,13 +310,20 @@ class DistributedTransport(Transport):
         if changed is not None:
             answer = await self._send_changes(placed, message, version, *changed)
             if NEEDS_WHOLE not in answer.problems:
-                self._sent.keep(placed, whole=False)
+                self._keep(placed, answer, whole=False)
                 return answer
             self._sent.was_refused(placed)
         message = message | {"changes_follow": True}
         answer = await _checked(placed, self._broadcast(message, placed.buffer, version))
-        self._sent.keep(placed, whole=True)
+        self._keep(placed, answer, whole=True)
         return answer
+
+    def _keep(self, placed: Bucket, answer: LoadAnswer, whole: bool) -> None:
+        assert self._sent is not None
+        if answer.problems:
+            self._sent.drop(placed)
+        else:
+            self._sent.keep(placed, whole)
 
     async def _send_changes(
         self,
