@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -34,10 +35,13 @@ ONE_ENGINE = ("test_weight_sync.py", "test_episodes.py", "test_rollout_engine.py
 # worker after the others.
 LONGEST = (
     "test_slurm_stories.py",
+    "test_smollm_gates.py",
     "test_asynchronous.py",
     "test_gsm8k_two_steps.py",
+    "test_gpu_suite.py",
     "test_invariance_full.py",
     "test_fault_soak.py",
+    "test_distillation_example.py",
     "test_quickstart_one_gpu.py",
     "test_resume.py",
     *ONE_ENGINE,
@@ -50,10 +54,26 @@ LONGEST = (
 )
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Long files first; otherwise in the order of the folders."""
+# From the environment, such as 2/3: the second of three parts of the files, about equally long.
+SLICE = "TESTS_SLICE"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Long files first; otherwise in the order of the folders. Of a slice, its files alone."""
     places = {name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.path.name, len(places)))
+    if SLICE not in os.environ:
+        return
+    number, _, of = os.environ[SLICE].partition("/")
+
+    def slice_of(item: pytest.Item) -> int:
+        # The long ones in turn
+        name = item.path.name
+        return places.get(name, zlib.crc32(name.encode())) % int(of) + 1
+
+    left_out = [item for item in items if slice_of(item) != int(number)]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if slice_of(item) == int(number)]
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -100,7 +100,11 @@ def test_pages_say_the_versions_of_make(path: str) -> None:
 
 def test_the_public_workflow_tests_the_versions_of_make() -> None:
     jobs = yaml.safe_load(read(".github/workflows/ci.yml"))["jobs"]
-    assert jobs["tests"]["strategy"]["matrix"]["python"] == versions()
+    runs = jobs["tests"]["strategy"]["matrix"]["include"]
+    assert [run["python"] for run in runs] == versions()
+    slices = re.search(r"TESTS_SLICE=\$slice/(\d+)", read(".ci/run"))
+    assert slices is not None
+    assert [run["slice"] for run in runs] == list(range(1, int(slices[1]) + 1)), "all long tests"
     assert any(".ci/run" in step.get("run", "") for step in jobs["tests"]["steps"])
 
 
