@@ -76,7 +76,7 @@ LAYERS = """\
    of the files, so that the preset or the defaults apply again.
 
 ```
-vapo-megatron train examples/gsm8k/vapo.yaml model.path=models/Qwen3-8B \\
+vapo-megatron train examples/gsm8k/vapo.yaml model.path=models/Qwen2.5-7B-Instruct \\
     actor.layout.tp=4 critic.layout.tp=4 \\
     'actor.optimizer={lr: 1e-6, warmup_steps: 20}' data.eval.0.limit=64
 ```

@@ -20,6 +20,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import yaml
 from commands import CONFIGS, Command, Ranks, assert_refused
 from tiny_runs import (
     CONTEXT,
@@ -820,3 +821,42 @@ def test_the_program_itself_ends_so(command: Command) -> None:
         command, ended.returncode, ended.stderr, "actor.layuot", "did you mean actor.layout"
     )
     assert ended.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        (
+            "data.max_prompt_tokens: 16",
+            "unknown key data.max_prompt_tokens: in a file write it nested, "
+            "data: {max_prompt_tokens: ...}",
+        ),
+        ("data: {eval: null}", "data.eval is None; expected a list"),
+        (
+            "algorithm: {filter_function: module.name}",
+            "algorithm.filter_function is 'module.name'; expected package.module:name, with a "
+            "colon",
+        ),
+    ],
+)
+def test_what_is_expected_is_said_in_the_words_of_a_config(
+    command: Command, capfd: pytest.CaptureFixture[str], text: str, named: str
+) -> None:
+    config = yaml.safe_load(text)
+    for section, values in train_config(command.folder, command.model).items():
+        if isinstance(config.get(section), dict):
+            config[section] = values | config[section]
+        else:
+            config[section] = values
+    code = command.exit_code("train", config=config)
+    assert_refused(command, code, capfd.readouterr().err, named)
+
+
+def test_an_evaluation_wants_a_set_and_says_what_a_training_config_needs(
+    command: Command, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert command.exit_code("evaluate", "data.eval=[]") == 2
+    assert "data.eval is []; expected a list of at least 1" in capfd.readouterr().err
+    training = train_config(command.folder, command.model)
+    assert command.exit_code("evaluate", config=training) == 2
+    assert "A training run's needs --checkpoint final" in capfd.readouterr().err

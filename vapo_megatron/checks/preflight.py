@@ -51,6 +51,7 @@ from vapo_megatron.megatron.precision import NeedsGpu, check_trainable
 from vapo_megatron.models.registry import read_spec
 from vapo_megatron.models.spec import ModelSpec
 from vapo_megatron.rewards.pool import VerifierPool
+from vapo_megatron.training.function_trial import try_functions
 from vapo_megatron.training.sft import load_demonstrations, planned_steps
 from vapo_megatron.training.user_functions import check_functions
 from vapo_megatron.weights.fp8 import BlockFp8
@@ -268,6 +269,13 @@ def check_train(
     report += [_as_read(row, tokenizer) for row in prompts[:_ROWS_SHOWN]]
     tokenizer.stop_token_ids(config.sampling.stop)
     check_functions(config.algorithm)
+    tried = try_functions(
+        config.algorithm,
+        prompts,
+        config.batch.samples_per_prompt,
+        tokenizer.decode,
+        spec.vocab_size,
+    )
     check_agent(config.rollout, tokenizer)
     if not config.rollout.external_urls:
         first_engine(config, fp8).check_arguments()
@@ -279,6 +287,7 @@ def check_train(
     said = (
         tokenizer.caution(),
         parser,
+        *tried,
         *cautions(config, prompts, evaluations),
         *small_shared_memory(config, specs),
     )

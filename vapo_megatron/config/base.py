@@ -11,6 +11,8 @@ from pydantic import BaseModel, ConfigDict, model_validator
 
 from vapo_megatron.errors import BadInput
 
+# package.module:name of a function.
+IMPORT_PATH = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"
 _CONDITION = re.compile(r"(?P<key>[\w.]+)(?:(?P<sign>!=|=|>)(?P<values>.+))?")
 
 

@@ -8,7 +8,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from vapo_megatron.config.base import known_keys, nearest
+from vapo_megatron.config.base import IMPORT_PATH, known_keys, nearest
 
 # For each trainer, its keys and their names here.
 OTHER_TRAINERS: dict[str, dict[str, str]] = yaml.safe_load(
@@ -73,13 +73,21 @@ def explain(
     more = f"and {len(mistakes) - 1} more"
     if strange > _MISSPELT and not is_override:
         more += ": is it the config of another command?"
+        if model.__name__ == "EvaluateConfig":
+            more += " A training run's needs --checkpoint final"
     return f"{message} ({more})"
 
 
 def _sentence(key: str, errors: Sequence[ErrorDetails], model: type[BaseModel]) -> str:
     first = errors[0]
     if first["type"] == "extra_forbidden":
-        return f"unknown key {key}; {_hint(key, known_keys(model))}"
+        known = known_keys(model)
+        if first["loc"] and first["loc"][-1] == key and key in known:
+            # A dotted key in a file
+            *sections, name = key.split(".")
+            nested = "".join(f"{section}: {{" for section in sections) + f"{name}: ..."
+            return f"unknown key {key}: in a file write it nested, {nested}{'}' * len(sections)}"
+        return f"unknown key {key}; {_hint(key, known)}"
     if first["type"] == "missing":
         return f"missing key {key}: give it a value"
     if first["type"] in ("value_error", "assertion_error"):
@@ -102,6 +110,12 @@ def _expectation(details: ErrorDetails) -> str:
         return "a smaller integer"
     if details["type"] == "model_type":
         return "a section of keys"
+    if details["type"] == "tuple_type":
+        return "a list"
+    if details["type"] == "too_short":
+        return f"a list of at least {details['ctx']['min_length']}"
+    if details["type"] == "string_pattern_mismatch" and details["ctx"]["pattern"] == IMPORT_PATH:
+        return "package.module:name, with a colon"
     return (
         details["msg"]
         .removeprefix("Value error, ")

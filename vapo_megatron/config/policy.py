@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from vapo_megatron.algorithms.registry import POLICY_LOSSES, LossTraits
-from vapo_megatron.config.base import Section
+from vapo_megatron.config.base import IMPORT_PATH, Section
 
-IMPORT_PATH = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"
 Fraction = Annotated[float, Field(ge=0, le=1)]
 if TYPE_CHECKING:
     LossKind = str

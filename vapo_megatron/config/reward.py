@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field, field_validator
 
-from vapo_megatron.config.base import Section
+from vapo_megatron.config.base import IMPORT_PATH, Section
 from vapo_megatron.config.verifiers import LARGEST_REWARD, VERIFIERS
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ class RewardConfig(Section):
     judge: JudgeConfig | None = Field(None, description="model for verifier=judge")
     function: str | None = Field(
         None,
-        pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$",
+        pattern=IMPORT_PATH,
         description="package.module:name of f(problem, answer, response, extra) -> float | bool",
     )
     grade_truncated: bool = Field(

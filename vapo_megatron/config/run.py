@@ -83,7 +83,7 @@ class ClusterConfig(Section):
         None,
         ge=1,
         description="ranks to start; none: one per accelerator; on CPU, as many as one replica "
-        "needs",
+        "needs. Under srun and torchrun their tasks are the ranks, and this is ignored",
     )
     cpu_threads: int | None = Field(
         None,

@@ -287,7 +287,8 @@ def _text(row: dict[str, Any], name: str, place: str) -> str:
     if name not in row:
         raise BadInput(
             f"{place}: no field {name!r} among {', '.join(sorted(row)) or 'none'}; add it, or name "
-            f"the right field in data.fields{_OF_OTHERS}"
+            "the right field in data.fields (of an evaluation set alone: in its own fields)"
+            f"{_OF_OTHERS}"
         )
     value = row[name]
     if isinstance(value, float) and not math.isfinite(value):

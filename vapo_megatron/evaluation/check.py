@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import yaml
 from pydantic import ValidationError
 
 from vapo_megatron.agents.agent import check_agent
@@ -25,6 +26,7 @@ from vapo_megatron.data.tokenizer import TextTokenizer
 from vapo_megatron.engines.engine_limits import check_context, engine_devices
 from vapo_megatron.engines.server.process import EngineServer
 from vapo_megatron.errors import BadInput
+from vapo_megatron.evaluation.responses import complete_groups
 from vapo_megatron.evaluation.sets import numbered
 from vapo_megatron.megatron.platform import Platform
 from vapo_megatron.models.registry import read_spec
@@ -102,8 +104,9 @@ def check_evaluation(settings: EvaluateConfig, platform: Platform) -> Evaluation
     EngineServer(
         model_dir, settings.rollout, settings.model.dtype, Path(os.devnull), devices[0]
     ).check_arguments()
-    if caution := check_tool_parser(settings.rollout, tokenizer):
-        print(f"vapo-megatron: caution: {caution}", file=sys.stderr, flush=True)
+    for caution in (check_tool_parser(settings.rollout, tokenizer), other_prompt(settings)):
+        if caution:
+            print(f"vapo-megatron: caution: {caution}", file=sys.stderr, flush=True)
     check_room(Path(settings.run.directory))
     return Evaluation(settings, _prompts(settings, tokenizer), spec, tokenizer, devices)
 
@@ -126,7 +129,52 @@ def read_inputs(settings: EvaluateConfig) -> str:
         else:
             model += ": missing, which is right only if a run has yet to write it"
     prompts = _prompts(settings, tokenizer)
+    if tokenizer is not None or settings.server is not None:
+        _check_responses(Evaluation(settings, prompts))
+    if caution := other_prompt(settings):
+        print(f"vapo-megatron: caution: {caution}", file=sys.stderr, flush=True)
     return "\n".join([*(f"{name}: {len(rows)} problems" for name, rows in prompts.items()), model])
+
+
+def _check_responses(plan: Evaluation) -> None:
+    """Raises BadInput where an earlier start left responses of another evaluation."""
+    settings = plan.settings
+    if settings.run.resume == "never":
+        return
+    for entry in settings.data.eval:
+        path = responses_path(settings, entry.name)
+        complete_groups(path, entry.samples, plan.origin(entry.name))
+
+
+def responses_path(settings: EvaluateConfig, name: str) -> Path:
+    """The file of a set's responses."""
+    return Path(settings.run.directory) / "evaluation" / f"{name}.jsonl"
+
+
+def other_prompt(settings: EvaluateConfig) -> str | None:
+    """A caution where the model is the export of a run that was trained with another prompt."""
+    if settings.model is None:
+        return None
+    path = Path(settings.model.path)
+    run_dir = path.parents[2] if len(path.parts) > 3 else path
+    config = run_dir / "config.yaml"
+    if path.parent.parent.name != HF_FOLDER or not config.is_file():
+        return None
+    try:
+        trained = TrainConfig.model_validate(yaml.safe_load(config.read_text(encoding="utf-8")))
+    except (ValidationError, yaml.YAMLError, OSError):
+        return None  # of another version, or no run
+    mine = settings.data.prompt.model_dump()
+    theirs = trained.data.prompt.model_dump()
+    apart = [key for key in mine if mine[key] != theirs.get(key)]
+    if not apart:
+        return None
+    key = apart[0]
+    return (
+        f"data.prompt.{key}={mine[key]!r:.60}: {run_dir} was trained with {theirs.get(key)!r:.60}, "
+        f"and a model answers best what it was trained on: `vapo-megatron evaluate {config} "
+        f"--checkpoint {path.parent.name}` asks as it was trained"
+    )
 
 
 def _read_model(settings: EvaluateConfig, model: ModelConfig) -> tuple[ModelSpec, TextTokenizer]:

@@ -21,7 +21,12 @@ from vapo_megatron.config.rollout import RolloutConfig
 from vapo_megatron.config.run_directory import make_run_dir
 from vapo_megatron.data.jsonl import write_rows
 from vapo_megatron.engines.server.process import EngineServer
-from vapo_megatron.evaluation.check import Evaluation, check_evaluation, facts
+from vapo_megatron.evaluation.check import (
+    Evaluation,
+    check_evaluation,
+    facts,
+    responses_path,
+)
 from vapo_megatron.evaluation.evaluator import Collect, Evaluator, Generate, generate_with
 from vapo_megatron.evaluation.metrics import PROBLEMS
 from vapo_megatron.evaluation.openai_client import OpenAIClient
@@ -101,7 +106,8 @@ def evaluate_checkpoint(settings: EvaluateConfig) -> None:
         console.header(f"vapo-megatron evaluate: {settings.run.name}", facts(plan, run_dir))
         logs: dict[str, ResponseLog] = {}
         for entry in settings.data.eval:
-            name, path = entry.name, run_dir / "evaluation" / f"{entry.name}.jsonl"
+            name = entry.name
+            path = responses_path(settings, name)
             logs[name] = ResponseLog(path, plan.prompts[name], entry.samples, plan.origin(name))
         # Sets or limits may have changed since an earlier start
         dump_config(settings, run_dir / "config.yaml")

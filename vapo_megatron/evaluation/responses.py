@@ -103,6 +103,26 @@ def read_responses(path: Path) -> list[Response]:
     return responses
 
 
+def complete_groups(path: Path, k: int, origin: str) -> dict[str, list[Response]]:
+    """The responses in a file to each problem that has all k of them, if there is such a file.
+
+    Raises:
+        BadInput: they have another origin, or the file cannot be read.
+    """
+    if not path.exists():
+        return {}
+    groups: dict[str, list[Response]] = {}
+    for response in read_responses(path):
+        if response.origin != origin:
+            raise BadInput(
+                f"{path}: its responses come from another model, other problems or other sampling: "
+                "give the config that they were made with, or another run.name, or "
+                "run.overwrite=true"
+            )
+        groups.setdefault(response.id, []).append(response)
+    return {name: group[:k] for name, group in groups.items() if len(group) >= k}
+
+
 class ResponseLog:
     """The responses to one set in evaluation/<set>.jsonl, which an interrupted evaluation continues
     from.
@@ -117,20 +137,7 @@ class ResponseLog:
         self.path = path
         self._prompts = {prompt.id: prompt for prompt in prompts}
         self._origin = origin
-        if path.exists():
-            responses = read_responses(path)
-        else:
-            responses = []
-        if any(response.origin != origin for response in responses):
-            raise BadInput(
-                f"{path}: its responses come from another model, other problems or other sampling: "
-                "give the config that they were made with, or another run.name, or "
-                "run.overwrite=true"
-            )
-        groups: dict[str, list[Response]] = {}
-        for response in responses:
-            groups.setdefault(response.id, []).append(response)
-        self.groups = {name: group[:k] for name, group in groups.items() if len(group) >= k}
+        self.groups = complete_groups(path, k, origin)
         # Rewritten, so that nothing is ever appended to a broken line.
         write_rows(
             path, (self._row(response) for group in self.groups.values() for response in group)

@@ -11,6 +11,17 @@ from vapo_megatron.files import parse_json
 CARD_FILE = "model.json"
 
 
+def _of_a_run(directory: Path) -> str:
+    """What to give instead of a folder of a run that holds models in other forms."""
+    if (directory / CARD_FILE).is_file():
+        return (
+            ": it is a checkpoint of training: `vapo-megatron convert-megatron-to-hf --checkpoint "
+            f"{directory} --out DIR` makes one of it"
+        )
+    inside = sorted(path.parent.name for path in directory.glob("*/config.json"))
+    return f": give {directory / inside[0]}" if inside else ""
+
+
 def read_config(hf_dir: Path, name: str = "config.json") -> dict[str, Any]:
     """config.json of a Hugging Face directory. Raises BadInput where it is missing or not a JSON
     object."""
@@ -25,6 +36,7 @@ def read_config(hf_dir: Path, name: str = "config.json") -> dict[str, Any]:
     except FileNotFoundError:
         raise BadInput(
             f"{path}: no such file; {hf_dir} is not a Hugging Face model directory"
+            f"{_of_a_run(hf_dir)}"
         ) from None
     except (OSError, ValueError) as error:
         raise BadInput(f"{path}: cannot be read as JSON ({error})") from None

@@ -24,6 +24,7 @@ FILTER_KEY = "algorithm.filter_function"
 LOSS_KEY = "algorithm.policy_loss.function"
 METRICS_KEY = "algorithm.metrics_function"
 MASK_KEY = "algorithm.mask_function"
+NOTHING_LEFT = "it leaves no token of a response"
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,8 @@ def load_function(path: str, key: str) -> Callable[..., Any]:
         loaded: Any = getattr(importlib.import_module(module), name)
     except Exception as error:  # a user's module may raise anything on import
         raise BadInput(
-            f"{key}={path}: cannot be imported ({reason_of(error)}): give package.module:name"
+            f"{key}={path}: cannot be imported ({reason_of(error)}): give package.module:name, of "
+            "a module in the working directory or on PYTHONPATH"
         ) from None
     if not callable(loaded):
         raise BadInput(f"{key}={path}: a {type(loaded).__name__}, expected a function")
@@ -118,9 +120,7 @@ def mask_tokens(
         _check(kept, sample.response_ids.shape, who, "a bool tensor [response]", floating=False)
         mask = kept.numpy() & sample.written
         if not mask.any():
-            raise BadInput(
-                f"{who}: it leaves no token of a response, expected one at least: use {FILTER_KEY}"
-            )
+            raise BadInput(f"{who}: {NOTHING_LEFT}, expected one at least: use {FILTER_KEY}")
         sample.loss_mask = None if mask.all() else mask
 
 
