@@ -777,6 +777,21 @@ def test_the_final_model_is_made_up_for(
     assert is_finished(config) and not is_finished(longer)
 
 
+def test_the_last_checkpoint_is_made_up_for(shared: World, straight: Callable[[int], Path]) -> None:
+    """Of a run that was killed while it wrote it, after its export and its last row."""
+    config = config_of(shared, "unsaved", LAYOUTS[1], RESUME, "run.steps=3")
+    run_dir = Path(config.run.directory)
+    shutil.copytree(straight(1), run_dir)
+    *earlier, last = list_checkpoints(run_dir).values()
+    assert is_finished(config) and earlier
+    shutil.rmtree(last)
+    assert not is_finished(config)
+    assert live(shared, config, 1) == End(0, "")
+    assert left_behind(run_dir) == left_behind(straight(1))
+    shutil.rmtree(run_dir / "checkpoints")
+    assert is_finished(config), "somebody needed the room"
+
+
 def test_fine_tuning_goes_on_as_well(tmp_path: Path) -> None:
     """A step per attempt, as its time limit is always near; the last start finds nothing to do."""
     model = make_model(tmp_path / "model")

@@ -308,6 +308,9 @@ def test_json_of_a_plan_that_fits_adds_up(small: Path, capfd: pytest.CaptureFixt
         assert phase["total"] <= plan["memory"]["usable_bytes_per_gpu"]
     assert all(mode["step"] > 0 for mode in plan["simulation"]) and plan["simulation"]
     assert plan["assumptions"]
+    # Weights, masters and moments of actor and critic, of two checkpoints and a third that is being
+    # written; the export in bfloat16.
+    assert plan["disk_bytes"] == pytest.approx(3 * 2 * 14 * 1.54e9 + 2 * 1.54e9, rel=0.05)
 
 
 @pytest.mark.parametrize(

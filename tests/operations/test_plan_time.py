@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from plans import ROOT
 
-from vapo_megatron.checkpoint.dist_saver import checkpoint_bytes
+from vapo_megatron.checkpoint.sizes import checkpoint_bytes
 from vapo_megatron.cli import PRESETS
 from vapo_megatron.config.algorithm import DynamicSamplingConfig
 from vapo_megatron.config.load import load_config

@@ -489,8 +489,10 @@ def test_close_ends_the_workers() -> None:
         pool.grade_batch([Case("", "pid")])
 
 
-@pytest.mark.parametrize("stopped", [False, True])
-def test_workers_die_with_a_trainer_that_is_killed_in_mid_case(stopped: bool) -> None:
+@pytest.mark.parametrize("stopped", [(), ("worker",), ("supervisor",), ("worker", "supervisor")])
+def test_workers_die_with_a_trainer_that_is_killed_in_mid_case(stopped: tuple[str, ...]) -> None:
+    """A supervisor is stopped where a debugger, Slurm's suspend, or the pool that is about to end
+    it has done so."""
     code = (
         "import sys\n"
         f"sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
@@ -505,18 +507,31 @@ def test_workers_die_with_a_trainer_that_is_killed_in_mid_case(stopped: bool) ->
     )
     assert trainer.stdout is not None
     worker = int(trainer.stdout.readline())
+    processes = {"worker": worker, "supervisor": psutil.Process(worker).ppid()}
+    assert processes["supervisor"] != trainer.pid
     try:
         assert _alive(worker)
-        if stopped:
-            os.kill(worker, signal.SIGSTOP)
+        for name in stopped:
+            os.kill(processes[name], signal.SIGSTOP)
     finally:
         trainer.kill()
         trainer.wait(timeout=240)
         trainer.stdout.close()
-    deadline = time.monotonic() + 120
-    while _alive(worker) and time.monotonic() < deadline:
+    deadline = time.monotonic() + 60
+    while any(map(_alive, processes.values())) and time.monotonic() < deadline:
         time.sleep(0.02)
-    assert not _alive(worker)
+    assert not [name for name, pid in processes.items() if _alive(pid)]
+
+
+@pytest.mark.usefixtures("functions_importable")
+def test_a_supervisor_that_was_stopped_for_a_while_serves_on() -> None:
+    with VerifierPool(_function_config("obey", workers=1)) as pool:
+        (before,) = pool.grade_batch([Case("", "pid")])
+        supervisor = pool.workers.processes[0].process.pid
+        for number in (signal.SIGSTOP, signal.SIGCONT):
+            os.kill(supervisor, number)
+        (after,) = pool.grade_batch([Case("", "pid")])
+        assert before.score == after.score
 
 
 def _alive(pid: int) -> bool:

@@ -500,6 +500,32 @@ def test_outside_a_job_a_script_checks_and_submits_nothing(
         assert "actor.optimizer.lr=2e-6" in line
 
 
+def test_a_run_evaluates_its_own_export(job: Job) -> None:
+    """Its config says where it lies; the results and what Slurm left of the job are beside it."""
+    job.stand_in("python3", f'echo "$*" >>{job.asked}')
+    job.stand_in("sbatch", f'echo "sbatch $*" >>{job.asked}')
+    config = job.folder / "runs" / "mine" / "config.yaml"
+    config.parent.mkdir(parents=True)
+    config.touch()
+    environment = {"PATH": f"{job.folder}/bin:{os.environ['PATH']}", "VENV": ""}
+    command = ["bash", "slurm/evaluate.sbatch", "--checkpoint", "final", "run.seed=2"]
+
+    def ended(**more: str) -> "subprocess.CompletedProcess[str]":
+        return subprocess.run(
+            command, cwd=ROOT, env=environment | more, capture_output=True, text=True
+        )
+
+    done = ended(EVALUATION_CONFIG=str(config))
+    assert done.returncode == 0, done.stderr
+    _, asked = job.asked.read_text().splitlines()
+    assert asked == (
+        f"-m vapo_megatron.cli evaluate {config} run.resume=auto --checkpoint final run.seed=2 "
+        "--check"
+    )
+    wrong = ended(EVALUATION_CONFIG="examples/aime_qwen2.5_32b/evaluate.yaml")
+    assert wrong.returncode == 2 and "needs EVALUATION_CONFIG=runs/NAME/config.yaml" in wrong.stderr
+
+
 def test_without_a_job_a_setting_that_cannot_be_is_one_line(tmp_path: Path) -> None:
     environment = {"PATH": os.environ["PATH"], "VENV": str(tmp_path), "CONFIG": "absent.yaml"}
     ended = subprocess.run(

@@ -15,8 +15,8 @@ from switch_formulas import ADAM
 from switch_rollout import Watched, config_of, read_rollout, state_of, write_models
 from tiny_runs import WORDS, make_model, train_config, write_config
 
-from vapo_megatron.checkpoint.dist_saver import run_bytes
 from vapo_megatron.checkpoint.resume import check_config_change
+from vapo_megatron.checkpoint.sizes import run_bytes
 from vapo_megatron.checks.preflight import check_train
 from vapo_megatron.checks.sizes import check_train_numbers
 from vapo_megatron.cli import PRESETS

@@ -11,8 +11,8 @@ from ranks import run_ranks
 from switch_rollout import config_of, read_rollout, write_models
 from tiny_runs import WORDS, make_model, train_config, write_config
 
-from vapo_megatron.checkpoint.dist_saver import checkpoint_bytes
 from vapo_megatron.checkpoint.manifest import OPTIMIZER_BYTES
+from vapo_megatron.checkpoint.sizes import checkpoint_bytes
 from vapo_megatron.checks.preflight import check_train
 from vapo_megatron.cli import PRESETS
 from vapo_megatron.config.load import load_config

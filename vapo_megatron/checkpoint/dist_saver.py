@@ -11,7 +11,7 @@ import copy
 import functools
 import inspect
 import queue
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,21 +37,18 @@ from megatron.core.dist_checkpointing.validation import (
 from torch.distributed.checkpoint.filesystem import SerializationFormat, _write_item
 
 from vapo_megatron.checkpoint.checkpoints import CHECKPOINT_HELP
-from vapo_megatron.checkpoint.manifest import OPTIMIZER_BYTES, DigestedFile, FileFacts
-from vapo_megatron.config.train import TrainConfig
+from vapo_megatron.checkpoint.manifest import DigestedFile, FileFacts
+from vapo_megatron.checkpoint.sizes import FILES_PER_RANK
 from vapo_megatron.errors import BadInput
 from vapo_megatron.files import sync
 from vapo_megatron.megatron import training_state
 from vapo_megatron.megatron.optimizer import optimizer_tensors
 from vapo_megatron.megatron.trainable import Trainable
-from vapo_megatron.models.spec import Head, ModelSpec
-from vapo_megatron.weights.adapters import adapter_parameter_count
 from vapo_megatron.weights.checkpoint_metadata import MetadataReader
 from vapo_megatron.weights.torch_dist import LOAD_ERRORS, load_reason
 
 _BACKEND = "torch_dist"
 _VERSION = 1
-_FILES_PER_RANK = 2
 _COMMON_FILE = "common.pt"
 
 
@@ -159,7 +156,7 @@ class ModelSaver:
                 determine_global_metadata(sharded)[1], common_state_dict=common
             )
             self._planner = _PlanningStrategy(
-                _BACKEND, _VERSION, thread_count=_FILES_PER_RANK, cached_metadata=True
+                _BACKEND, _VERSION, thread_count=FILES_PER_RANK, cached_metadata=True
             )
             self._strategy = self._planner
             ranks = self._trainable.mesh.pg.dp_cp
@@ -281,58 +278,3 @@ class _Strategy(torch_strategies.TorchDistLoadShardedStrategy):
             return super().load(*arguments)
         finally:
             torch_strategies._get_filesystem_reader = theirs
-
-
-def bytes_per_weight(dtype: str) -> int:
-    """Bytes of one weight in a checkpoint."""
-    if dtype == "bfloat16":
-        return 2
-    return 4
-
-
-def checkpoint_bytes(config: TrainConfig, parameters: Mapping[str, int]) -> int:
-    """Bytes of one checkpoint: weights and optimizer states of the trained parameters of actor and
-    critic, counted by name, and weights of a reference that is replaced."""
-    width = bytes_per_weight(config.model.dtype)
-    if config.algorithm.saves_reference:
-        reference = parameters["actor"] * width
-    else:
-        reference = 0
-    return sum(parameters.values()) * (width + OPTIMIZER_BYTES) + reference
-
-
-def largest_file_bytes(trained: int, dtype: str, ranks: int) -> int:
-    """Bytes of the largest file of a model's checkpoint at least, where these ranks share the
-    writing of its trained parameters evenly."""
-    return trained * (bytes_per_weight(dtype) + OPTIMIZER_BYTES) // (_FILES_PER_RANK * ranks)
-
-
-def trained_parameters(config: TrainConfig, name: str, spec: ModelSpec) -> int:
-    """All parameters of a model, or its adapters and a critic's head."""
-    if config.trainable(name).kind != "adapter":
-        return spec.parameter_count()
-    head: Head = "value" if name == "critic" else "lm"
-    return adapter_parameter_count(spec, config.model.adapter, head)
-
-
-def run_bytes(config: TrainConfig, specs: Mapping[str, ModelSpec]) -> int:
-    """Bytes that the last export and the checkpoints take at least, the one being written too;
-    specs: by model's name."""
-    saves = config.checkpoint
-    trained = {
-        name: trained_parameters(config, name, spec)
-        for name, spec in specs.items()
-        if name != "reference"
-    }
-    if config.export.critic:
-        names = {"actor", "critic"}
-    else:
-        names = {"actor"}
-    exported = sum(spec.parameter_count() for name, spec in specs.items() if name in names)
-    if saves.saves:
-        checkpoints = saves.keep.last + 1
-    else:
-        checkpoints = 0
-    return exported * bytes_per_weight(config.model.dtype) + checkpoints * checkpoint_bytes(
-        config, trained
-    )

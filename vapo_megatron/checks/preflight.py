@@ -11,14 +11,14 @@ from pathlib import Path
 from vapo_megatron.agents.agent import check_agent
 from vapo_megatron.agents.tool_format import check_tool_parser
 from vapo_megatron.checkpoint.checkpoints import latest_checkpoint
-from vapo_megatron.checkpoint.dist_saver import (
+from vapo_megatron.checkpoint.recorded_rollouts import BYTES_PER_TOKEN
+from vapo_megatron.checkpoint.sizes import (
     bytes_per_weight,
     checkpoint_bytes,
     largest_file_bytes,
     run_bytes,
     trained_parameters,
 )
-from vapo_megatron.checkpoint.recorded_rollouts import BYTES_PER_TOKEN
 from vapo_megatron.checks.config import check_trackers
 from vapo_megatron.checks.limits import (
     MIB,

@@ -23,7 +23,7 @@ from vapo_megatron.signals import adopt_orphans, end_descendants, end_with_paren
 
 _MIB = 1 << 20
 _MOST_CHILDREN = 256
-# Asks a supervisor to end; the kernel sends it when the trainer dies.
+# Asks a supervisor to end.
 END_SIGNAL = signal.SIGRTMIN + 1
 
 Handler = Callable[[dict[str, Any]], dict[str, Any]]
@@ -31,9 +31,10 @@ Handler = Callable[[dict[str, Any]], dict[str, Any]]
 
 def main() -> None:
     """Serve until stdin closes."""
-    # Ends with the thread that started us: one of the pool's, or the one that made the pool.
-    end_with_parent(END_SIGNAL)
-    if os.getppid() != int(sys.argv[1]):
+    trainer = int(sys.argv[1])
+    # The kernel sends it when the trainer dies: it wakes a supervisor that was stopped, too.
+    end_with_parent(signal.SIGCONT)
+    if os.getppid() != trainer:
         return  # it died before the kernel was asked
     for ignored in (
         signal.SIGINT,
@@ -49,15 +50,22 @@ def main() -> None:
     supervisor = os.getpid()
     worker = os.fork()
     if worker:
-        _supervise(worker)
+        _supervise(worker, trainer)
     end_with_parent()
     if os.getppid() == supervisor:
         _serve()
 
 
-def _supervise(worker: int) -> NoReturn:
+def _supervise(worker: int, trainer: int) -> NoReturn:
     """Wait for the worker's end, end its leftover processes, and end as it did."""
+
+    def end_if_alone(*_: object) -> None:
+        if os.getppid() != trainer:
+            _end_everything()
+
     signal.signal(END_SIGNAL, _end_everything)
+    signal.signal(signal.SIGCONT, end_if_alone)
+    end_if_alone()
     nowhere = os.open(os.devnull, os.O_RDWR)
     os.dup2(nowhere, 0)  # the trainer sees the end of the worker by the end of its messages
     os.dup2(nowhere, 1)

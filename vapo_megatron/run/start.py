@@ -6,7 +6,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from vapo_megatron.checkpoint.checkpoints import HF_FOLDER, final_step, latest_checkpoint
+from vapo_megatron.checkpoint.checkpoints import (
+    HF_FOLDER,
+    final_step,
+    latest_checkpoint,
+    list_checkpoints,
+)
 from vapo_megatron.checkpoint.manifest import check_structure, read_manifest, read_progress
 from vapo_megatron.checkpoint.resume import Start, check_config_change
 from vapo_megatron.config.run_directory import check_folders, check_place, make_run_dir
@@ -127,7 +132,8 @@ def prepare_from_copy(settings: Settings, copy: Path, take: Callable[[], None]) 
 
 
 def is_finished(settings: Settings) -> bool:
-    """Whether the last step that the config asks for is in the metrics and in the final model.
+    """Whether the last step that the config asks for is in the metrics, in the final model and,
+    unless all checkpoints were removed, in a checkpoint.
 
     Raises:
         BadInput: the number of steps follows from data.path, and that cannot be read.
@@ -144,7 +150,12 @@ def is_finished(settings: Settings) -> bool:
         steps = settings.data.steps or planned_steps(
             settings, load_demonstrations(settings).samples
         )
-    return min(exported, max((row["step"] for row in read_metrics(run_dir)), default=0)) >= steps
+    measured = max((row["step"] for row in read_metrics(run_dir)), default=0)
+    if min(exported, measured) < steps:
+        return False
+    # A run that is killed here was still writing its last one.
+    saved = max(list_checkpoints(run_dir), default=None)
+    return saved is None or saved.step >= steps or not settings.checkpoint.saves
 
 
 def _check_fit(settings: Settings, checkpoint: Path) -> None:

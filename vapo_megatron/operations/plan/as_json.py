@@ -27,6 +27,7 @@ def plan_as_json(
         "models": {name: _model(plan, model) for name, model in plan.models.items()},
         **plan_figures(plan),
         "gpu_hours": plan.gpu_hours,
+        "disk_bytes": plan.disk_bytes,
         "engines": {
             "count": plan.engines,
             "tp": engine.config.tp,

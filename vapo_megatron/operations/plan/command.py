@@ -215,6 +215,11 @@ def show(plan: Plan, proposals: Sequence[Proposal], console: Console) -> None:
         f"{engine.at_once(plan.lengths.running):.0f} responses at once"
     )
     console.print(
+        f"disk: at least {plan.disk_bytes / GIB:,.0f} GiB, of checkpoints (the last "
+        f"{plan.config.checkpoint.keep.last} are kept) and the last export",
+        soft_wrap=True,
+    )
+    console.print(
         f"the run: {plan.seconds / 3600:,.1f} h, {plan.gpu_hours:,.0f} "
         f"GPU-hours\n\n[bold]Assumed[/]"
     )

@@ -74,7 +74,9 @@ def model_directory(path: str) -> Path:
     Raises:
         BadInput: there is no such directory, and none of that name is shipped.
     """
-    shipped = SHIPPED / Path(path).name
+    # A tuned model has the sizes of the one that it was made of.
+    name = Path(path).name.removesuffix("-Instruct").removesuffix("-Base")
+    shipped = SHIPPED / name
     if shipped.is_dir() and not (Path(path) / "config.json").exists():
         return shipped
     if not Path(path).exists():

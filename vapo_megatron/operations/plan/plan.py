@@ -9,6 +9,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from vapo_megatron.checkpoint.sizes import run_bytes
 from vapo_megatron.config.plan import PlanConfig
 from vapo_megatron.engines.engine_limits import check_engine_size
 from vapo_megatron.errors import BadInput
@@ -333,6 +334,11 @@ class Plan(PlannedRun):
         """GPU-hours of these seconds, engines elsewhere included."""
         elsewhere = len(self.config.rollout.external_urls) * self.config.rollout.tp
         return (self.world + elsewhere) * self.seconds / 3600
+
+    @property
+    def disk_bytes(self) -> int:
+        """Bytes of the run's checkpoints, the one being written too, and of its last export."""
+        return run_bytes(self.config, {name: model.spec for name, model in self.models.items()})
 
 
 def default_world(config: PlanConfig) -> int:
