@@ -111,7 +111,9 @@ def test_killed_owner_leaves_no_process_of_a_stopped_server(
         assert len(living(group)) >= 3  # HTTP server, scheduler, detokenizer
         scratch = scratch_of(group)
         guard = guard_of(group)
+        # All of the machine's processes are suspended, and this one is killed
         os.killpg(group, signal.SIGSTOP)
+        guard.send_signal(signal.SIGSTOP)
         owner.send_signal(signal.SIGKILL)
         owner.wait()
         assert psutil.pid_exists(heir)

@@ -20,7 +20,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from vapo_megatron.engines.inside.heartbeat import processes_in, register
-from vapo_megatron.signals import stop_signals_blocked
+from vapo_megatron.signals import end_with_parent, stop_signals_blocked
 
 _ROLE = "guard"
 _POLL_SECONDS = 1.0
@@ -75,6 +75,7 @@ def remove_shared_memory(group: int) -> None:
 def main(owner: int, group: int, scratch: str) -> None:
     """Wait for the end of the owner, then end its server."""
     tempfile.tempdir = scratch
+    end_with_parent(signal.SIGCONT)  # wakes this process where it was stopped; it looks by itself
     register(_ROLE)
     lifeline = sys.stdin.fileno()
     while os.getppid() == owner:
