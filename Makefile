@@ -34,7 +34,7 @@ help:
 	@echo "make test-full    the long tests: whole runs, engine failures, Slurm, more layouts"
 	@echo "make test-layouts the splits over ranks, and their cases, that test-full leaves out: it shows every pair of settings"
 	@echo "make test-long    one response of 131,072 tokens, or LONG_TOKENS, split by context as on one rank"
-	@echo "make test-faults  eleven kinds of runs under 150 faults, of each kind in each phase, and their table"
+	@echo "make test-faults  eleven kinds of runs under 150 faults, of each kind in each phase, and their table; RESUME=1 goes on"
 	@echo "make test-verifiers  environments of the library verifiers, played by name; installs it in .venv-verifiers"
 	@echo "make test-mcore019  tests of layouts, weights and checkpoints with Megatron-Core 0.19, in .venv-mcore019"
 	@echo "make test-next    make test's tests with the newest libraries, in .venv-next; TORCH_INDEX=URL adds PyTorch's CPU build there"

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 sys.path.insert(0, str(Path(__file__).parent))
 
 import pytest
+from slices import ONE_ENGINE, SLICE, in_order
 
 from vapo_megatron import signals
 from vapo_megatron.signals import STOP_SIGNALS
@@ -28,52 +28,12 @@ os.register_at_fork(after_in_child=gc.freeze)
 
 pytest_plugins = ["engine_server", "stand_ins"]
 
-# Files whose tests use the engine of engine_server.py: one worker runs them all, and starts it
-# once.
-ONE_ENGINE = ("test_weight_sync.py", "test_episodes.py", "test_rollout_engine.py")
-# Files that take a quarter of a minute and more, the longest first: begun at last, one would keep a
-# worker after the others.
-LONGEST = (
-    "test_slurm_stories.py",
-    "test_smollm_gates.py",
-    "test_asynchronous.py",
-    "test_gsm8k_two_steps.py",
-    "test_gpu_suite.py",
-    "test_invariance_full.py",
-    "test_fault_soak.py",
-    "test_distillation_example.py",
-    "test_quickstart_one_gpu.py",
-    "test_resume.py",
-    *ONE_ENGINE,
-    "test_train_command.py",
-    "test_invariance.py",
-    "test_step_switches.py",
-    "test_watchdog.py",
-    "test_dist_saver.py",
-    "test_convert.py",
-)
-
-
-# From the environment, such as 2/3: the second of three parts of the files, about equally long.
-SLICE = "TESTS_SLICE"
-
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Long files first; otherwise in the order of the folders. Of a slice, its files alone."""
-    places = {name: place for place, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: places.get(item.path.name, len(places)))
-    if SLICE not in os.environ:
-        return
-    number, _, of = os.environ[SLICE].partition("/")
-
-    def slice_of(item: pytest.Item) -> int:
-        # The long ones in turn
-        name = item.path.name
-        return places.get(name, zlib.crc32(name.encode())) % int(of) + 1
-
-    left_out = [item for item in items if slice_of(item) != int(number)]
-    config.hook.pytest_deselected(items=left_out)
-    items[:] = [item for item in items if slice_of(item) == int(number)]
+    left_out = in_order(items, os.environ.get(SLICE))
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
 
 
 @pytest.hookimpl(optionalhook=True)

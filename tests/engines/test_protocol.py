@@ -15,11 +15,13 @@ from vapo_megatron.engines.remote_engines import PROTOCOL
 from vapo_megatron.engines.server.address import EngineAddress
 from vapo_megatron.engines.server.client import EngineClient, LoadAnswer
 from vapo_megatron.weights.bucket import Place, announce
+from vapo_megatron.weights.changes import Difference
 from vapo_megatron.weights.routed_experts import ExpertChoices
 
 SAID: dict[int, dict[str, Any]] = {
-    9: {
+    10: {
         "bucket": ["first", "last", "places", "purpose", "size"],
+        "changes": ["base", "result", "nbytes"],
         "place": ["name", "dtype", "shape", "start"],
         "loaded": ["problems", "seconds", "checksums"],
         "ways": [
@@ -65,6 +67,7 @@ def said() -> dict[str, Any]:
     meta = json.loads(arrays.pop("meta")[1])
     return {
         "bucket": sorted(announce(None, "load", first=True, last=True)),
+        "changes": list(Difference._fields),
         "place": list(Place._fields),
         "loaded": [f.name for f in fields(LoadAnswer)],
         "ways": [

@@ -104,6 +104,7 @@ class CountedEngines(WrittenEngines):
     serving = 1
     finishes_old_groups = False
     sync_seconds: ClassVar[dict[str, float]] = {}
+    sent_share = None
     count = 1
 
     def __init__(self) -> None:

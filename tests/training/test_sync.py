@@ -27,6 +27,7 @@ class Engines:
 
     serving = 1
     failure = None
+    sent_share = None
 
     def __init__(self, finishes_old_groups: bool) -> None:
         self.finishes_old_groups = finishes_old_groups
