@@ -121,7 +121,7 @@ class Outlines:
         return "".join([*self._pieces(text, has), *present])
 
     def _pieces(self, text: str, marks: list[str]) -> list[str]:
-        """Marks as they are, the first two and the last two of each, and what is between them."""
+        """Marks as they are, the first two and the last two of each, and the text between them."""
         found = []
         if marks:
             found = [*re.finditer("|".join(map(re.escape, marks)), text, self._flags)]

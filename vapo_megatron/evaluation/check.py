@@ -172,8 +172,8 @@ def other_prompt(settings: EvaluateConfig) -> str | None:
     key = apart[0]
     return (
         f"data.prompt.{key}={mine[key]!r:.60}: {run_dir} was trained with {theirs.get(key)!r:.60}, "
-        f"and a model answers best what it was trained on: `vapo-megatron evaluate {config} "
-        f"--checkpoint {path.parent.name}` asks as it was trained"
+        f"and a model answers best the prompts of its training: `vapo-megatron evaluate {config} "
+        f"--checkpoint {path.parent.name}` asks with these"
     )
 
 

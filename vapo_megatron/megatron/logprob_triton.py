@@ -1,7 +1,7 @@
 """Passes over a chunk of logits as Triton kernels: one read of the logits forward; one read, and
 one write of the gradient, backward.
 
-The arguments and results are those of logprob_torch.py. Importing this module imports Triton.
+Arguments and results are as in logprob_torch.py. Importing this module imports Triton.
 """
 
 import torch

@@ -90,9 +90,7 @@ def _config(run_dir: Path, presets: Path) -> TrainConfig | SftConfig:
         raise BadInput(f"{run_dir}: no run directory (it has no config.yaml); give one")
     kind = kind_of_run(path)
     if kind not in (TrainConfig, SftConfig):
-        raise BadInput(
-            f"{run_dir}: is an evaluation, which has no model of its own: give the run it is of"
-        )
+        raise BadInput(f"{run_dir}: is an evaluation, which has no model: give the run it is of")
     config = load_config(kind, path, [], presets)
     assert isinstance(config, TrainConfig | SftConfig)
     return config

@@ -36,8 +36,8 @@ def try_functions(
     decode: Callable[[Sequence[int]], str],
     vocab_size: int,
 ) -> list[str]:
-    """A caution for each function that raised an exception: made-up responses may be what it does
-    not expect.
+    """A caution for each function that raised an exception, which made-up responses may cause
+    alone.
 
     Args:
         config: names the functions; they can be imported (check_functions).

@@ -1,6 +1,6 @@
 """The words of a bucket that changed since it was last sent, and no others.
 
-After an update with a small learning rate most bfloat16 weights round to what they were before.
+After an update with a small learning rate most bfloat16 weights round to the same values as before.
 Related work: PULSE (arXiv 2602.03839).
 """
 

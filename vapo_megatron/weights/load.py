@@ -156,7 +156,7 @@ def checked_names(
         kind = "score" if head == "value" and value_head == "saved" else "language-model"
         raise BadInput(
             f"{tensors.directory}: tensor {extra[0]} is not known ({len(extra)} are not), expected "
-            f"only those of a {spec.family} model with a {kind} head: give another directory"
+            f"only tensors of a {spec.family} model with a {kind} head: give another directory"
         )
     for name, actual in names.items():
         tensors.check(actual, shapes[name])

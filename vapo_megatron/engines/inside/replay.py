@@ -167,7 +167,7 @@ class BucketReplay:
 
     @torch.no_grad()
     def read_back(self, buffer: Tensor) -> None:
-        """Fill a buffer with the bucket's bytes as far as the parameters hold them, and zeros."""
+        """Fill a buffer with the bytes of the bucket that parameters hold, and zeros elsewhere."""
         buffer.zero_()
         for run in self.runs:
             if run[0][1].fill is not None:

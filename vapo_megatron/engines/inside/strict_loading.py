@@ -121,7 +121,7 @@ class StrictLoader:
         """Change a bucket of `size` bytes by changed_words().
 
         Returns [NEEDS_WHOLE], and changes nothing, unless this process holds the bucket that
-        they are changes of. checksums: that of the changes.
+        they are changes of. checksums: of the changes alone.
         """
         if first:
             self._begin()

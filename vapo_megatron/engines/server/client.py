@@ -73,7 +73,7 @@ class LoadAnswer:
 
 
 class EngineClient(Connection):
-    """Everything that a trainer asks of one server; errors are those of Connection.
+    """Everything that a trainer asks of one server; raises as Connection does.
 
     Args:
         address: the server's address.
