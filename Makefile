@@ -103,7 +103,7 @@ test-faults: $(STAMP)
 	@PYTHONPATH=tests:tests/training $(BIN)/python tests/training/fault_table.py
 
 test-verifiers: .venv-verifiers/.installed
-	@OMP_NUM_THREADS=1 .venv-verifiers/bin/python -W ignore -m pytest -q tests/agents/test_verifiers.py
+	@TESTS_SLICE= OMP_NUM_THREADS=1 .venv-verifiers/bin/python -W ignore -m pytest -q tests/agents/test_verifiers.py
 
 # Megatron-Core 0.17 and later asks for Python 3.12, for its compiled data loader alone, which nothing here imports: on 3.11
 # the wheel for 3.12 does. It is unpacked in front of the packages of .venv.

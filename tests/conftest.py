@@ -31,7 +31,7 @@ pytest_plugins = ["engine_server", "stand_ins"]
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Long files first; otherwise in the order of the folders. Of a slice, its files alone."""
-    left_out = in_order(items, os.environ.get(SLICE))
+    left_out = in_order(items, os.environ.get(SLICE) or None)
     if left_out:
         config.hook.pytest_deselected(items=left_out)
 

@@ -49,6 +49,15 @@ def try_functions(
     Raises:
         BadInput: a function returned something else than it must.
     """
+    named = (
+        config.advantage.function,
+        config.filter_function,
+        config.metrics_function,
+        config.policy_loss.function,
+        config.mask_function,
+    )
+    if not any(named):
+        return []
     samples = _samples(prompts[:_PROMPTS], samples_per_prompt, decode, vocab_size)
     batch = _scored(from_samples(deepcopy(samples)), config)
     has_critic = config.advantage.estimator == "gae"
