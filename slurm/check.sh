@@ -13,6 +13,7 @@ CHECKED=("$@") # of the script: sbatch gets them too
 begin_job() {
     check_settings
     say "no job runs here, and none is submitted: what $0 would meet, seen from $(hostname)"
+    say "its run, whatever run.name the config has: $1"
     # Partition, account, time: Slurm says what it thinks of them, and when the job could start.
     if command -v sbatch >/dev/null; then
         sbatch --test-only --nodes="$SLURM_JOB_NUM_NODES" "$0" ${CHECKED[@]+"${CHECKED[@]}"} || FOUND=2

@@ -500,7 +500,15 @@ def test_outside_a_job_a_script_checks_and_submits_nothing(
         assert "actor.optimizer.lr=2e-6" in line
 
 
-def test_a_run_evaluates_its_own_export(job: Job) -> None:
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--checkpoint", "final", "run.seed=2"],
+        ["run.seed=2", "--checkpoint", "final"],
+        ["run.seed=2", "--checkpoint=final"],
+    ],
+)
+def test_a_run_evaluates_its_own_export(job: Job, arguments: list[str]) -> None:
     """Its config says where it lies; the results and what Slurm left of the job are beside it."""
     job.stand_in("python3", f'echo "$*" >>{job.asked}')
     job.stand_in("sbatch", f'echo "sbatch $*" >>{job.asked}')
@@ -508,7 +516,7 @@ def test_a_run_evaluates_its_own_export(job: Job) -> None:
     config.parent.mkdir(parents=True)
     config.touch()
     environment = {"PATH": f"{job.folder}/bin:{os.environ['PATH']}", "VENV": ""}
-    command = ["bash", "slurm/evaluate.sbatch", "--checkpoint", "final", "run.seed=2"]
+    command = ["bash", "slurm/evaluate.sbatch", *arguments]
 
     def ended(**more: str) -> "subprocess.CompletedProcess[str]":
         return subprocess.run(
@@ -517,10 +525,10 @@ def test_a_run_evaluates_its_own_export(job: Job) -> None:
 
     done = ended(EVALUATION_CONFIG=str(config))
     assert done.returncode == 0, done.stderr
+    assert f"the config has: {config.parent}_final\n" in done.stdout
     _, asked = job.asked.read_text().splitlines()
     assert asked == (
-        f"-m vapo_megatron.cli evaluate {config} run.resume=auto --checkpoint final run.seed=2 "
-        "--check"
+        f"-m vapo_megatron.cli evaluate {config} run.resume=auto {' '.join(arguments)} --check"
     )
     wrong = ended(EVALUATION_CONFIG="examples/aime_qwen2.5_32b/evaluate.yaml")
     assert wrong.returncode == 2 and "needs EVALUATION_CONFIG=runs/NAME/config.yaml" in wrong.stderr
