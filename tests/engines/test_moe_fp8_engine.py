@@ -12,12 +12,9 @@ from transformers import Qwen3MoeForCausalLM
 from vapo_megatron.config.rollout import RolloutConfig
 from vapo_megatron.engines.server.client import EngineClient
 from vapo_megatron.engines.server.process import EngineServer
+from vapo_megatron.engines.weight_sync.broadcast_transport import DistributedTransport
 from vapo_megatron.engines.weight_sync.session import WeightSync
-from vapo_megatron.engines.weight_sync.transports import (
-    DistributedTransport,
-    SharedMemoryTransport,
-    Transport,
-)
+from vapo_megatron.engines.weight_sync.transports import SharedMemoryTransport, Transport
 from vapo_megatron.errors import RunFailed
 from vapo_megatron.weights.fp8 import SCALE_SUFFIX, BlockFp8, dequantize, quantize
 from vapo_megatron.weights.hf_files import HFTensors

@@ -35,8 +35,8 @@ from vapo_megatron.engines.remote_engines import (
 from vapo_megatron.engines.server.address import EngineAddress
 from vapo_megatron.engines.server.client import EngineClient
 from vapo_megatron.engines.server.process import EngineServer
+from vapo_megatron.engines.weight_sync.broadcast_transport import DistributedTransport
 from vapo_megatron.engines.weight_sync.session import WeightSync
-from vapo_megatron.engines.weight_sync.transports import DistributedTransport
 from vapo_megatron.errors import BadInput, RunFailed, TryAgain
 from vapo_megatron.models.registry import read_spec
 from vapo_megatron.rollout.dispatcher import Dispatcher

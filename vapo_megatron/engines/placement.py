@@ -30,8 +30,8 @@ from vapo_megatron.engines.server.client import EngineClient, MemoryTag, call_on
 from vapo_megatron.engines.server.connection import REQUEST_SECONDS
 from vapo_megatron.engines.server.node_part import NodePart
 from vapo_megatron.engines.server.process import EngineServer
+from vapo_megatron.engines.weight_sync.broadcast_transport import DistributedTransport
 from vapo_megatron.engines.weight_sync.transports import (
-    DistributedTransport,
     IpcTransport,
     SharedMemoryTransport,
     Transport,

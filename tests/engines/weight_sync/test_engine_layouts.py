@@ -14,8 +14,9 @@ from vapo_megatron.config.rollout import RolloutConfig
 from vapo_megatron.engines.external_server import ask_health
 from vapo_megatron.engines.server.client import Completion, EngineClient
 from vapo_megatron.engines.server.process import EngineServer
+from vapo_megatron.engines.weight_sync.broadcast_transport import DistributedTransport
 from vapo_megatron.engines.weight_sync.session import WeightSync
-from vapo_megatron.engines.weight_sync.transports import DistributedTransport, SharedMemoryTransport
+from vapo_megatron.engines.weight_sync.transports import SharedMemoryTransport
 from vapo_megatron.errors import RunFailed
 from vapo_megatron.weights.hf_files import HFTensors
 from vapo_megatron.weights.routed_experts import ExpertChoices

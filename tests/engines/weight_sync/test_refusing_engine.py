@@ -13,8 +13,8 @@ import torch
 from vapo_megatron.engines.inside.broadcast_group import BroadcastGroup
 from vapo_megatron.engines.server.address import EngineAddress
 from vapo_megatron.engines.server.client import EngineClient
+from vapo_megatron.engines.weight_sync.broadcast_transport import DistributedTransport
 from vapo_megatron.engines.weight_sync.session import EngineLost, WeightSync
-from vapo_megatron.engines.weight_sync.transports import DistributedTransport
 from vapo_megatron.weights.bucket import buffer_of, checksum, places_of, view
 
 DEADLINE = 120.0

@@ -27,14 +27,11 @@ from vapo_megatron.data.sample import Prompt
 from vapo_megatron.engines.server.address import EngineAddress
 from vapo_megatron.engines.server.client import EngineClient
 from vapo_megatron.engines.server.process import EngineServer
-from vapo_megatron.engines.weight_sync import sent_buckets, transports
+from vapo_megatron.engines.weight_sync import broadcast_transport, sent_buckets
+from vapo_megatron.engines.weight_sync.broadcast_transport import DistributedTransport
 from vapo_megatron.engines.weight_sync.logprob_difference import probe_batch, split_logprobs
 from vapo_megatron.engines.weight_sync.session import WeightSync
-from vapo_megatron.engines.weight_sync.transports import (
-    DistributedTransport,
-    SharedMemoryTransport,
-    Transport,
-)
+from vapo_megatron.engines.weight_sync.transports import SharedMemoryTransport, Transport
 from vapo_megatron.errors import RunFailed
 from vapo_megatron.megatron.mesh import make_mesh
 from vapo_megatron.megatron.trainable import Trainable
@@ -383,7 +380,7 @@ def test_damaged_changes_are_named(
         with monkeypatch.context() as patch:
             patch.setattr(sent_buckets, "changed_words", damaged)
             # As if the damage came after the sender had summed
-            patch.setattr(transports, "sum_of_words", lambda changes: sums[-1])
+            patch.setattr(broadcast_transport, "sum_of_words", lambda changes: sums[-1])
             with pytest.raises(RunFailed, match=r"the changes of \S+ to \S+ arrived damaged"):
                 sync.load(in_slots(new), version=3)
         sync.load(in_slots(new), version=4)

@@ -14,10 +14,10 @@ from tiny_qwen3 import largest_difference, make_model, token_logprobs
 from vapo_megatron.config.rollout import RolloutConfig, SyncConfig
 from vapo_megatron.engines.server.client import EngineClient, MemoryTag
 from vapo_megatron.engines.server.process import EngineServer
+from vapo_megatron.engines.weight_sync.broadcast_transport import DistributedTransport
 from vapo_megatron.engines.weight_sync.logprob_difference import limits_for
 from vapo_megatron.engines.weight_sync.session import WeightSync
 from vapo_megatron.engines.weight_sync.transports import (
-    DistributedTransport,
     IpcTransport,
     SharedMemoryTransport,
     Transport,
