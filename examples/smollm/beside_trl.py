@@ -7,10 +7,11 @@
 Both programs start from the model of `make smollm` and read the same problems. Each step draws 8
 prompts with 8 responses of at most 24 tokens at temperature 1, grades them by the same function
 (grading.py) and takes one step of AdamW on the clipped loss of GRPO, averaged over tokens, without
-a KL term: one at 2e-5 without warm-up, where `make smollm` takes two at 1e-5. Seeds run one by one;
-finished ones are kept. Afterwards the trained models answer the held-out problems in plain
-transformers. It prints the accuracy per step and held out with 95 % intervals over seeds, their
-paired difference, and tokens per second of a step and its parts.
+a KL term: one at 2e-5 without warm-up, where `make smollm` takes two at 1e-5. First, on one batch
+of TRL's, the gradients of both programs are compared. Seeds run one by one; finished ones are kept.
+Afterwards the trained models answer the held-out problems in plain transformers. It prints the
+accuracy per step and held out with 95 % intervals over seeds, their paired difference, and tokens
+per second of a step and its parts.
 """
 
 import argparse
@@ -26,6 +27,10 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from examples.ablation.intervals import interval, paired, shown
+from vapo_megatron.cli import PRESETS
+from vapo_megatron.config.load import load_config
+from vapo_megatron.config.train import TrainConfig
+from vapo_megatron.data.tokenizer import TextTokenizer
 from vapo_megatron.files import atomic_write
 from vapo_megatron.monitoring import names
 from vapo_megatron.monitoring.metrics import read_metrics
@@ -39,6 +44,8 @@ SIDES = ("ours", "TRL")
 PROMPTS, GROUP, LONGEST, LR = 8, 8, 24, 2e-5
 # Steps whose mean accuracy stands in the table, counted from the end.
 LAST = 5
+# The largest difference of the gradients, as a share of their norm: rounding of float32.
+SAME_GRADIENT = 1e-3
 OURS = (
     "preset=grpo",
     "actor.max_tokens_per_microbatch=2048",
@@ -113,14 +120,13 @@ def ours(folder: Path, seed: int, steps: int) -> tuple[list[dict[str, float]], P
     return rows, run_dir / "hf" / "final" / "actor"
 
 
-def trl(folder: Path, seed: int, steps: int) -> tuple[list[dict[str, float]], Path]:
-    """The steps of TRL, and the model that it saved."""
-    export = folder / f"trl_{seed}"
-    out = folder / f"trl_{seed}_steps.json"
+def run_trl(script: str, folder: Path, name: str, seed: int, steps: int) -> Path:
+    """A script of TRL's side with our settings; where its figures are."""
+    out = folder / f"{name}_steps.json"
     settings = {
         "model": str(folder / "model"),
         "problems": str(folder / "task" / "train.jsonl"),
-        "export": str(export),
+        "export": str(folder / name),
         "out": str(out),
         "seed": seed,
         "steps": steps,
@@ -129,12 +135,48 @@ def trl(folder: Path, seed: int, steps: int) -> tuple[list[dict[str, float]], Pa
         "longest": LONGEST,
         "lr": LR,
     }
-    file = folder / f"trl_{seed}_settings.json"
+    file = folder / f"{name}_settings.json"
     file.write_text(json.dumps(settings), encoding="utf-8")
     python = ROOT / ".venv-trl" / "bin" / "python"
     threads = str(os.cpu_count())
-    run(python, "-W", "ignore", HERE / "trl_side.py", file, OMP_NUM_THREADS=threads)
-    return json.loads(out.read_text(encoding="utf-8")), export
+    run(python, "-W", "ignore", HERE / script, file, OMP_NUM_THREADS=threads)
+    return out
+
+
+def trl(folder: Path, seed: int, steps: int) -> tuple[list[dict[str, float]], Path]:
+    """The steps of TRL, and the model that it saved."""
+    name = f"trl_{seed}"
+    out = run_trl("trl_side.py", folder, name, seed, steps)
+    return json.loads(out.read_text(encoding="utf-8")), folder / name
+
+
+def same_gradient(folder: Path) -> None:
+    """On one batch of TRL's: the gradients of both programs' formulas and the prompts' token ids
+    must be the same."""
+    file = folder / "gradient.json"
+    if not file.is_file():
+        out = run_trl("same_gradient.py", folder, "gradient", seed=1, steps=1)
+        os.replace(out, file)
+    found = json.loads(file.read_text(encoding="utf-8"))
+    difference = found["norm_of_difference"] / found["norm_of_trl"]
+    print(
+        f"gradient of one batch of {found['responses']} responses: norm "
+        f"{found['norm_of_ours']:.5f} by vapo_megatron's formulas, {found['norm_of_trl']:.5f} in "
+        f"TRL, {difference:.1e} of it between them"
+    )
+    if not difference <= SAME_GRADIENT:
+        raise SystemExit(f"{file}: the programs do not compute the same gradient")
+    strangers = [prompt for prompt in found["prompts"] if prompt not in our_prompts(folder)]
+    if strangers:
+        raise SystemExit(f"{file}: TRL's prompt is none of ours: {strangers[0]}")
+
+
+def our_prompts(folder: Path) -> list[list[int]]:
+    """The token ids of every problem as our side has them."""
+    config = load_config(TrainConfig, HERE / "rl.yaml", OURS, PRESETS)
+    tokenizer = TextTokenizer(folder / "model", config.data.prompt)
+    lines = (folder / "task" / "train.jsonl").read_text(encoding="utf-8").splitlines()
+    return [tokenizer.encode_prompt(json.loads(line)["problem"]) for line in lines]
 
 
 def held_out(folder: Path, export: Path) -> dict[str, float]:
@@ -239,6 +281,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     folder = given.out.resolve()
     if not given.as_is:
         prepare(folder)
+        same_gradient(folder)
     results: Results = {side: {} for side in SIDES}
     for seed in given.seeds:
         for side in SIDES:

@@ -7,6 +7,7 @@ The settings name model, problems, sizes, seed and the folder that becomes the t
 
 import json
 import sys
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +39,13 @@ class AccuracyClock(Clock):
         self.steps[-1]["accuracy"] = self.now["accuracy"]
 
 
-def main(settings: dict[str, Any]) -> None:
-    """Train, write the model and the figures."""
+Reward = Callable[..., list[float]]
+
+
+def trainer_of(
+    settings: Mapping[str, Any], reward: Reward, callbacks: Sequence[TrainerCallback]
+) -> GRPOTrainer:
+    """TRL's trainer with the settings of our side (beside_trl.OURS)."""
     lines = Path(settings["problems"]).read_text(encoding="utf-8").splitlines()
     rows = [json.loads(line) for line in lines]
     prompts = [
@@ -49,17 +55,6 @@ def main(settings: dict[str, Any]) -> None:
         }
         for row in rows
     ]
-    clock = AccuracyClock()
-
-    def reward(
-        completions: list[Any], completion_ids: list[list[int]], answer: list[str], **_: Any
-    ) -> list[float]:
-        clock.now["tokens"] = float(sum(map(len, completion_ids)))
-        texts = [completion[0]["content"] for completion in completions]
-        rewards = [float(is_right(text, a)) for text, a in zip(texts, answer, strict=True)]
-        clock.now["accuracy"] = sum(rewards) / len(rewards)
-        return rewards
-
     samples = settings["prompts"] * settings["group"]
     microbatches = 4
     config = GRPOConfig(
@@ -93,13 +88,29 @@ def main(settings: dict[str, Any]) -> None:
         disable_tqdm=True,
         model_init_kwargs={"dtype": "float32"},
     )
-    trainer = GRPOTrainer(
+    return GRPOTrainer(
         model=settings["model"],
         reward_funcs=reward,
         args=config,
         train_dataset=Dataset.from_list(prompts),
-        callbacks=[clock, Progress(clock)],
+        callbacks=list(callbacks),
     )
+
+
+def main(settings: Mapping[str, Any]) -> None:
+    """Train, write the model and the figures."""
+    clock = AccuracyClock()
+
+    def reward(
+        completions: list[Any], completion_ids: list[list[int]], answer: list[str], **_: Any
+    ) -> list[float]:
+        clock.now["tokens"] = float(sum(map(len, completion_ids)))
+        texts = [completion[0]["content"] for completion in completions]
+        rewards = [float(is_right(text, a)) for text, a in zip(texts, answer, strict=True)]
+        clock.now["accuracy"] = sum(rewards) / len(rewards)
+        return rewards
+
+    trainer = trainer_of(settings, reward, [clock, Progress(clock)])
     clock.time(trainer, "_generate_single_turn", "generation")
     clock.time(trainer, "_generate_and_score_completions", "collection")
     clock.time(trainer, "training_step", "training_step")

@@ -226,6 +226,38 @@ def test_the_comparison_with_trl_is_paired_by_seed(tmp_path: Path) -> None:
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.parametrize(
+    ("difference", "prompt", "refused"),
+    [
+        (1e-5, [1, 2], None),
+        (0.1, [1, 2], "do not compute the same gradient"),
+        (float("nan"), [1, 2], "do not compute the same gradient"),
+        (1e-5, [1, 3], r"TRL's prompt is none of ours: \[1, 3\]"),
+    ],
+)
+def test_programs_that_differ_are_not_compared(
+    difference: float,
+    prompt: list[int],
+    refused: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    figures = {
+        "norm_of_ours": 2.0,
+        "norm_of_trl": 2.0,
+        "norm_of_difference": 2 * difference,
+        "responses": 64,
+        "prompts": [prompt],
+    }
+    (tmp_path / "gradient.json").write_text(json.dumps(figures))
+    monkeypatch.setattr(beside_trl, "our_prompts", lambda _: [[1, 2]])
+    if refused is None:
+        beside_trl.same_gradient(tmp_path)
+    else:
+        with pytest.raises(SystemExit, match=refused):
+            beside_trl.same_gradient(tmp_path)
+
+
 @pytest.mark.parametrize("method", methods.METHODS)
 @pytest.mark.parametrize("on_gpu", [True, False])
 def test_every_method_draws_and_updates_as_often(method: str, on_gpu: bool, tmp_path: Path) -> None:
