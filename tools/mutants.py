@@ -47,6 +47,20 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "tests/agents/test_episodes.py::test_verifiers_that_are_not_there_are_refused_by_name",
     ),
     "algorithms": ("tests/algorithms",),
+    "config": (
+        "tests/config",
+        "tests/checks",
+        "tests/cli/test_bad_input.py",
+        "tests/cli/test_limits.py",
+        "tests/data/test_prompts.py",
+        "tests/data/test_text_tokenizer.py",
+        "tests/engines/test_rollout_config.py",
+        "tests/evaluation/test_external_server.py",
+        "tests/examples/test_aime.py",
+        "tests/megatron/test_invariance_refusals.py",
+        "tests/operations/test_plan_memory.py",
+        "tests/operations/test_plan_residency.py",
+    ),
     "data": ("tests/data", "tests/cli/test_records.py"),
     "rewards": (
         *sorted(
@@ -55,6 +69,12 @@ ROOMS: dict[str, tuple[str, ...]] = {
             if path.name != "test_agreement.py"
         ),
         "tests/rewards/test_agreement.py::test_plain_comparison_is_reflexive_and_never_raises",
+    ),
+    "rollout": (
+        "tests/rollout/test_dispatcher.py",
+        "tests/rollout/test_engine_queue.py",
+        "tests/rollout/test_ledger.py",
+        "tests/rollout/test_windows.py",
     ),
     "training": (
         "tests/training/test_calibrated_advantages.py",
