@@ -114,6 +114,25 @@ def test_rope_is_read_in_every_spelling(tmp_path: Path, spelling: dict[str, Any]
     assert rotary.scaling == RopeScaling("llama3", 32.0, 1.0, 4.0, 256)
 
 
+def test_two_spellings_of_rope_have_to_say_the_same(tmp_path: Path) -> None:
+    """transformers reads rope_scaling where a file has both: one saved by transformers 5, to which
+    somebody adds what a model card of an earlier time says."""
+    new = {"rope_type": "yarn", "rope_theta": 5e5, **YARN}
+    old = {"rope_type": "yarn", **YARN}
+    alone = read_spec(written(tmp_path, rope_parameters=new))
+    assert read_spec(written(tmp_path, rope_parameters=new, rope_scaling={})) == alone
+    both = written(tmp_path, rope_parameters=new, rope_scaling=old, rope_theta=5e5)
+    assert read_spec(both) == alone
+    saved = {"rope_type": "default", "rope_theta": 5e5}
+    for changes in (
+        {"rope_parameters": saved, "rope_scaling": old, "rope_theta": 5e5},
+        {"rope_parameters": new, "rope_scaling": old},
+        {"rope_parameters": new, "rope_scaling": old, "rope_theta": 1e6},
+    ):
+        with pytest.raises(BadInput, match=r"rope_scaling is .* beside rope_parameters .* one of"):
+            read_spec(written(tmp_path, **changes))
+
+
 @pytest.mark.parametrize(
     ("kind", "parameters"),
     [
@@ -197,6 +216,7 @@ def test_old_and_new_names_of_the_dtype(tmp_path: Path) -> None:
             "'dynamic'",
         ),
         ({"rope_scaling": {"type": "linear"}}, "factor of the rotary embedding is None"),
+        ({"rope_scaling": "yarn"}, "rope_scaling is 'yarn', expected an object"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
         ({"num_hidden_layers": ...}, "num_hidden_layers is missing"),
         ({"hidden_size": "wide"}, "hidden_size is 'wide'"),

@@ -74,7 +74,8 @@ class LatentConfig(DecoderConfig):
         parameters = rope_parameters(self.raw)
         kept = {key: value for key, value in parameters.items() if key not in _MSCALES}
         # Under the older spelling rope_theta is beside rope_scaling.
-        theta, scaling = read_rope({**self.raw, "rope_parameters": kept}, "", self.default_theta)
+        config = {**self.raw, "rope_parameters": kept, "rope_scaling": None}
+        theta, scaling = read_rope(config, "", self.default_theta)
         rotary = Rotary(theta, self.qk_rope_head_dim, scaling, interleaved=self.rope_interleave)
         if scaling is None:
             return rotary, 1.0, 1.0

@@ -35,7 +35,7 @@ class Config(DecoderConfig):
 
     @model_validator(mode="after")
     def _complete_rotary_embedding(self) -> "Config":
-        if not rope_parameters(self.raw):
+        if not self.raw.get("rope_parameters") and not self.raw.get("rope_scaling"):
             self.raw["rope_parameters"] = _YARN
         return self
 

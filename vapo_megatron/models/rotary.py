@@ -87,15 +87,24 @@ class Rotary:
         return 1.0 if self.scaling is None else self.scaling.attention_factor**2
 
 
-def rope_parameters(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
     """A config.json's rope_parameters (transformers 5) or rope_scaling (4), possibly by layer type;
-    empty where it has neither. Raises BadConfig where they are not an object."""
-    parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if not isinstance(parameters, Mapping):
+    empty where it has neither. Raises BadConfig where they are not an object, or differ."""
+    newer, older = (_rope_object(config, key) for key in ("rope_parameters", "rope_scaling"))
+    # transformers then reads rope_scaling, and the base beside it.
+    if newer and older and newer != {"rope_theta": config.get("rope_theta")} | older:
         raise BadConfig(
-            f"rope_parameters is {parameters!r}, expected an object such as {{'rope_theta': 1e6}}"
+            f"rope_scaling is {older} beside rope_parameters {newer}, expected one of them: put "
+            "what is meant into rope_parameters and remove rope_scaling"
         )
-    return parameters
+    return newer or older
+
+
+def _rope_object(config: Mapping[str, Any], key: str) -> dict[str, Any]:
+    value = config.get(key) or {}
+    if not isinstance(value, Mapping):
+        raise BadConfig(f"{key} is {value!r}, expected an object such as {{'rope_theta': 1e6}}")
+    return dict(value)
 
 
 def read_rope(
