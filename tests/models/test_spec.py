@@ -217,6 +217,13 @@ def test_old_and_new_names_of_the_dtype(tmp_path: Path) -> None:
         ),
         ({"rope_scaling": {"type": "linear"}}, "factor of the rotary embedding is None"),
         ({"rope_scaling": "yarn"}, "rope_scaling is 'yarn', expected an object"),
+        (
+            {
+                "rope_scaling": YARN | {"type": "yarn"},
+                "original_max_position_embeddings": 4096,
+            },
+            "original_max_position_embeddings is 4096 beside the rotary embedding's own 32768",
+        ),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
         ({"num_hidden_layers": ...}, "num_hidden_layers is missing"),
         ({"hidden_size": "wide"}, "hidden_size is 'wide'"),

@@ -13,6 +13,7 @@ DEFAULT_THETA = 10_000.0
 # longrope and dynamic change with the length of the input: Megatron's packed rotary embedding knows
 # one fixed set of frequencies.
 SUPPORTED = ("default", "linear", "llama3", "yarn")
+_ORIGINAL = "original_max_position_embeddings"
 
 
 class BadConfig(ValueError):
@@ -117,8 +118,10 @@ def read_rope(
     it has none. Raises BadConfig where a number is missing, or Megatron cannot represent the
     scaling."""
     parameters = rope_parameters(config)
+    beside = config
     if isinstance(parameters.get(layer_type), Mapping):
         parameters = parameters[layer_type]
+        beside = {key: value for key, value in config.items() if key != _ORIGINAL}
     kind: Any = parameters.get("rope_type") or parameters.get("type") or "default"
     if kind not in SUPPORTED:
         raise BadConfig(
@@ -127,7 +130,7 @@ def read_rope(
         )
 
     def number(key: str, default: Any = None) -> float:
-        value = parameters.get(key, config.get(key, default))
+        value = parameters.get(key, beside.get(key, default))
         if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
             raise BadConfig(
                 f"{key} of the rotary embedding is {value!r}, expected a number above 0"
@@ -139,8 +142,13 @@ def read_rope(
         return theta, None
     values: dict[str, Any] = {"factor": number("factor")}
     if kind != "linear":
-        context = number("original_max_position_embeddings", config.get("max_position_embeddings"))
-        values["original_max_position_embeddings"] = int(context)
+        context = number(_ORIGINAL, config.get("max_position_embeddings"))
+        if beside.get(_ORIGINAL, context) != context:
+            raise BadConfig(
+                f"{_ORIGINAL} is {beside[_ORIGINAL]} beside the rotary embedding's own {context}, "
+                "expected the same: transformers reads the former, engines the latter"
+            )
+        values[_ORIGINAL] = int(context)
     if kind == "llama3":
         values |= {key: number(key) for key in ("low_freq_factor", "high_freq_factor")}
     if kind == "yarn":
