@@ -11,7 +11,12 @@ from pydantic import Field, PositiveFloat, PositiveInt
 from vapo_megatron.models.family import DecoderConfig, Family, refuse_unless
 from vapo_megatron.models.layers import GatedMlp, Layer, SelfAttention
 from vapo_megatron.models.parts import LAYER, decoder_layer, norm
-from vapo_megatron.models.rotary import Rotary, read_rope, rope_parameters
+from vapo_megatron.models.rotary import (
+    Rotary,
+    check_rope_by_layer_type,
+    read_rope,
+    rope_parameters,
+)
 
 LayerType = Literal["sliding_attention", "full_attention"]
 
@@ -49,6 +54,7 @@ def layers(config: Config) -> tuple[Layer, ...]:
     )
     types = config.layer_types or _by_pattern(config)
     refuse_unless(len(types) == count, "layer_types", types, f"one for each of {count} layers")
+    check_rope_by_layer_type(config.raw)
     full = config.self_attention(qk_norm="head", scale=config.query_pre_attn_scalar**-0.5)
     local = replace(full, window=config.sliding_window, rotary=_local_rotary(config, full))
     kinds = {
@@ -70,7 +76,8 @@ def _by_pattern(config: Config) -> list[LayerType]:
 def _local_rotary(config: Config, full: SelfAttention) -> Rotary:
     """The table of layers with a window: their own entry (transformers 5) or base (4), unscaled."""
     if "sliding_attention" in rope_parameters(config.raw):
-        theta, scaling = read_rope(config.raw, "sliding_attention")
+        own = {**config.raw, "rope_theta": config.rope_local_base_freq}
+        theta, scaling = read_rope(own, "sliding_attention")
         return Rotary(theta, full.head_dim, scaling)
     return Rotary(config.rope_local_base_freq, full.head_dim)
 

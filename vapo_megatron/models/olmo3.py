@@ -10,7 +10,14 @@ from pydantic import PositiveFloat, PositiveInt
 from vapo_megatron.models.family import DecoderConfig, Family, refuse_unless
 from vapo_megatron.models.layers import GatedMlp, Layer, SelfAttention
 from vapo_megatron.models.parts import LAYER, gated_mlp, norm, self_attention
-from vapo_megatron.models.rotary import BadConfig, Rotary, read_rope, rope_parameters
+from vapo_megatron.models.rotary import (
+    BadConfig,
+    RopeScaling,
+    Rotary,
+    check_rope_by_layer_type,
+    read_rope,
+    rope_parameters,
+)
 
 LayerType = Literal["sliding_attention", "full_attention"]
 _WINDOWED = 4  # the last of so many layers has no window, where the file does not say
@@ -34,17 +41,32 @@ def layers(config: Config) -> tuple[Layer, ...]:
         for layer in range(count)
     ]
     refuse_unless(len(types) == count, "layer_types", types, f"one for each of {count} layers")
+    check_rope_by_layer_type(config.raw)
     full = config.self_attention(qk_norm="all")
     local = replace(full, window=config.sliding_window, rotary=_local_rotary(config, full))
     kinds = {"full_attention": _layer(config, full), "sliding_attention": _layer(config, local)}
     return tuple(kinds[kind] for kind in types)
 
 
-def _local_rotary(config: Config, full: SelfAttention) -> Rotary | None:
-    if full.rotary is None or "sliding_attention" not in rope_parameters(config.raw):
-        return None if full.rotary is None else replace(full.rotary, scaling=None)
-    theta, scaling = read_rope(config.raw, "sliding_attention", Config.default_theta)
-    return Rotary(theta, full.head_dim, scaling)
+def _local_rotary(config: Config, full: SelfAttention) -> Rotary:
+    base = config.default_theta
+    if "sliding_attention" in rope_parameters(config.raw):
+        theta, scaling = _read_local_rope(config.raw)
+        return Rotary(theta, full.head_dim, scaling)
+    assert full.rotary is not None
+    refuse_unless(
+        full.rotary.theta == base,
+        "rope_theta",
+        full.rotary.theta,
+        f"{base:g} or rope_parameters with an entry sliding_attention: without one transformers "
+        f"gives layers with a window {base:g}",
+    )
+    return Rotary(base, full.head_dim)
+
+
+def _read_local_rope(config: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
+    """Base and scaling of layers with a window, which never have the base beside them."""
+    return read_rope({**config, "rope_theta": Config.default_theta}, "sliding_attention")
 
 
 def _layer(config: Config, attention: SelfAttention) -> Layer:
@@ -67,10 +89,10 @@ def engine_config(config: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(full, Mapping):
         return config
     theta, _ = read_rope(config, default_theta=Config.default_theta)
-    local_theta, local_scaling = read_rope(config, "sliding_attention", Config.default_theta)
-    if isinstance(local, Mapping) and (local_theta != theta or local_scaling is not None):
+    local_theta, local_scaling = _read_local_rope(config)
+    if local_theta != theta or local_scaling is not None:
         raise BadConfig(
-            f"rope_parameters of sliding_attention are {dict(local)}, expected rope_theta "
+            f"rope_parameters of sliding_attention are {local}, expected rope_theta "
             f"{theta:g} without scaling, as SGLang has one base: choose another checkpoint"
         )
     scaling = {key: value for key, value in full.items() if key != "rope_theta"}

@@ -108,6 +108,21 @@ def _rope_object(config: Mapping[str, Any], key: str) -> dict[str, Any]:
     return dict(value)
 
 
+def check_rope_by_layer_type(config: Mapping[str, Any]) -> None:
+    """Raises BadConfig where transformers would not read what a config.json says of the rotary
+    embedding, in a family with a table for each type of layer."""
+    newer, older = (_rope_object(config, key) for key in ("rope_parameters", "rope_scaling"))
+    if newer and not {"full_attention", "sliding_attention"} & newer.keys():
+        raise BadConfig(
+            f"rope_parameters is {newer}, expected entries full_attention and sliding_attention: "
+            "transformers reads no others"
+        )
+    if older and "rope_type" not in older:
+        raise BadConfig(
+            f"rope_scaling is {older}, expected a rope_type in it: transformers reads no other name"
+        )
+
+
 def read_rope(
     config: Mapping[str, Any],
     layer_type: str = "full_attention",
