@@ -72,6 +72,20 @@ def test_published_models_have_their_published_sizes(tmp_path: Path) -> None:
     assert sum(n * kind.attention.cached_size(8) for kind, n in spec.kinds.items()) == 61 * 576
 
 
+@pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v32", "glm_moe_dsa"])
+def test_pairs_apart_are_refused_where_transformers_has_none(tmp_path: Path, family: str) -> None:
+    def logits() -> torch.Tensor:
+        with torch.no_grad():
+            return transformers.AutoModelForCausalLM.from_pretrained(tmp_path)(IDS[None]).logits
+
+    write_model(tmp_path, family, num_hidden_layers=2)
+    expected = logits()
+    changed(tmp_path, rope_interleave=False)
+    assert torch.equal(logits(), expected)
+    with pytest.raises(BadInput, match="rope_interleave is False, expected true: transformers"):
+        read_spec(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("changes", "told"),
     [

@@ -28,6 +28,9 @@ class LatentConfig(DecoderConfig):
     """Keys of families with latent attention and experts. Neither head_dim, for which config.json
     has the width of turned channels or nothing, nor num_key_value_heads says anything here."""
 
+    # Whether transformers reads rope_interleave; it always takes neighbours as pairs otherwise.
+    reads_interleave: ClassVar[bool] = False
+
     q_lora_rank: PositiveInt | None = None
     kv_lora_rank: PositiveInt = 512
     qk_nope_head_dim: PositiveInt
@@ -49,6 +52,12 @@ class LatentConfig(DecoderConfig):
         """Attention with these ranks, widths and rotary embedding. Raises BadConfig."""
         turned = self.qk_rope_head_dim
         refuse_unless(turned % 2 == 0, "qk_rope_head_dim", turned, "an even number")
+        refuse_unless(
+            self.rope_interleave or self.reads_interleave,
+            "rope_interleave",
+            self.rope_interleave,
+            "true: transformers does not read it in this family, engines do",
+        )
         refuse_unless(
             turned_channels(self.raw, turned) == turned,
             "partial_rotary_factor",
@@ -151,6 +160,7 @@ class Config(LatentConfig):
     """DeepSeek-V3's."""
 
     default_theta: ClassVar[float] = 10_000.0
+    reads_interleave: ClassVar[bool] = True
 
     q_lora_rank: PositiveInt | None = 1536
     qk_nope_head_dim: PositiveInt = 128

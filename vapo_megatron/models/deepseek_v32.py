@@ -6,7 +6,7 @@ that, longer inputs are refused, and exports carry the indexers of the source un
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import PositiveInt
 
@@ -22,6 +22,8 @@ _SPARSE = "indexed_attention"
 class Config(deepseek_v3.Config):
     """DeepSeek-V3.2's. Which layers are dense is a list (transformers), or a number of first ones
     (the published file)."""
+
+    reads_interleave: ClassVar[bool] = False
 
     index_topk: PositiveInt = 2048
     layer_types: list[str] | None = None

@@ -1,6 +1,6 @@
 """GLM-4.7-Flash: DeepSeek-V3's latent attention and experts with GLM-4.5's sizes."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
@@ -18,6 +18,8 @@ from vapo_megatron.models.layers import Layer
 class Config(LatentConfig):
     """GLM-4.7-Flash's. Which layers are dense is a list (transformers), or a number of first ones
     (the published file)."""
+
+    reads_interleave: ClassVar[bool] = True
 
     rms_norm_eps: PositiveFloat = 1e-5
     q_lora_rank: PositiveInt | None = 768
