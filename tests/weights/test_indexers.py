@@ -56,6 +56,14 @@ def same(path: Path, expected: dict[str, torch.Tensor]) -> None:
 
 
 @pytest.mark.parametrize("family", INDEXED)
+def test_the_name_of_layers_before_is_the_same_type(tmp_path: Path, family: str) -> None:
+    expected = read_spec(write_model(tmp_path, family))
+    configured(tmp_path, layer_types=["deepseek_sparse_attention"] * 4)
+    assert transformers.AutoConfig.from_pretrained(tmp_path).layer_types[0] == "indexed_attention"
+    assert read_spec(tmp_path) == expected
+
+
+@pytest.mark.parametrize("family", INDEXED)
 def test_a_conversion_there_and_back_carries_indexers(tmp_path: Path, family: str) -> None:
     source = write_model(tmp_path / "model", family)
     expected = read_tensors(source)

@@ -17,6 +17,8 @@ from vapo_megatron.models.family import Family, refuse_unless
 from vapo_megatron.models.layers import Layer
 
 _SPARSE = "indexed_attention"
+# The name of it in files of transformers 5.0 and a while after.
+_LEGACY = "deepseek_sparse_attention"
 
 
 class Config(deepseek_v3.Config):
@@ -39,7 +41,7 @@ def layers(config: Config) -> tuple[Layer, ...]:
     """DeepSeek-V3's."""
     kinds = config.layer_types
     refuse_unless(
-        kinds is None or set(kinds) == {_SPARSE},
+        kinds is None or set(kinds) in ({_SPARSE}, {_LEGACY}),
         "layer_types",
         kinds,
         f"{_SPARSE!r} for every layer: choose another checkpoint",
