@@ -187,6 +187,19 @@ def test_a_sliding_window_bounds_the_context(tmp_path: Path) -> None:
     assert read_spec(written(tmp_path, **qwen)).max_position_embeddings == 512
 
 
+def test_layer_types_with_a_window_need_it_to_be_on(tmp_path: Path) -> None:
+    """transformers masks such a layer of SmolLM3 whatever use_sliding_window says."""
+    types = ["full_attention", "sliding_attention"]
+    for family in ("smollm3", "qwen3", "llama"):
+        off: dict[str, Any] = {"model_type": family, "num_key_value_heads": 4}
+        off |= {"sliding_window": 128, "use_sliding_window": False}
+        read_spec(written(tmp_path, **off, layer_types=["full_attention"] * 2))
+        with pytest.raises(BadInput, match=r"layer_types is .* expected 'full_attention' alone"):
+            read_spec(written(tmp_path, **off, layer_types=types))
+        on = off | {"use_sliding_window": True}
+        assert read_spec(written(tmp_path, **on, layer_types=types)).max_position_embeddings == 128
+
+
 def test_old_and_new_names_of_the_dtype(tmp_path: Path) -> None:
     assert read_spec(written(tmp_path, torch_dtype="bfloat16")).torch_dtype is torch.bfloat16
     assert read_spec(written(tmp_path, dtype="bfloat16")).torch_dtype is torch.bfloat16

@@ -197,6 +197,7 @@ class Family:
         """
         hf = self.config.model_validate({**config, "raw": dict(config)})
         self._check_features(config)
+        self._check_windows(hf, config)
         if hf.hidden_act != "silu":
             raise BadConfig(
                 f"hidden_act is {hf.hidden_act!r}, expected 'silu' for {self.model_type} models "
@@ -241,6 +242,21 @@ class Family:
                 f"{key} is {value!r}, expected {neutral[0]!r} for {self.model_type} models here: "
                 "choose another checkpoint"
             )
+
+    def _check_windows(self, hf: DecoderConfig, config: Mapping[str, Any]) -> None:
+        """Raises BadConfig where layer_types gives layers a window, or anything but full attention,
+        in a family that does not read it, and the window does not bound the context."""
+        types = config.get("layer_types")
+        bounded = hf.use_sliding_window and hf.sliding_window is not None
+        if "layer_types" in self.config.model_fields or bounded or types is None:
+            return
+        refuse_unless(
+            isinstance(types, list) and all(kind == "full_attention" for kind in types),
+            "layer_types",
+            types,
+            f"'full_attention' alone for {self.model_type} models without use_sliding_window here: "
+            "choose another checkpoint",
+        )
 
 
 def _check_quantisation(quantisation: Mapping[str, Any]) -> None:
