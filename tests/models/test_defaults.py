@@ -35,6 +35,22 @@ def completed(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_a_window_bounds_inputs_where_it_is_not_computed(tmp_path: Path, family: str) -> None:
+    """transformers reads use_sliding_window in four families alone."""
+    config = transformers.AutoConfig.for_model(family, **(SIZES | FAMILIES[family].sizes))
+    config.save_pretrained(tmp_path)
+    written = json.loads((tmp_path / "config.json").read_text()) | {"sliding_window": 5}
+    contexts = []
+    for switch in (False, True):
+        (tmp_path / "config.json").write_text(json.dumps(written | {"use_sliding_window": switch}))
+        contexts.append(read_spec(tmp_path).max_position_embeddings)
+    if family in ("qwen2", "qwen3", "qwen3_moe", "smollm3"):
+        assert contexts == [64, 5]
+    else:
+        assert contexts == ([5, 5] if family in ("mistral", "phi3") else [64, 64])
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_a_key_that_is_missing_has_the_default_of_transformers(tmp_path: Path, family: str) -> None:
     row = FAMILIES[family]
     config = transformers.AutoConfig.for_model(family, **(SIZES | row.sizes))

@@ -66,6 +66,9 @@ class DecoderConfig(BaseModel):
     model_config = ConfigDict(extra="ignore", protected_namespaces=())
     # Base of the rotary embedding where config.json has none.
     default_theta: ClassVar[float] = DEFAULT_THETA
+    # Whether the file's window, which is not computed, bounds the length of inputs; None: where
+    # use_sliding_window is on.
+    bounded_by_window: ClassVar[bool | None] = False
 
     hidden_size: PositiveInt
     intermediate_size: PositiveInt
@@ -89,9 +92,15 @@ class DecoderConfig(BaseModel):
     @property
     def context(self) -> int:
         """Longest input for which full attention is what the model computes: at most its window."""
-        if self.use_sliding_window and self.sliding_window:
-            return min(self.max_position_embeddings, self.sliding_window)
-        return self.max_position_embeddings
+        longest = self.max_position_embeddings
+        return min(longest, self.bound) if self.bound else longest
+
+    @property
+    def bound(self) -> int | None:
+        """The window that bounds the length of inputs; None: none does."""
+        switch = self.bounded_by_window
+        bounded = self.use_sliding_window if switch is None else switch
+        return self.sliding_window if bounded else None
 
     def self_attention(
         self, partial_rotary: float | None = None, interleaved: bool = False, **features: Any
@@ -247,8 +256,7 @@ class Family:
         """Raises BadConfig where layer_types gives layers a window, or anything but full attention,
         in a family that does not read it, and the window does not bound the context."""
         types = config.get("layer_types")
-        bounded = hf.use_sliding_window and hf.sliding_window is not None
-        if "layer_types" in self.config.model_fields or bounded or types is None:
+        if "layer_types" in self.config.model_fields or hf.bound or types is None:
             return
         refuse_unless(
             isinstance(types, list) and all(kind == "full_attention" for kind in types),

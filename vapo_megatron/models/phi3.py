@@ -1,5 +1,7 @@
 """Phi-3, Phi-3.5 and Phi-4: Llama's layers, with fused projections in the files."""
 
+from typing import ClassVar
+
 from pydantic import PositiveFloat
 
 from vapo_megatron.models.family import DecoderConfig, Family
@@ -12,8 +14,9 @@ class Config(DecoderConfig):
     """Every layer has the window, where the file has one. longrope is refused
     (models/rotary.py)."""
 
+    bounded_by_window: ClassVar[bool | None] = True
+
     rms_norm_eps: PositiveFloat = 1e-5
-    use_sliding_window: bool = True
 
 
 def layers(config: Config) -> tuple[Layer, ...]:

@@ -1,5 +1,7 @@
 """Qwen2 and Qwen2.5: biases on query, key and value."""
 
+from typing import ClassVar
+
 from pydantic import PositiveInt
 
 from vapo_megatron.models.family import DecoderConfig, Family
@@ -9,6 +11,8 @@ from vapo_megatron.models.parts import decoder_layer
 
 class Config(DecoderConfig):
     """Its biases are always there: attention_bias, which some files have, says nothing."""
+
+    bounded_by_window: ClassVar[bool | None] = None
 
     num_key_value_heads: PositiveInt | None = 32
     attention_bias: bool = True

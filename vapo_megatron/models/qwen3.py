@@ -1,5 +1,7 @@
 """Qwen3, dense: norms on queries and keys, no biases, an explicit head size."""
 
+from typing import ClassVar
+
 from pydantic import PositiveInt
 
 from vapo_megatron.models.family import DecoderConfig, Family
@@ -9,6 +11,8 @@ from vapo_megatron.models.parts import decoder_layer
 
 class Config(DecoderConfig):
     """Qwen3's."""
+
+    bounded_by_window: ClassVar[bool | None] = None
 
     num_key_value_heads: PositiveInt | None = 32
     head_dim: PositiveInt | None = 128

@@ -1,6 +1,6 @@
 """Qwen3 with a mixture of experts in every layer: Qwen3's attention, a router, no shared expert."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import AliasChoices, Field, PositiveInt
 
@@ -12,6 +12,8 @@ from vapo_megatron.models.parts import decoder_layer
 
 class Config(DecoderConfig):
     """Qwen3-MoE's."""
+
+    bounded_by_window: ClassVar[bool | None] = None
 
     num_key_value_heads: PositiveInt | None = 4
     # transformers 5 has num_local_experts.

@@ -14,6 +14,7 @@ class Config(DecoderConfig):
     """no_rope_layers has a number for each layer: 0 where positions are not encoded."""
 
     default_theta: ClassVar[float] = 2_000_000.0
+    bounded_by_window: ClassVar[bool | None] = None
 
     num_key_value_heads: PositiveInt | None = 4
     no_rope_layers: list[int] | None = None
