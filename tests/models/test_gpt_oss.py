@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from specs import spec_of
 
 from vapo_megatron.config.model import ActorConfig, AdapterConfig
@@ -38,6 +39,14 @@ def test_the_published_config_is_read(tmp_path: Path) -> None:
 
 def test_a_file_without_rotary_scaling_has_the_published_one(tmp_path: Path) -> None:
     assert published(tmp_path, rope_scaling=None).layers == published(tmp_path).layers
+
+
+def test_rotary_parameters_without_a_key_scale_nothing(tmp_path: Path) -> None:
+    """As in transformers, whose default is for a file that has none."""
+    rotary = published(tmp_path, rope_scaling=None, rope_parameters={}).attention.rotary
+    read = transformers.AutoConfig.from_pretrained(tmp_path).rope_parameters
+    assert read["rope_type"] == "default"
+    assert rotary is not None and rotary.scaling is None and rotary.theta == read["rope_theta"]
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,7 @@ class Config(DecoderConfig):
 
     @model_validator(mode="after")
     def _scale_rotary_embedding(self) -> "Config":
-        if not self.raw.get("rope_parameters") and not self.raw.get("rope_scaling"):
+        if self.raw.get("rope_parameters") is None and not self.raw.get("rope_scaling"):
             self.raw["rope_parameters"] = _YARN
         return self
 
