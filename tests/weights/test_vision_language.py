@@ -101,6 +101,22 @@ def test_what_comes_back_is_the_whole_model(tmp_path: Path, moe: bool, tied: boo
     )
 
 
+@pytest.mark.parametrize("moe", [False, True])
+def test_tied_words_are_said_outside_of_the_language_model(tmp_path: Path, moe: bool) -> None:
+    """transformers writes false into the text_config of a tied model that had no key there."""
+    source = write_vision_language(tmp_path / "model", moe, tied=True)
+    held = json.loads((source / "config.json").read_text())
+    expected = read_spec(source)
+    held["text_config"]["tie_word_embeddings"] = False
+    (source / "config.json").write_text(json.dumps(held))
+    assert "lm_head.weight" not in read_tensors(source)
+    whole = getattr(transformers, held["architectures"][0]).from_pretrained(source)
+    assert whole.lm_head.weight is whole.model.language_model.embed_tokens.weight
+    assert read_spec(source) == expected and expected.tied
+    back = read_tensors(there_and_back(source, tmp_path))
+    assert back.keys() == read_tensors(source).keys() - {"mtp.fc.weight"}
+
+
 def test_without_its_source_the_language_model_is_alone(tmp_path: Path) -> None:
     source = write_vision_language(tmp_path / "model")
     ids = IDS[None]

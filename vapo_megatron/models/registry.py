@@ -137,7 +137,11 @@ def language_config(config: Mapping[str, Any]) -> dict[str, Any]:
             f"text_config is {text!r}, expected an object with the language model's keys"
         )
     shared = {key: config[key] for key in _SHARED if key in config}
-    return shared | dict(text) | {"model_type": family.model_type}
+    language = shared | dict(text) | {"model_type": family.model_type}
+    # transformers reads it outside alone, and writes its default, false, into a text_config.
+    if config.get("tie_word_embeddings"):
+        language["tie_word_embeddings"] = True
+    return language
 
 
 def family_of(config: Mapping[str, Any]) -> Family | None:
