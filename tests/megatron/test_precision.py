@@ -11,7 +11,7 @@ from batches import make_batch
 from hf_models import write_model
 from megatron.core.transformer.transformer_config import TransformerConfig
 from ranks import run_ranks
-from specs import spec_of
+from specs import SIZES, spec_of
 from trainables import loss_of, make_trainable
 
 from vapo_megatron.config.model import (
@@ -295,3 +295,16 @@ def test_fused_layers_refuse_what_they_would_leave_out(family: str) -> None:
             check_fused_layers(spec_of(family, num_hidden_layers=4))
     else:
         check_fused_layers(spec_of(family))
+
+
+def test_fused_layers_refuse_to_stretch_a_part_of_a_head() -> None:
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+
+    def glm(share: float) -> ModelSpec:
+        family = FAMILIES["glm4_moe"]
+        sizes = {key: SIZES[key] for key in SIZES if key in family.config.model_fields}
+        return family.spec({**sizes, "rope_scaling": scaling, "partial_rotary_factor": share})
+
+    check_fused_layers(glm(1.0))
+    with pytest.raises(BadInput, match="a stretch of a part of each head"):
+        check_fused_layers(glm(0.5))

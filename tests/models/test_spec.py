@@ -10,8 +10,9 @@ import pytest
 import torch
 import transformers
 from family_table import FAMILIES
+from family_table import LATENT as LATENT_SIZES
 from hf_models import write_model
-from sglang.srt.layers.rotary_embedding import yarn
+from sglang.srt.layers.rotary_embedding import rope_variant, yarn
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from vapo_megatron.errors import BadInput
@@ -36,6 +37,22 @@ LLAMA3 = {
     "original_max_position_embeddings": 256,
 }
 YARN = {"factor": 4.0, "original_max_position_embeddings": 32768}
+
+
+def long_rope(**changes: Any) -> dict[str, Any]:
+    """Of 64 tokens, extended to 512."""
+    scaling = {"type": "longrope", "short_factor": 8 * [1.5], "long_factor": 8 * [3.0]}
+    return {"rope_scaling": scaling | {"original_max_position_embeddings": 64} | changes}
+
+
+LONGROPE = long_rope()
+LATENT = {key: LATENT_SIZES[key] for key in LATENT_SIZES if key != "rope_parameters"} | {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
 
 
 def written(path: Path, **changes: Any) -> Path:
@@ -175,6 +192,27 @@ def test_yarn_is_that_of_the_engines() -> None:
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0)
 
 
+def test_longrope_is_that_of_the_engines() -> None:
+    """Up to the original context, with the stretch of the extended one."""
+    scaling = long_rope()["rope_scaling"]
+    theta, read = read_rope({"max_position_embeddings": 512, "rope_scaling": scaling})
+    assert read is not None
+    engine = rope_variant.Phi3LongRoPEScaledRotaryEmbedding(
+        head_size=24,
+        rotary_dim=16,
+        max_position_embeddings=512,
+        original_max_position_embeddings=64,
+        base=int(theta),
+        is_neox_style=True,
+        dtype=torch.float32,
+        short_factor=scaling["short_factor"],
+        long_factor=scaling["long_factor"],
+    )
+    angles = torch.outer(torch.arange(64).float(), inverse_frequencies(16, theta, read))
+    ours = torch.cat((angles.cos(), angles.sin()), -1) * read.attention_factor
+    torch.testing.assert_close(ours, engine.long_short_cos_sin_cache[:64], rtol=1e-5, atol=1e-5)
+
+
 def test_a_sliding_window_bounds_the_context(tmp_path: Path) -> None:
     mistral = dict(model_type="mistral", num_key_value_heads=4, sliding_window=128)
     assert read_spec(written(tmp_path, **mistral)).max_position_embeddings == 128
@@ -185,6 +223,17 @@ def test_a_sliding_window_bounds_the_context(tmp_path: Path) -> None:
     # Qwen's config files name a window that is off.
     qwen = mistral | dict(model_type="qwen2", use_sliding_window=False)
     assert read_spec(written(tmp_path, **qwen)).max_position_embeddings == 512
+
+
+def test_longrope_bounds_the_context(tmp_path: Path) -> None:
+    """Longer inputs would have other frequencies."""
+    spec = read_spec(written(tmp_path, **LONGROPE))
+    assert spec.max_position_embeddings == 64
+    phi = {"model_type": "phi3", "max_position_embeddings": 8192}
+    scaling = long_rope(original_max_position_embeddings=4096)
+    assert read_spec(written(tmp_path, **phi, **scaling)).max_position_embeddings == 4096
+    del scaling["rope_scaling"]["original_max_position_embeddings"]
+    assert read_spec(written(tmp_path, **phi, **scaling)).max_position_embeddings == 4096
 
 
 def test_layer_types_with_a_window_need_it_to_be_on(tmp_path: Path) -> None:
@@ -223,7 +272,25 @@ def test_old_and_new_names_of_the_dtype(tmp_path: Path) -> None:
             {"rope_scaling": YARN | {"type": "yarn", "attention_factor": 1.0}},
             "attention_factor of YaRN is 1.0",
         ),
-        ({"rope_scaling": {"type": "longrope", "factor": 4.0}}, "'longrope'"),
+        (LONGROPE | {"hidden_size": 32}, "short_factor of longrope has 8 numbers, expected 4"),
+        (long_rope(short_factor=[]), "short_factor of longrope is [], expected numbers"),
+        (long_rope(short_factor=[1.0, 0]), "short_factor of longrope is [1.0, 0], expected"),
+        (long_rope(factor=4.0), "factor of longrope is 4.0, expected 8 or none"),
+        (long_rope(attention_factor=1.0), "attention_factor of longrope is 1.0, expected 1.22"),
+        (long_rope(long_mscale=1.3), "long_mscale of longrope is 1.3, expected 1.22"),
+        (long_rope() | {"model_type": "deepseek_v3", **LATENT}, "rope_type is 'longrope'"),
+        (
+            {"model_type": "phi3", "rope_scaling": {"type": "linear", "factor": 2.0}},
+            "rope_type is 'linear', expected 'longrope' or 'default'",
+        ),
+        (
+            {"model_type": "phi3", "rope_scaling": LONGROPE["rope_scaling"]},
+            "original_max_position_embeddings is 4096 beside the rotary embedding's own 64",
+        ),
+        (
+            {"model_type": "olmo3", "rope_parameters": {"full_attention": {"type": "longrope"}}},
+            "rope scaling 'longrope' cannot be represented",
+        ),
         (
             {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
             "'dynamic'",

@@ -48,6 +48,36 @@ CASES: dict[str, dict[str, Any]] = {
         "hidden_size": 64,
         "rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, **YARN},
     },
+    # Turned channels are stretched, the others of each head are not.
+    **{
+        f"yarn of a part, {family}": {
+            "family": family,
+            "head_dim": 16,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e2,
+                "partial_rotary_factor": 0.5,
+                **YARN,
+            },
+        }
+        for family in ("glm4", "glm4_moe", "minimax_m2", "qwen3_next", "qwen3_5_text")
+    },
+    # The sequence is as long as the original context.
+    **{
+        f"longrope of {share:g}": {
+            "family": "phi3",
+            "hidden_size": 64,
+            "original_max_position_embeddings": 48,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 1e2,
+                "partial_rotary_factor": share,
+                "short_factor": [1.0, 1.1, 1.3, 1.6][: int(4 * share)],
+                "long_factor": [2.0, 3.0, 4.0, 5.0][: int(4 * share)],
+            },
+        }
+        for share in (0.75, 1.0)
+    },
     "window": {"family": "mistral", "sliding_window": 48},
 }
 

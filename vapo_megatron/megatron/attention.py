@@ -54,6 +54,7 @@ class SDPACoreAttention(MegatronModule):
     that Megatron's own core attention has for it."""
 
     rotary: RotaryTables | None = None
+    turned_factor = 1.0
     window: int | None = None
     softmax_offset: torch.nn.Parameter | None
 
@@ -76,6 +77,7 @@ class SDPACoreAttention(MegatronModule):
     def configure(self, attention: SelfAttention, rotary: RotaryTables | None) -> None:
         """Take a layer's own numbers. rotary: its tables, shared by the layers with the same."""
         self.rotary = rotary
+        self.turned_factor = attention.turned_factor
         self.window = attention.window
         self.scale = attention.softmax_scale
         if attention.sinks:
@@ -112,7 +114,7 @@ class SDPACoreAttention(MegatronModule):
             cu = packed_seq_params.cu_seqlens_q
         lengths = (cu[1:] - cu[:-1]).tolist()
         if self.rotary is not None:
-            query, key = self.rotary.turn(query, key, cu)
+            query, key = self.rotary.turn(query, key, cu, self.turned_factor)
         if size > 1:
             widths = (key.shape[-1], value.shape[-1])
             joined = _GatherSequence.apply(torch.cat((key, value), dim=-1), self.cp)

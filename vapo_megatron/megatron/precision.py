@@ -30,8 +30,8 @@ def has_latent_attention(spec: ModelSpec) -> bool:
 
 def check_fused_layers(spec: ModelSpec) -> None:
     """Raises BadInput where Transformer Engine's layers would silently leave out parts of a layer:
-    they take one rotary table alone, no window, norms of single heads, no sinks, no biases but
-    the biases of queries, keys and values, and no delta nets."""
+    they take one rotary table alone, which stretches no part of a head, no window, norms of single
+    heads, no sinks, no biases but the biases of queries, keys and values, and no delta nets."""
     kinds = spec.softmax_attentions
     if has_latent_attention(spec):
         raise BadInput(
@@ -48,15 +48,16 @@ def check_fused_layers(spec: ModelSpec) -> None:
             for rotary in rotaries
         )
         and all(attention.window is None for attention in kinds)
+        and all(attention.turned_factor == 1.0 for attention in kinds)
         and all(attention.qk_norm != "all" for attention in kinds)
         and not any(attention.sinks or attention.output_bias for attention in kinds)
     )
     if not is_plain:
         raise BadInput(
-            f"model.attention: Transformer Engine's layers here know no window, layers without a "
-            "rotary embedding, pairs of neighbours, norms over all heads, attention sinks, queries "
-            f"that grow with their position or delta nets, which {spec.family} has: set "
-            "model.attention=sdpa"
+            "model.attention: Transformer Engine's layers here know no window, layers without a "
+            "rotary embedding, pairs of neighbours, a stretch of a part of each head, norms over "
+            "all heads, attention sinks, queries that grow with their position or delta nets, "
+            f"which {spec.family} has: set model.attention=sdpa"
         )
 
 

@@ -74,9 +74,14 @@ class RotaryTables:
         self._key: weakref.ref[Tensor] | None = None
         self._tables: tuple[Tensor, Tensor] | None = None
 
-    def turn(self, query: Tensor, key: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
-        """Queries [t, heads, d] and keys [t, kv_heads, d] at their positions in the sequences."""
+    def turn(
+        self, query: Tensor, key: Tensor, cu_seqlens: Tensor, factor: float = 1.0
+    ) -> tuple[Tensor, Tensor]:
+        """Queries [t, heads, d] and keys [t, kv_heads, d] at their positions in the sequences.
+        factor: of their turned channels."""
         cos, sin = self.of(cu_seqlens, query.dtype)
+        if factor != 1.0:
+            cos, sin = cos * factor, sin * factor
         query = rotate(query, cos, sin, self.interleaved)
         key = rotate(key, cos, sin, self.interleaved)
         return query if self._factors is None else query * self._factors, key

@@ -81,6 +81,13 @@ class LatentConfig(DecoderConfig):
         for mscale_all_dim is one of all channels, and the ratio of the two one of the turned ones.
         Files without either stretch the turned channels alone."""
         parameters = rope_parameters(self.raw)
+        kind = parameters.get("rope_type") or parameters.get("type") or "default"
+        refuse_unless(
+            kind in ("yarn", "default"),
+            "rope_type",
+            repr(kind),
+            "'yarn' or 'default' with kv_lora_rank: engines know no other there",
+        )
         kept = {key: value for key, value in parameters.items() if key not in _MSCALES}
         # Under the older spelling rope_theta is beside rope_scaling.
         config = {**self.raw, "rope_parameters": kept, "rope_scaling": None}
@@ -88,12 +95,6 @@ class LatentConfig(DecoderConfig):
         rotary = Rotary(theta, self.qk_rope_head_dim, scaling, interleaved=self.rope_interleave)
         if scaling is None:
             return rotary, 1.0, 1.0
-        refuse_unless(
-            scaling.kind == "yarn",
-            "rope_type",
-            repr(scaling.kind),
-            "'yarn' or 'default' with kv_lora_rank: engines know no other there",
-        )
         refuse_unless(
             parameters.get("attention_factor") is None,
             "attention_factor",

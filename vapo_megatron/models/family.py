@@ -18,7 +18,15 @@ from pydantic import BaseModel, ConfigDict, PositiveFloat, PositiveInt
 
 from vapo_megatron.config.tiny_model import TinyModel
 from vapo_megatron.models.layers import Experts, Layer, SelfAttention
-from vapo_megatron.models.rotary import DEFAULT_THETA, BadConfig, Rotary, read_rope, turned_channels
+from vapo_megatron.models.rotary import (
+    DEFAULT_THETA,
+    BadConfig,
+    LongRope,
+    Rotary,
+    fixed_context,
+    read_rope,
+    turned_channels,
+)
 from vapo_megatron.models.spec import ModelSpec
 
 # Rows and columns of a block of FP8 weights that share a scale (weights/fp8.py).
@@ -91,9 +99,10 @@ class DecoderConfig(BaseModel):
 
     @property
     def context(self) -> int:
-        """Longest input for which full attention is what the model computes: at most its window."""
-        longest = self.max_position_embeddings
-        return min(longest, self.bound) if self.bound else longest
+        """Longest input for which full attention with fixed frequencies is what the model
+        computes: at most its window, and longrope's original context."""
+        bounds = (self.max_position_embeddings, self.bound, fixed_context(self.raw))
+        return min(bound for bound in bounds if bound is not None)
 
     @property
     def bound(self) -> int | None:
@@ -137,10 +146,10 @@ class DecoderConfig(BaseModel):
             raise BadConfig(
                 f"partial_rotary_factor is {share:g}, expected 1.0: choose another checkpoint"
             )
-        if channels != head_dim and scaling is not None and scaling.kind == "yarn":
+        if isinstance(scaling, LongRope) and len(scaling.short_factor) != channels // 2:
             raise BadConfig(
-                "rope scaling 'yarn' with partial_rotary_factor below 1 is not supported: choose "
-                "another checkpoint"
+                f"short_factor of longrope has {len(scaling.short_factor)} numbers, expected "
+                f"{channels // 2}, one for each pair of the {channels} turned channels"
             )
         return Rotary(theta, channels, scaling)
 

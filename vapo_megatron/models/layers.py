@@ -33,7 +33,8 @@ class SelfAttention:
     Attributes:
         num_heads, num_kv_heads, head_dim: queries, key-value groups, channels of each.
         rotary: of queries and keys; None: positions are not encoded.
-        scale: of the scores, which YaRN's factor multiplies; None: 1 / sqrt(head_dim).
+        scale: of the scores, which a stretch of queries and keys multiplies; None: 1 /
+            sqrt(head_dim).
         window: keys that a query sees, its own included; None: its whole past.
         qkv_bias: whether the projections of queries, keys and values have biases.
         output_bias: whether the output projection has one.
@@ -76,11 +77,18 @@ class SelfAttention:
         return 2 * max(1.0, self.num_kv_heads / tp_size) * self.head_dim
 
     @property
+    def turned_factor(self) -> float:
+        """Factor of turned queries and of turned keys, where a head has further channels."""
+        if self.rotary is None or self.rotary.channels == self.head_dim:
+            return 1.0
+        return self.rotary.stretch
+
+    @property
     def softmax_scale(self) -> float:
-        """Scale of the scores."""
+        """Scale of the scores, with the factors of queries and keys that are turned as a whole."""
         scale = self.head_dim**-0.5 if self.scale is None else self.scale
-        stretch = 1.0 if self.rotary is None else self.rotary.score_factor
-        return stretch * scale
+        stretch = 1.0 if self.rotary is None else self.rotary.stretch / self.turned_factor
+        return stretch**2 * scale
 
 
 @dataclass(frozen=True)

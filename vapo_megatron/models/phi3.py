@@ -2,27 +2,40 @@
 
 from typing import ClassVar
 
-from pydantic import PositiveFloat
+from pydantic import PositiveFloat, model_validator
 
-from vapo_megatron.models.family import DecoderConfig, Family
+from vapo_megatron.models.family import DecoderConfig, Family, refuse_unless
 from vapo_megatron.models.layers import GatedMlp, Layer
 from vapo_megatron.models.parts import ATTENTION, LAYER, fused_gated_mlp, norm
 from vapo_megatron.models.rules import FusedQKV, Row
 
 
 class Config(DecoderConfig):
-    """Every layer has the window, where the file has one. longrope is refused
-    (models/rotary.py)."""
+    """Every layer has the window, where the file has one. transformers knows no scaling of the
+    rotary embedding but longrope, and reads its original context beside it."""
 
     bounded_by_window: ClassVar[bool | None] = True
 
     rms_norm_eps: PositiveFloat = 1e-5
+
+    @model_validator(mode="after")
+    def _complete_rotary_embedding(self) -> "Config":
+        self.raw.setdefault("original_max_position_embeddings", 4096)
+        return self
 
 
 def layers(config: Config) -> tuple[Layer, ...]:
     """All alike."""
     hidden = config.hidden_size
     attention = config.self_attention(partial_rotary=1.0)
+    assert attention.rotary is not None
+    scaling = attention.rotary.scaling
+    refuse_unless(
+        scaling is None or scaling.kind == "longrope",
+        "rope_type",
+        None if scaling is None else repr(scaling.kind),
+        "'longrope' or 'default'",
+    )
     qkv = FusedQKV(
         "self_attention.linear_qkv.weight",
         (ATTENTION + "qkv_proj.weight",),

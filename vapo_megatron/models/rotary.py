@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 DEFAULT_THETA = 10_000.0
-# longrope and dynamic change with the length of the input: Megatron's packed rotary embedding knows
-# one fixed set of frequencies.
-SUPPORTED = ("default", "linear", "llama3", "yarn")
+# dynamic changes with the length of every input; longrope has one set of frequencies up to the
+# original context, and longer inputs are refused.
+SUPPORTED = ("default", "linear", "llama3", "yarn", "longrope")
 _ORIGINAL = "original_max_position_embeddings"
 
 
@@ -28,7 +28,7 @@ class RopeScaling:
     turn beta_fast and beta_slow times within the original context (arXiv 2309.00071, section 3.2),
     and stretches queries and keys (attention_factor), unless the file undoes that."""
 
-    kind: Literal["linear", "llama3", "yarn"]
+    kind: Literal["linear", "llama3", "yarn", "longrope"]
     factor: float
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
@@ -44,6 +44,24 @@ class RopeScaling:
         if not self.stretches:
             return 1.0
         return 0.1 * math.log(self.factor) + 1.0 if self.kind == "yarn" and self.factor > 1 else 1.0
+
+
+@dataclass(frozen=True)
+class LongRope(RopeScaling):
+    """Each pair of channels has a divisor of its own (arXiv 2402.13753), those of inputs up to the
+    original context. Queries and keys are stretched as for the extended one.
+
+    Attributes:
+        short_factor: a divisor for each pair.
+    """
+
+    short_factor: tuple[float, ...] = ()
+
+    @property
+    def attention_factor(self) -> float:
+        """Factor of rotated queries and rotated keys (section 4.2)."""
+        context = self.original_max_position_embeddings
+        return math.sqrt(1 + math.log(self.factor) / math.log(context)) if self.factor > 1 else 1.0
 
 
 @dataclass(frozen=True)
@@ -83,9 +101,9 @@ class Rotary:
         return inverse_frequencies(self.channels, self.theta, self.scaling)
 
     @property
-    def score_factor(self) -> float:
-        """Factor of attention scores: YaRN's once for queries and once for keys."""
-        return 1.0 if self.scaling is None else self.scaling.attention_factor**2
+    def stretch(self) -> float:
+        """Factor of turned queries, and of turned keys."""
+        return 1.0 if self.scaling is None else self.scaling.attention_factor
 
 
 def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -138,7 +156,7 @@ def read_rope(
         parameters = parameters[layer_type]
         beside = {key: value for key, value in config.items() if key != _ORIGINAL}
     kind: Any = parameters.get("rope_type") or parameters.get("type") or "default"
-    if kind not in SUPPORTED:
+    if kind not in SUPPORTED or (kind == "longrope" and beside is not config):
         raise BadConfig(
             f"rope scaling {kind!r} cannot be represented in Megatron, which takes "
             f"{', '.join(SUPPORTED)}; choose a checkpoint without it or remove it from the file"
@@ -155,15 +173,17 @@ def read_rope(
     theta = float(number("rope_theta", default_theta))
     if kind == "default":
         return theta, None
-    values: dict[str, Any] = {"factor": number("factor")}
+    values: dict[str, Any] = {} if kind == "longrope" else {"factor": number("factor")}
     if kind != "linear":
         context = number(_ORIGINAL, config.get("max_position_embeddings"))
         if beside.get(_ORIGINAL, context) != context:
             raise BadConfig(
                 f"{_ORIGINAL} is {beside[_ORIGINAL]} beside the rotary embedding's own {context}, "
-                "expected the same: transformers reads the former, engines the latter"
+                "expected the same: transformers reads the former, most engines the latter"
             )
         values[_ORIGINAL] = int(context)
+    if kind == "longrope":
+        return theta, _long_rope(parameters, config["max_position_embeddings"], values[_ORIGINAL])
     if kind == "llama3":
         values |= {key: number(key) for key in ("low_freq_factor", "high_freq_factor")}
     if kind == "yarn":
@@ -176,6 +196,39 @@ def read_rope(
     if kind == "yarn":
         _check_yarn_factor(parameters, scaling)
     return theta, scaling
+
+
+def _long_rope(parameters: Mapping[str, Any], longest: float, context: int) -> LongRope:
+    """Raises BadConfig where a number is missing, or SGLang would not read it."""
+    divisors = parameters.get("short_factor")
+    numbers = divisors if isinstance(divisors, list) else []
+    if not numbers or not all(isinstance(x, int | float) and x > 0 for x in numbers):
+        raise BadConfig(f"short_factor of longrope is {divisors!r}, expected numbers above 0")
+    factor = longest / context
+    scaling = LongRope(
+        "longrope", factor, original_max_position_embeddings=context, short_factor=tuple(numbers)
+    )
+    stretch = scaling.attention_factor
+    expected = {"factor": factor, "attention_factor": stretch}
+    expected |= dict.fromkeys(("short_mscale", "long_mscale"), stretch)
+    for key, known in expected.items():
+        value = parameters.get(key)
+        if value is not None and not math.isclose(value, known):
+            raise BadConfig(
+                f"{key} of longrope is {value!r}, expected {known:g} or none: transformers and "
+                "SGLang do not both read it"
+            )
+    return scaling
+
+
+def fixed_context(config: Mapping[str, Any]) -> int | None:
+    """The longest input for which a config.json's frequencies are those that read_rope gives; None:
+    any."""
+    parameters = rope_parameters(config)
+    if "longrope" not in (parameters.get("rope_type"), parameters.get("type")):
+        return None
+    _, scaling = read_rope(config)
+    return None if scaling is None else scaling.original_max_position_embeddings
 
 
 def _check_yarn_factor(parameters: Mapping[str, Any], scaling: RopeScaling) -> None:
@@ -218,7 +271,7 @@ def inverse_frequencies(channels: int, theta: float, scaling: RopeScaling | None
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     config = SimpleNamespace(
-        rope_parameters={"rope_theta": theta, **asdict(scaling)},
+        rope_parameters={"rope_theta": theta, "long_factor": (), **asdict(scaling)},
         head_dim=channels,
         hidden_size=channels,
         num_attention_heads=1,
