@@ -239,8 +239,9 @@ BLOCKS = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
 WIDE = {"hidden_size": 160, "intermediate_size": 256, "moe_intermediate_size": 144}
 
 
-def quantised(path: Path) -> dict[str, torch.Tensor]:
-    """Quantise the linear layers of a directory as DeepSeek's are; returns what they stand for."""
+def quantised(path: Path, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+    """Quantise the linear layers of a directory as DeepSeek's are; returns what they stand for.
+    dtype: of the scales."""
     meant: dict[str, torch.Tensor] = {}
     recipe = BlockFp8.of(read_spec(path))
 
@@ -249,6 +250,7 @@ def quantised(path: Path) -> dict[str, torch.Tensor]:
             meant[name] = tensor
             if recipe.covers(name):
                 values, scales = quantize(tensor.float())
+                scales = scales.to(dtype)
                 tensors |= {name: values, name + SCALE_SUFFIX: scales}
                 meant[name] = dequantize(values, scales).bfloat16()
 
@@ -285,6 +287,23 @@ def test_fp8_files_are_read_and_exported_as_bfloat16(
     assert "quantization_config" not in json.loads((tmp_path / "hf" / "config.json").read_text())
 
 
+@pytest.mark.parametrize(
+    ("family", "dtype", "name"),
+    [("qwen3", torch.bfloat16, "e4m3"), ("minimax_m2", torch.float32, "float8_e4m3fn")],
+)
+def test_fp8_is_read_as_others_than_deepseek_publish_it(
+    tmp_path: Path, family: str, dtype: torch.dtype, name: str
+) -> None:
+    """Qwen3's scales are bfloat16, MiniMax-M2 has another name of the format."""
+    source = write_model(tmp_path / "source", family, dtype=torch.bfloat16, hidden_size=160)
+    meant = quantised(source, dtype)
+    changed(source, quantization_config=BLOCKS | {"fmt": name})
+    check_weights(source, read_spec(source), "lm")
+    tensors = HFTensors(source)
+    assert tensors.scaled > 10
+    assert all(torch.equal(tensors[key][:], tensor) for key, tensor in meant.items())
+
+
 def without_scales(tensors: dict[str, torch.Tensor]) -> None:
     del tensors["model.layers.0.mlp.up_proj.weight" + SCALE_SUFFIX]
 
@@ -302,7 +321,7 @@ def of_nothing(tensors: dict[str, torch.Tensor]) -> None:
     ("change", "told"),
     [
         (without_scales, "has dtype F8_E4M3, expected one of"),
-        (of_other_blocks, r"shape \[4, 4\], expected F8_E4M3 and F32 of shape \[2, 2\]"),
+        (of_other_blocks, r"shape \[4, 4\], expected F8_E4M3 and F32 or BF16 of shape \[2, 2\]"),
         (of_nothing, "weight_scale_inv is not known"),
     ],
 )

@@ -278,13 +278,17 @@ class Family:
 
 def _check_quantisation(quantisation: Mapping[str, Any]) -> None:
     """Raises BadConfig unless weights are FP8 with scales of blocks, which are read as bfloat16."""
-    wanted = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [FP8_BLOCK, FP8_BLOCK]}
     # Only the format may be left out.
+    wanted: dict[str, tuple[Any, ...]] = {
+        "quant_method": ("fp8",),
+        "fmt": ("e4m3", "float8_e4m3fn", None),
+        "weight_block_size": ([FP8_BLOCK, FP8_BLOCK],),
+    }
     for key, expected in wanted.items():
-        value = quantisation.get(key, "e4m3" if key == "fmt" else None)
-        if value != expected:
+        value = quantisation.get(key)
+        if value not in expected:
             raise BadConfig(
-                f"quantization_config has {key} {value!r}, expected {expected!r}: of quantised "
+                f"quantization_config has {key} {value!r}, expected {expected[0]!r}: of quantised "
                 "weights only DeepSeek's FP8 blocks are read; give the bf16 or fp32 original"
             )
 

@@ -176,11 +176,12 @@ class HFTensors:
         scales = self._in_file(name + SCALE_SUFFIX)
         expected = tuple(-(-size // BLOCK) for size in values.shape)
         kinds = (values.dtype, scales.dtype)
-        if kinds != ("F8_E4M3", "F32") or len(expected) != 2 or scales.shape != expected:
+        known = kinds[0] == "F8_E4M3" and kinds[1] in ("F32", "BF16")
+        if not known or len(expected) != 2 or scales.shape != expected:
             raise BadInput(
                 f"{self._places[name]}: tensor {name} has dtype {kinds[0]} and scales of dtype "
-                f"{kinds[1]} and shape {list(scales.shape)}, expected F8_E4M3 and F32 of shape "
-                f"{list(expected)}, one a block of {BLOCK} x {BLOCK}: give the bf16 original"
+                f"{kinds[1]} and shape {list(scales.shape)}, expected F8_E4M3 and F32 or BF16 of "
+                f"shape {list(expected)}, one a block of {BLOCK} x {BLOCK}: give the bf16 original"
             )
 
     def _open(self, path: Path) -> Iterable[str]:
