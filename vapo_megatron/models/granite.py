@@ -1,5 +1,4 @@
-"""Granite 3 and 4, dense: Llama's layers with factors on embeddings, scores, residuals and
-logits."""
+"""Granite 3, dense: Llama's layers with factors on embeddings, scores, residuals and logits."""
 
 from collections.abc import Mapping
 from dataclasses import replace
