@@ -15,6 +15,8 @@ SCALED = (
     *("llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "seed_oss", "granite", "smollm3"),
     *("olmo3", "gemma3_text"),
 )
+# Of these a part of each head is turned, which YaRN then stretches alone.
+PARTIAL = ("glm4", "glm4_moe", "minimax_m2", *DELTA_NETS)
 NUMBER_OF_EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
 
 
@@ -48,6 +50,11 @@ def variant(family: str, rng: Random) -> dict[str, Any]:
         sizes["partial_rotary_factor"] = rng.choice((0.5, 1.0))
     if family in SCALED:
         sizes |= _rotary(family, rng)
+    if family in PARTIAL and rng.random() < 0.5:
+        yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": rng.choice((2.0, 4.0))}
+        sizes["rope_parameters"] = yarn | {"original_max_position_embeddings": 16}
+    if family == "phi3" and rng.random() < 0.7:
+        sizes |= _long_rope(sizes["hidden_size"] // sizes["num_attention_heads"], rng)
     return sizes
 
 
@@ -148,3 +155,13 @@ def _rotary(family: str, rng: Random) -> dict[str, Any]:
         plain = {"rope_type": "default", "rope_theta": parameters["rope_theta"]}
         parameters = {"full_attention": parameters, "sliding_attention": plain}
     return {"rope_parameters": parameters}
+
+
+def _long_rope(head_dim: int, rng: Random) -> dict[str, Any]:
+    """For inputs that are not longer than the original context."""
+    share = rng.choice((0.5, 1.0))
+    pairs = int(head_dim * share) // 2
+    short, long = ([rng.uniform(1.0, most) for _ in range(pairs)] for most in (2.0, 8.0))
+    parameters = {"rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": share}
+    parameters |= {"short_factor": short, "long_factor": long}
+    return {"original_max_position_embeddings": 32, "rope_parameters": parameters}
