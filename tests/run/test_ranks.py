@@ -129,6 +129,19 @@ def test_the_first_failure_ends_all_ranks(
         assert not psutil.pid_exists(int(path.read_text().split()[0]))
 
 
+def name_many_tensors() -> None:
+    if dist.get_rank() == 1:
+        raise RuntimeError(f"Missing keys: {', '.join(f'layers.{i}.weight' for i in range(9999))}")
+    dist.barrier()
+
+
+@pytest.mark.timeout(60)
+def test_an_error_longer_than_a_pipe_holds_is_told() -> None:
+    """The rank cannot end before its starter has read it."""
+    with pytest.raises(RunFailed, match=r"^rank 1: Traceback[^$]*layers\.0\.[^$]*layers\.9998\."):
+        start_ranks(2, name_many_tensors, 60)
+
+
 def stopped_on_one(folder: Path, seconds: float) -> None:
     """Rank 1 is stopped twice, and rank 0 continues it after `seconds`."""
     write_rank(folder)

@@ -284,18 +284,22 @@ def _wait(ranks: list[Any], failures: Any) -> None:
     lost: VapoError | None = None
     lost_at = 0.0
     stopped: Counter[str] = Counter()
+    said = failures._reader
     while running:
-        ended = multiprocessing.connection.wait(list(running), _LOOK_SECONDS)
-        if not ended:
+        heard = multiprocessing.connection.wait([*running, said], _LOOK_SECONDS)
+        ended = [sentinel for sentinel in heard if sentinel is not said]
+        for sentinel in ended:
+            running[sentinel].join()
+        # Also of a rank that still runs: it cannot end before a long error has been read.
+        while not failures.empty():
+            number, error = failures.get()
+            errors[f"rank{number}"] = error
+        if not heard:
             _end_stopped(running.values(), stopped)
-        if not ended and lost is not None and time.monotonic() > lost_at + _PATIENCE_SECONDS:
+        if not heard and lost is not None and time.monotonic() > lost_at + _PATIENCE_SECONDS:
             raise lost
         for sentinel in ended:
             rank = running.pop(sentinel)
-            rank.join()
-            while not failures.empty():
-                number, error = failures.get()
-                errors[f"rank{number}"] = error
             if rank.exitcode == LOST_A_PEER:
                 # The other's own end says more
                 lost = lost or errors[rank.name]
