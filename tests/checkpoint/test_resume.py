@@ -628,6 +628,19 @@ def test_exported_models_without_saved_state_stay(copy: tuple[TrainConfig, Path]
     assert {path: path.read_bytes() for path in exported} == exported
 
 
+@pytest.mark.parametrize("others", [True, False])
+def test_checkpoint_that_was_being_replaced_is_resumed_from(
+    copy: tuple[TrainConfig, Path], others: bool
+) -> None:
+    """Of a run that was killed between two renames, where a file system cannot exchange names."""
+    config, checkpoint = copy
+    checkpoint.rename(checkpoint.with_name(f".{checkpoint.name}.1a2b.old"))
+    checkpoint.with_name(f".{checkpoint.name}.1a2b").mkdir()
+    for path in () if others else list_checkpoints(Path(config.run.directory)).values():
+        shutil.rmtree(path)
+    assert prepare_start(config, lambda: None, lambda: None).checkpoint == checkpoint
+
+
 def test_another_model_under_the_same_path_is_refused_untouched(
     copy: tuple[TrainConfig, Path],
 ) -> None:

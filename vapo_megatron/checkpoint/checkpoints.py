@@ -88,7 +88,7 @@ def commit_checkpoint(folder: Path, name: CheckpointName) -> Path:
     elif not exchanged(folder, target):
         old = target.rename(folder.with_name(f"{folder.name}.old"))
         try:
-            folder.rename(target)  # a kill just before: see remove_leftovers
+            folder.rename(target)  # a kill just before: see restore_replaced
         except OSError:
             old.rename(target)
             raise
@@ -97,17 +97,21 @@ def commit_checkpoint(folder: Path, name: CheckpointName) -> Path:
     return target
 
 
+def restore_replaced(run_dir: Path) -> None:
+    """Give a checkpoint its name again that was about to be replaced when its run was killed: it is
+    found from then on. Raises OSError."""
+    for path in (run_dir / CHECKPOINT_FOLDER).glob(".*.old"):
+        target = path.with_name(path.name[1:].partition(".")[0])
+        if not target.exists():
+            path.rename(target)
+
+
 def remove_leftovers(run_dir: Path) -> None:
     """Remove what interrupted saves and removals have left; a checkpoint that was about to be
-    replaced has its name again."""
-    folder = run_dir / CHECKPOINT_FOLDER
-    if folder.is_dir():
-        for path in folder.glob(".*"):
-            target = folder / path.name[1:].partition(".")[0]
-            if path.suffix == ".old" and not target.exists():
-                path.rename(target)
-            else:
-                shutil.rmtree(path, ignore_errors=True)
+    replaced has its name again. Raises OSError."""
+    restore_replaced(run_dir)
+    for path in (run_dir / CHECKPOINT_FOLDER).glob(".*"):
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def remove_checkpoint(path: Path) -> None:

@@ -7,10 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from vapo_megatron.checkpoint.checkpoints import (
+    CHECKPOINT_FOLDER,
     HF_FOLDER,
     final_step,
     latest_checkpoint,
     list_checkpoints,
+    restore_replaced,
 )
 from vapo_megatron.checkpoint.manifest import check_structure, read_manifest, read_progress
 from vapo_megatron.checkpoint.resume import Start, check_config_change
@@ -20,6 +22,7 @@ from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.data.prompts import PromptSource, train_prompts
 from vapo_megatron.data.tokenizer import TextTokenizer
 from vapo_megatron.errors import BadInput
+from vapo_megatron.files import cannot_write
 from vapo_megatron.models.registry import read_spec
 from vapo_megatron.monitoring.metrics import read_metrics
 from vapo_megatron.training.sft import load_demonstrations, planned_steps
@@ -38,9 +41,17 @@ def prepare_start(settings: Settings, check: Callable[[], None], take: Callable[
         BadInput where somebody
     else works in it. May be called again.
     """
-    start = foresee_start(settings, check, take)
+    run_dir = Path(settings.run.directory)
+
+    def take_and_restore() -> None:
+        take()
+        try:
+            restore_replaced(run_dir)
+        except OSError as error:
+            raise cannot_write(run_dir / CHECKPOINT_FOLDER, error) from None
+
+    start = foresee_start(settings, check, take_and_restore)
     if start.finished:
-        run_dir = settings.run.directory
         _logger.info(
             "%s: finished already, nothing to do (a larger number of steps would continue it)",
             run_dir,
