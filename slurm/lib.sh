@@ -336,11 +336,12 @@ on_term() {
 
 end_job() {
     local node=
+    # Nothing begins from them any more. Tasks that ended with 0 have taken theirs along.
+    [[ -z ${COPIES:-} || -n $ENDING || $1 = 0 ]] || on_alive_nodes "$FORGET_COPIES"
     if [[ $1 != 75 ]]; then
         record_end "$1"
         exit "$1"
     fi
-    [[ -z ${COPIES:-} || -n $ENDING ]] || on_alive_nodes "$FORGET_COPIES"
     [[ $STEP_NAME = doctor ]] || node=$(died_on)
     [[ -z $node ]] || exclude "$node" "a task was killed by a signal, or its device or disk failed"
     if [[ -n $ENDING && $(job_field Reason) != TimeLimit ]]; then

@@ -138,9 +138,13 @@ def test_a_node_has_as_many_tasks_as_slurm_gave_it(
     assert asked or "the nodes have 2,3 tasks, expected as many on each" in said
 
 
-def test_copies_go_before_a_job_is_requeued(job: Job) -> None:
-    job.exits([(137, "b")])
-    job.bash("COPIES=1; end_job 75")
+@pytest.mark.parametrize(("code", "tasks"), [(75, [(137, "b")]), (1, [(1, "a")]), (2, [(2, "a")])])
+def test_copies_go_before_a_job_is_requeued_or_fails(
+    job: Job, code: int, tasks: list[tuple[int, str]]
+) -> None:
+    """Nobody else empties the memory of these nodes."""
+    job.exits(tasks)
+    assert job.bash(f"COPIES=1; end_job {code}").returncode == code
     assert any(
         "rm -rf" in line and "vapo-job-" in line for line in job.asked.read_text().splitlines()
     )
