@@ -501,6 +501,33 @@ def test_outside_a_job_a_script_checks_and_submits_nothing(
 
 
 @pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        ("one run.seed=1\ntwo run.seed=2", "cli train"),  # its last line has no end
+        ("one run.seed=1\n\n", "has nothing in line 2"),
+        ("one run.seed=1\n", "has nothing in line 2"),
+    ],
+)
+def test_a_row_is_read_however_its_line_ends(job: Job, rows: str, said: str) -> None:
+    job.stand_in("python3", "exit 0")
+    job.stand_in("sbatch", "exit 0")
+    (job.folder / "rows.txt").write_text(rows)
+    environment = {
+        "PATH": f"{job.folder}/bin:{os.environ['PATH']}",
+        "VENV": "",
+        "ROWS": str(job.folder / "rows.txt"),
+        "SLURM_ARRAY_TASK_ID": "2",
+    }
+    command = ["bash", "slurm/array.sbatch"]
+    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    if said == "cli train":
+        assert ended.returncode == 0, ended.stderr
+        assert "run.name='gsm8k-two'" in ended.stdout and "run.seed=2\n" in ended.stdout
+    else:
+        assert ended.returncode == 2 and said in ended.stderr and "unbound" not in ended.stderr
+
+
+@pytest.mark.parametrize(
     "arguments",
     [
         ["--checkpoint", "final", "run.seed=2"],
