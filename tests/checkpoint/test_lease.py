@@ -220,3 +220,27 @@ def test_a_lease_that_is_removed_is_made_again(tmp_path: Path) -> None:
         other = json.loads(lease_file(run_dir).read_text()) | {"pid": 1, "host": "elsewhere"}
         lease_file(run_dir).write_text(json.dumps(other))
         assert ended.wait(60), "two runs would write here"
+
+
+def lose_it(run_dir: Path, interrupt: Any) -> None:
+    """Another run takes it over while this one goes on. interrupt: how SIGINT is handled."""
+    signal.signal(signal.SIGINT, interrupt)
+    with Lease(run_dir, {}, beat=0.02) as lease:
+        lease.take()
+        path = lease_file(run_dir)
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"pid": 1}))
+        time.sleep(300)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("interrupt", [signal.default_int_handler, signal.SIG_IGN])
+def test_a_run_that_lost_it_ends_also_in_the_background(tmp_path: Path, interrupt: Any) -> None:
+    """A script's `command &` ignores SIGINT."""
+    process = FORK.Process(target=lose_it, args=(tmp_path / "vapo", interrupt))
+    process.start()
+    try:
+        process.join(30)
+        assert process.exitcode not in (None, 0), "two runs write here"
+    finally:
+        process.kill()
+        process.join()

@@ -87,8 +87,10 @@ class Holder:
 
 
 def _interrupt() -> None:
-    """End this process as Ctrl-C does: saving would write where another run does."""
-    os.kill(os.getpid(), signal.SIGINT)
+    """End this process as Ctrl-C does: saving would write where another run does. A shell without
+    job control starts its background jobs to ignore that: then as kill -9 does."""
+    is_ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    os.kill(os.getpid(), signal.SIGKILL if is_ignored else signal.SIGINT)
 
 
 class Lease:
