@@ -19,7 +19,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from megatron.core.dist_checkpointing.core import (
+    CONFIG_FNAME,
+    CheckpointingConfig,
+    save_config,
+)
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedBase
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
@@ -98,13 +102,10 @@ class PlannedSave:
         sync(common)
         self.writer.finish(self.metadata, list(results))
         save_config(CheckpointingConfig(_BACKEND, _VERSION), str(self.folder))
+        sync(self.folder / CONFIG_FNAME)
         return [
             common,
-            *(
-                path
-                for path in self.folder.iterdir()
-                if path.name in (".metadata", "metadata.json")
-            ),
+            *(path for path in self.folder.iterdir() if path.name in (".metadata", CONFIG_FNAME)),
         ]
 
 
