@@ -89,8 +89,19 @@ cores_of_a_task() { # the cores of the job's smallest node over its tasks: srun 
     echo $((cores > tasks ? cores / tasks : 1))
 }
 
+ask_controller() { # COMMAND...: again where Slurm's controller does not answer, as while it is restarted
+    local end=$((SECONDS + ${CONTROLLER_WAIT:-600})) said code
+    local away='controller|[Tt]imed out|Zero Bytes|[Cc]onnection refused|Transport endpoint'
+    while true; do
+        { said=$("$@" 2>&1 >&3); code=$?; } 3>&1
+        [[ -z $said ]] || echo "$said" >&2
+        [[ $code != 0 && $said =~ $away && $SECONDS -lt $end ]] || return "$code"
+        sleep 10
+    done
+}
+
 job_field() { # FIELD [JOB]
-    scontrol show job --oneliner "${2:-$JOB}" | tr ' ' '\n' | sed -n "s/^$1=//p"
+    ask_controller scontrol show job --oneliner "${2:-$JOB}" | tr ' ' '\n' | sed -n "s/^$1=//p"
 }
 
 job_nodes() { scontrol show hostnames "$SLURM_JOB_NODELIST"; } # in the order of SLURM_NODEID
@@ -318,7 +329,7 @@ silent_nodes() { # those where doctor did not end by itself
 on_usr1() {
     ASKED=1 # doctor passes over it: the next step is not begun
     say "USR1: asking the run to save and stop"
-    scancel --signal=URG "$JOB"
+    ask_controller scancel --signal=URG "$JOB"
 }
 
 on_term() {
@@ -358,7 +369,7 @@ end_job() {
     [[ $REQUEUE = 1 ]] || exit 75
     [[ $(tries_from_here) -lt $MAX_TRIES ]] || give_up
     trap '' TERM
-    scontrol requeue "$JOB" || exit 75
+    ask_controller scontrol requeue "$JOB" || exit 75
     leave_out_excluded
     exit 75
 }
@@ -366,7 +377,7 @@ end_job() {
 how_it_ended() {
     if [[ -n $LEFT_OUT ]]; then
         echo 75_node_left_out
-    elif sinfo --noheader --Node --nodes="$SLURM_JOB_NODELIST" --states=down,fail --format=%N 2>/dev/null | grep -q .; then
+    elif ask_controller sinfo --noheader --Node --nodes="$SLURM_JOB_NODELIST" --states=down,fail --format=%N 2>/dev/null | grep -q .; then
         echo 75_by_slurm
     else
         echo 75
@@ -385,14 +396,14 @@ leave_out_excluded() { # this job, now pending again, and those waiting behind i
     nodes=$(cut -d ' ' -f 1 "$RECORD/excluded_nodes" 2>/dev/null | sort -u | paste -sd ,)
     [[ -n $nodes ]] || return 0
     all=$(with_own_exclusions "$JOB" "$nodes")
-    present=$(sinfo --noheader --Node --partition="$SLURM_JOB_PARTITION" --states=idle,alloc,mix,comp --format=%N |
+    present=$(ask_controller sinfo --noheader --Node --partition="$SLURM_JOB_PARTITION" --states=idle,alloc,mix,comp --format=%N |
         sort -u | grep -cvxFf <(tr , '\n' <<<"$all"))
     if [[ $present -lt $SLURM_JOB_NUM_NODES ]]; then
         say "without $all only $present nodes would be left, $SLURM_JOB_NUM_NODES are needed: $nodes not left out"
         return 0
     fi
-    for job in "$JOB" $(squeue --noheader --me --name="$SLURM_JOB_NAME" --states=PENDING --format=%i); do
-        scontrol update JobId="$job" ExcNodeList="$(with_own_exclusions "$job" "$nodes")"
+    for job in "$JOB" $(ask_controller squeue --noheader --me --name="$SLURM_JOB_NAME" --states=PENDING --format=%i); do
+        ask_controller scontrol update JobId="$job" ExcNodeList="$(with_own_exclusions "$job" "$nodes")"
     done
 }
 

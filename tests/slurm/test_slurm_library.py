@@ -305,6 +305,56 @@ def test_a_cancelled_job_and_a_link_of_a_chain_are_not_requeued(
     assert not job.asked.exists() or "requeue" not in job.asked.read_text()
 
 
+AWAY = "scontrol: error: Unable to contact slurm controller (connect failure)"
+REFUSED = "Requested operation is presently disabled for job 42"
+
+
+@pytest.mark.parametrize(
+    ("said", "wait", "asked"), [(AWAY, "600", 3), (AWAY, "0", 1), (REFUSED, "600", 1)]
+)
+def test_a_controller_that_is_away_is_asked_again(
+    job: Job, said: str, wait: str, asked: int
+) -> None:
+    """It is restarted, or has too much to do, just when a job is to be requeued."""
+    job.exits([(75, "a")])
+    job.stand_in("sleep", ":")
+    job.stand_in("sinfo", "printf '%s\\n' a b c d")
+    job.stand_in(
+        "scontrol",
+        f"""case $1 in
+requeue)
+    echo requeue >>{job.asked}
+    [[ $(grep -c requeue {job.asked}) = 3 ]] || {{ echo "{said}" >&2; exit 1; }} ;;
+update) echo "$*" >>{job.asked} ;;
+esac""",
+    )
+    (job.record / "excluded_nodes").write_text("b yesterday\n")
+    ended = job.bash("end_job 75", CONTROLLER_WAIT=wait)
+    lines = job.asked.read_text().splitlines()
+    assert ended.returncode == 75 and lines.count("requeue") == asked
+    assert ended.stderr.count(said) == min(asked, 2), "Slurm's answer is shown"
+    assert ("update JobId=42 ExcNodeList=b" in lines) == (asked == 3)
+
+
+def test_nodes_are_not_lost_while_the_controller_is_away(job: Job) -> None:
+    job.on_nodes("a", "b")
+    scontrol = job.folder / "bin" / "scontrol"
+    scontrol.rename(scontrol.with_name("answering"))
+    job.stand_in("sleep", "touch back")
+    job.stand_in(
+        "scontrol",
+        f"""if [[ $1 = show && $2 = job ]]; then
+    [[ -e back ]] || {{ echo "{AWAY}" >&2; exit 1; }}
+    echo "JobId=42 NodeList=a,b"
+else
+    answering "$@"
+fi""",
+    )
+    code = f'cd {job.folder}; choose_nodes && echo "${{NODES[*]}}"'
+    done = job.bash(code, SPARES="0")
+    assert done.stdout == "a b\n", done.stdout
+
+
 @pytest.mark.parametrize("broken,code", [(["b"], 75), (["a", "b"], 1), ([], 1)])
 def test_a_node_in_which_doctor_finds_a_fault_is_left_out(
     job: Job, broken: Sequence[str], code: int
