@@ -8,8 +8,11 @@ The one line of a failed command goes to standard error without this format (err
 import logging
 import sys
 import time
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any, TextIO
 
 _FORMAT = "%(asctime)s %(levelname)s rank %(rank)s %(phase)s: %(message)s"
 _LOGGER = logging.getLogger("vapo_megatron")
@@ -47,6 +50,38 @@ class _StandardError(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         print(self.format(record), file=sys.stderr, flush=True)
+
+
+class _Outlived:
+    """A standard stream that loses what cannot be written."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        with suppress(OSError):
+            self._stream.write(text)
+        return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self.write(line)
+
+    def flush(self) -> None:
+        with suppress(OSError):
+            self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def outlive_output() -> None:
+    """From now on what this process prints may be lost (a full disk, a reader that is gone), and
+    neither ends a run nor changes its exit code."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is not None and not isinstance(stream, _Outlived):
+            setattr(sys, name, _Outlived(stream))
 
 
 def configure(level: LogLevel) -> None:

@@ -27,6 +27,7 @@ from vapo_megatron.engines.server.client import EngineClient, call_once
 from vapo_megatron.engines.server.node_part import NodePart
 from vapo_megatron.engines.server.process import EngineServer
 from vapo_megatron.errors import BadInput, TryAgain
+from vapo_megatron.logs import outlive_output
 from vapo_megatron.megatron.platform import current_platform
 from vapo_megatron.models.registry import read_spec
 from vapo_megatron.models.spec import ModelSpec
@@ -200,6 +201,7 @@ def serve_engine(
         TryAgain: it failed too often (rollout.health.max_failures).
     """
     listen()
+    outlive_output()
     key = config.rollout.api_key()
     if key is None:
         raise BadInput(

@@ -32,6 +32,7 @@ from vapo_megatron.checkpoint.resume import Start
 from vapo_megatron.collectives import gather_values, on_rank_zero
 from vapo_megatron.config.sft import SftConfig
 from vapo_megatron.errors import BadInput, Interrupted, VapoError
+from vapo_megatron.logs import outlive_output
 from vapo_megatron.megatron.platform import current_platform
 from vapo_megatron.run.launch_env import place_from_environment
 from vapo_megatron.run.ranks import (
@@ -67,6 +68,7 @@ def launch(settings: Settings, body: Body, check: Callable[[Any, int], None]) ->
         VapoError: what the first failing rank said.
     """
     listen()
+    outlive_output()
     place = place_from_environment()
     if isinstance(settings, SftConfig):
         sizes = [settings.actor.layout.model_size]

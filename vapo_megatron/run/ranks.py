@@ -211,6 +211,7 @@ def _started_rank(
 ) -> None:
     begin_child(level)
     listen()
+    logs.outlive_output()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     _tell.append(lambda error: failures.put((place.rank, error)))
     try:
