@@ -16,7 +16,7 @@ from unittest import mock
 import pytest
 from ranks import run_ranks
 
-from vapo_megatron.checkpoint import state_saver
+from vapo_megatron.checkpoint import checkpointer, state_saver
 from vapo_megatron.checkpoint.checkpointer import Checkpointer
 from vapo_megatron.checkpoint.checkpoints import list_checkpoints
 from vapo_megatron.checkpoint.host_memory import (
@@ -208,6 +208,35 @@ def goes_on_without_room(run_dir: Path, memory: Path) -> tuple[list[str], list[i
     machine = SimpleNamespace(virtual_memory=lambda: available)
     with mock.patch.object(state_saver, "psutil", machine):
         return three_steps(run_dir, memory)
+
+
+def goes_on_without_its_metrics(run_dir: Path, memory: Path) -> tuple[list[str], list[int]]:
+    """Three steps, after the first of which metrics.jsonl cannot be read once."""
+    read = Path.read_bytes
+    answers: list[OSError] = []
+
+    def read_or_refuse(path: Path) -> bytes:
+        if path.name == "metrics.jsonl" and answers:
+            raise answers.pop()
+        return read(path)
+
+    copies_each_step = mock.patch.object(checkpointer, "_COPYING_SHARE", 1e9)
+    with copies_each_step, mock.patch.object(Path, "read_bytes", read_or_refuse):
+        refusal = OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return three_steps(run_dir, memory, lambda: answers.append(refusal))
+
+
+def test_a_disk_that_cannot_be_read_once_fails_one_copy(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    memory = tmp_path / "memory"
+    run_dir.mkdir()
+    memory.mkdir()
+    alarms, saved = run_ranks(1, goes_on_without_its_metrics, run_dir, memory)[0]
+    assert alarms == [
+        "no more copies in host memory (Stale file handle): a lost rank costs what follows the "
+        "last checkpoint"
+    ]
+    assert saved == [3]
 
 
 def test_a_copy_without_room_says_how_much_it_needs(tmp_path: Path) -> None:

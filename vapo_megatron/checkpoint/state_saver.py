@@ -251,11 +251,18 @@ class StateSaver:
 
     def _rank_zero_writer(self, snapshot: Snapshot) -> Callable[[Path], None]:
         run = self._run
-        copies = {
-            name: path.read_bytes() for name in RUN_FILES if (path := run.run_dir / name).is_file()
-        }
+        copies: dict[str, bytes] = {}
+        unread: OSError | None = None
+        try:
+            for name in RUN_FILES:
+                if (path := run.run_dir / name).is_file():
+                    copies[name] = path.read_bytes()
+        except OSError as error:
+            unread = error  # fails this save alone, as a refused write does
 
         def write(folder: Path) -> None:
+            if unread is not None:
+                raise unread
             dump_config(run.settings, folder / "config.yaml")
             write_json(folder / PROGRESS_FILE, snapshot.progress.model_dump(mode="json"))
             for name, content in snapshot.contents.items():
