@@ -185,7 +185,7 @@ run_ranks() {
     local left=$RESTARTS from lost
     # As many a node as sbatch was asked for, in whatever words; tasks find their node's copies by this.
     TASKS_PER_NODE=${SLURM_TASKS_PER_NODE%%(*}
-    [[ $TASKS_PER_NODE =~ ^[0-9]+$ ]] ||
+    [[ $TASKS_PER_NODE =~ ^[0-9]+$ && $SLURM_TASKS_PER_NODE != *,* ]] || # 8(x2),4
         refuse "the nodes have $SLURM_TASKS_PER_NODE tasks, expected as many on each: ask for --ntasks-per-node"
     export VAPO_ATTEMPT
     COPIES=1

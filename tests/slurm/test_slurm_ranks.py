@@ -126,6 +126,7 @@ def test_node_taken_down_by_slurm_is_replaced_while_spares_last(job: Job, tmp_pa
         ("ab", "4(x2)", "--ntasks=8 --ntasks-per-node=4"),
         ("a", "4", "--ntasks=4 --ntasks-per-node=4"),
         ("ab", "2,3", ""),
+        ("abc", "2(x2),3", ""),
     ],
 )
 def test_a_node_has_as_many_tasks_as_slurm_gave_it(
@@ -135,7 +136,7 @@ def test_a_node_has_as_many_tasks_as_slurm_gave_it(
     _, said = run(job, [[f"0 {node}" for node in nodes]], nodes, SLURM_TASKS_PER_NODE=given)
     lines = job.asked.read_text().splitlines() if job.asked.exists() else []
     assert " ".join(line.split()[1] for line in lines if line.startswith("asked")) == asked
-    assert asked or "the nodes have 2,3 tasks, expected as many on each" in said
+    assert asked or f"the nodes have {given} tasks, expected as many on each" in said
 
 
 @pytest.mark.parametrize(("code", "tasks"), [(75, [(137, "b")]), (1, [(1, "a")]), (2, [(2, "a")])])
