@@ -1,11 +1,15 @@
 """The best checkpoint by a metric of the step, and nothing for the steps that are not better."""
 
+import errno
+import os
 from math import nan
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from ranks import run_ranks
 
+from vapo_megatron.checkpoint import checkpointer
 from vapo_megatron.checkpoint.checkpointer import Checkpointer
 from vapo_megatron.checkpoint.checkpoints import list_checkpoints
 from vapo_megatron.checkpoint.manifest import Progress
@@ -47,3 +51,16 @@ def test_it_is_saved_and_stays_whichever_metric_says_so(tmp_path: Path, best: st
     """By a metric that is no evaluation's every step was the best, and none of them stayed."""
     found = run_ranks(1, kept, tmp_path, best, [0.1, 0.3, 0.2, nan, 0.25, 0.4])[0]
     assert found == [[1], [2], [2], [2], [2, 5], [6]]
+
+
+def kept_although_unreadable(run_dir: Path) -> list[list[int]]:
+    """As above, where the checkpoints cannot be read at the third step."""
+    answers = [mock.DEFAULT, mock.DEFAULT, OSError(errno.ESTALE, os.strerror(errno.ESTALE))]
+    read = checkpointer.readable_manifests
+    with mock.patch.object(checkpointer, "readable_manifests", wraps=read) as refused:
+        refused.side_effect = [*answers, mock.DEFAULT]
+        return kept(run_dir, "reward/mean", [0.1, 0.2, 0.3, 0.4])
+
+
+def test_a_disk_that_cannot_be_read_once_costs_one_step(tmp_path: Path) -> None:
+    assert run_ranks(1, kept_although_unreadable, tmp_path)[0] == [[1], [2], [2], [4]]

@@ -214,8 +214,18 @@ class Checkpointer:
                     guess,
                 )
             return False
+        try:
+            manifests = readable_manifests(self._run_dir)
+        except OSError as error:
+            _logger.warning(
+                "%s: checkpoints cannot be read (%s): step %d is not compared with them",
+                self._run_dir,
+                error.strerror,
+                snapshot.progress.step,
+            )
+            return False
         metrics: dict[CheckpointName, Mapping[str, float]] = {
-            name: manifest.metrics for name, manifest in readable_manifests(self._run_dir).items()
+            name: manifest.metrics for name, manifest in manifests.items()
         }
         return best_checkpoint(metrics | {snapshot.name: snapshot.metrics}, keep) == snapshot.name
 
