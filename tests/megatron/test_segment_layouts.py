@@ -1,6 +1,9 @@
 """Episodes of several segments are scored and trained alike at any layout, and as if segments were
 samples."""
 
+import math
+import statistics
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +12,7 @@ import torch
 from batches import in_segments, with_observation, with_segment
 from hf_models import VOCAB, write_model
 from ranks import run_ranks
-from trainables import loss_of, make_trainable
+from trainables import loss_of, make_trainable, policy_loss
 
 from vapo_megatron.config.model import LayoutConfig
 from vapo_megatron.data.collation import from_samples
@@ -62,3 +65,30 @@ def test_segments_are_read_alone_at_any_layout(tmp_path: Path, head: str) -> Non
             assert ours == pytest.approx(outputs, abs=2e-5) and our_norm == pytest.approx(
                 norm, rel=1e-4
             )
+
+
+def stepped(model_dir: Path, layout: LayoutConfig) -> tuple[Any, dict[str, float]]:
+    """Log-ratios to the old policy and advantages by token, and the metrics of a step of GSPO."""
+    trainable = make_trainable(model_dir, "lm", layout=layout, max_tokens_per_microbatch=64)
+    batch = from_samples(episodes())
+    chance = torch.Generator().manual_seed(3)
+    log_ratio = 0.3 * torch.randn(batch.response_tokens, generator=chance)
+    old = trainable.score(batch)[:, 0] - log_ratio
+    bounds = {"clip_low": 0.02, "clip_high": 0.02, "aggregation": "sequence_mean"}
+    loss = policy_loss(batch, old, "gspo", **bounds)
+    by_token = torch.stack((log_ratio, loss.advantages)).double().tolist()
+    return by_token, trainable.train_step(batch, range(batch.samples), loss).metrics
+
+
+def test_gspo_has_one_ratio_for_all_segments(tmp_path: Path) -> None:
+    model_dir = write_model(tmp_path / "model", "qwen3")
+    for ranks, layout in ((1, LayoutConfig()), (2, LayoutConfig(cp=2))):
+        for (log_ratio, advantages), metrics in run_ranks(ranks, stepped, model_dir, layout):
+            low = high = 0
+            for start, end in pairwise((0, 12, 21, 38)):
+                ratio = math.exp(statistics.fmean(log_ratio[start:end]))
+                low += sum(a < 0 for a in advantages[start:end]) * (ratio < 0.98)
+                high += sum(a > 0 for a in advantages[start:end]) * (ratio > 1.02)
+            assert low + high > 0
+            assert metrics["clip_fraction_low"] == pytest.approx(low / 38)
+            assert metrics["clip_fraction_high"] == pytest.approx(high / 38)

@@ -49,6 +49,8 @@ class MicroBatch:
         response_index: int64 [t], index of the position's label among the batch's response tokens;
             -1 elsewhere.
         lengths: positions of each packed sequence over all CP ranks, padding included.
+        owners: the number, among the micro-batch's samples, of the one that each packed sequence is
+            a segment of.
         experts: uint8 or int16 [t, layers * experts per token], the experts that each position is
             to go through; None lets the model choose.
     """
@@ -57,6 +59,7 @@ class MicroBatch:
     labels: Tensor
     response_index: Tensor
     lengths: tuple[int, ...]
+    owners: tuple[int, ...]
     experts: Tensor | None = None
 
     @property
@@ -135,6 +138,7 @@ def pack(
             .repeat(total, 1)
         )
     # Of a sample once, however many segments it has.
+    owner_of = {s: owner for owner, s in enumerate(samples)}
     offsets = {s: int(batch.cu_seqlens[s]) for s in samples}
     numbers = {s: int(batch.response_cu_seqlens[s]) for s in samples}
     places_of = {s: batch.response_places(s) for s in samples}
@@ -162,6 +166,7 @@ def pack(
         labels[local],
         response_index[local],
         tuple(lengths),
+        tuple(owner_of[s] for s, *_ in segments) or (0,),
         None if experts is None else experts[local],
     )
 

@@ -56,12 +56,14 @@ class PackedTokens:
     @torch.no_grad()
     def sequence_mean(self, x: Tensor) -> Tensor:
         lengths = list(self.microbatch.lengths)
-        owner = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+        owners = torch.tensor(self.microbatch.owners)  # a response may lie in several sequences
+        responses = int(owners.max()) + 1
+        owner = owners.repeat_interleave(torch.tensor(lengths))
         owner = owner[local_positions(lengths, self.mesh.cp_size, self.mesh.cp_rank)].to(
             self.device
         )
         is_response = (self.microbatch.response_index >= 0).to(self.device)
-        sums = torch.zeros(2, len(lengths), dtype=torch.float64, device=self.device)
+        sums = torch.zeros(2, responses, dtype=torch.float64, device=self.device)
         sums.index_add_(
             1, owner, torch.stack((torch.where(is_response, x, 0), is_response)).double()
         )
