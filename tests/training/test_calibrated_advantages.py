@@ -212,3 +212,29 @@ def test_tether_mixes_by_what_past_steps_say(truncated: str) -> None:
         assert saved == [pytest.approx(rho)]
         history = ReturnHistory(saved)
         assert history.state() == saved, "to the bit"
+
+
+@pytest.mark.parametrize("kind", ["values", "trust", "tether"])
+def test_rewards_of_earlier_turns_are_not_predicted_again(kind: str) -> None:
+    """Half of a return that varies by group is paid at the second token: a critic that knows what
+    is left to come leaves no advantage, and explains all of it."""
+    config = AlgorithmConfig.model_validate({"advantage": {"calibration": kind}})
+    history = ReturnHistory()
+    for step in range(3):
+        batch = batch_of(step)
+        own = batch.local
+        own.rewards.copy_(batch.table.group_ids.float() + 1)
+        half = own.rewards / 2
+        first = own.response_cu_seqlens[:-1]
+        own.turn_rewards = torch.zeros(own.response_tokens)
+        own.turn_rewards[first + 1] = half
+        own.values = torch.repeat_interleave(half, own.response_lengths)
+        own.values[first] += half
+        own.values[first + 1] += half
+        with Recorder(Path("unused"), MonitoringConfig(), is_main_rank=False) as recorder:
+            estimate_advantages(batch, config, recorder, history=history)
+            row = recorder.write(1)
+    assert own.advantages is not None
+    torch.testing.assert_close(own.advantages, torch.zeros(own.response_tokens), atol=0.3, rtol=0)
+    assert row[names.EXPLAINED_VARIANCE] == pytest.approx(1)
+    assert row[names.EXPLAINED_CALIBRATED] > 0.95

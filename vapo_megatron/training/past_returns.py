@@ -18,7 +18,7 @@ from vapo_megatron.training.credit import policy_lambda, turns_of
 from vapo_megatron.training.regression import regressed_values
 from vapo_megatron.training.return_history import ReturnHistory
 from vapo_megatron.training.shards import ShardedBatch
-from vapo_megatron.training.token_rewards import returns_known
+from vapo_megatron.training.token_rewards import paid, returns_known
 
 
 def calibrated_advantages(
@@ -31,6 +31,9 @@ def calibrated_advantages(
 ) -> tuple[Tensor, dict[str, float]]:
     """Collective: A = g GAE(V~) + (1 - g) (R - V~), and metrics; then adds the batch to the
     history.
+
+    The history is of whole returns, of which a turn's reward, once paid, is a known part: V~ is
+    calibrated with it and used without it.
 
     Args:
         batch: with values and shaped rewards.
@@ -60,15 +63,19 @@ def calibrated_advantages(
         siblings, metrics[names.TRACKED] = history.track(table.prompt_keys, returns, known)
 
     mine = batch.local_slice
-    baseline, trust, row = baseline_of_past(
-        values, siblings[mine], others[mine], bounds, history, config
+    before = paid(local)
+    whole_values = values + before
+    whole_baseline, trust, row = baseline_of_past(
+        whole_values, siblings[mine], others[mine], bounds, history, config
     )
+    baseline = (whole_baseline - before).float()
     metrics |= row
     if known.any():
-        local_figures = figures_of(baseline, to_tokens(returns[mine], bounds), bounds)
+        rest = to_tokens(returns[mine], bounds) - before
+        local_figures = figures_of(baseline, rest, bounds)
         figures = Figures.read(batch.gather_samples(local_figures)).only(known)
         metrics[names.EXPLAINED_CALIBRATED] = float(explained(figures))
-        sums = batch.gather_samples(calibration.response_sums(values[None], bounds))[known]
+        sums = batch.gather_samples(calibration.response_sums(whole_values[None], bounds))[known]
         if config.calibration == "tether":
             history.mix(tether.best_mixture(sums, returns[known], others[known]))
         else:
@@ -90,8 +97,8 @@ def baseline_of_past(
 ) -> tuple[Tensor, float, dict[str, float]]:
     """V~ of each token, float32 [T], the trust g in its differences, and metrics.
 
-    values: [T]; siblings, others: [S], the means that a response is compared with; bounds: int64 [S
-    + 1].
+    values: [T], of whole returns; siblings, others: [S], the means that a response is compared
+    with; bounds: int64 [S + 1].
     """
     if config.calibration == "tether":
         rho = history.mixture

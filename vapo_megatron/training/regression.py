@@ -11,7 +11,7 @@ from vapo_megatron.algorithms import calibration, regression
 from vapo_megatron.algorithms.baselines import known_siblings_mean, leave_one_out
 from vapo_megatron.algorithms.calibration import Moments
 from vapo_megatron.algorithms.critic_metrics import Figures, explained, figures_of
-from vapo_megatron.algorithms.prefix_features import entropy, so_far, surprise
+from vapo_megatron.algorithms.prefix_features import entropy, surprise
 from vapo_megatron.algorithms.prefix_tree import prefix_hashes, prefix_values
 from vapo_megatron.algorithms.regression import Regressors
 from vapo_megatron.algorithms.segments import to_tokens
@@ -19,6 +19,7 @@ from vapo_megatron.config.regression import RegressionConfig
 from vapo_megatron.data.batch import ExperienceBatch
 from vapo_megatron.monitoring import names
 from vapo_megatron.training.shards import ShardedBatch
+from vapo_megatron.training.token_rewards import paid
 
 _logger = logging.getLogger(__name__)
 
@@ -154,10 +155,10 @@ def regressed_values(
             metrics |= _shares(batch, own, states, fit, known)
         history.add(step, predicted)
     # The rewards of earlier turns are known: only the remaining return is predicted.
-    paid = states.of_tokens(_paid(local))
-    values = (total - paid).float()
+    before = states.of_tokens(paid(local))
+    values = (total - before).float()
     if known.any():
-        rest = to_tokens(returns[mine], states.bounds) - paid
+        rest = to_tokens(returns[mine], states.bounds) - before
         figures = Figures.read(batch.gather_samples(figures_of(values, rest, states.bounds)))
         metrics[names.EXPLAINED_CALIBRATED] = float(explained(figures.only(known)))
     return states.to_tokens(values), trust, metrics
@@ -185,7 +186,7 @@ def _regressors(
     by_response: dict[str, Tensor] = {}
     metrics: dict[str, float] = {}
     if local.values is not None:
-        by_token["value"] = local.values + _paid(local)
+        by_token["value"] = local.values + paid(local)
     if config.prefix:
         mine = batch.local_slice
         tree = prefix_values(
@@ -230,13 +231,6 @@ def _shares(
         )
         for name, added in zip(parts, sums.unbind(1), strict=True)
     }
-
-
-def _paid(batch: ExperienceBatch) -> Tensor:
-    """The rewards that a response got before each token: float64 [T]."""
-    if batch.turn_rewards is None:
-        return torch.zeros(batch.response_tokens, dtype=torch.float64)
-    return so_far(batch.turn_rewards, batch.response_cu_seqlens)
 
 
 def response_hashes(batch: ExperienceBatch) -> Tensor:

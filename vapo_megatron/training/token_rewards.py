@@ -6,6 +6,7 @@ from torch import Tensor
 
 from vapo_megatron.algorithms import shaping
 from vapo_megatron.algorithms.kl import k1
+from vapo_megatron.algorithms.prefix_features import so_far
 from vapo_megatron.algorithms.segments import place_terminal, segment_sum, tokens_from
 from vapo_megatron.config.algorithm import AlgorithmConfig, ShapingConfig
 from vapo_megatron.config.policy import KlConfig
@@ -36,6 +37,13 @@ def token_rewards(batch: ExperienceBatch, config: AlgorithmConfig) -> Tensor:
         rewards = torch.where(batch.truncated, before, rewards)
     placed = place_terminal(rewards, bounds, batch.response_tokens, earlier)
     return placed - kl_penalty(batch, config.kl)
+
+
+def paid(batch: ExperienceBatch) -> Tensor:
+    """The rewards that a response got before each token: float64 [T]."""
+    if batch.turn_rewards is None:
+        return torch.zeros(batch.response_tokens, dtype=torch.float64)
+    return so_far(batch.turn_rewards, batch.response_cu_seqlens)
 
 
 def kl_penalty(batch: ExperienceBatch, config: KlConfig) -> Tensor:
