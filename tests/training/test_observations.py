@@ -12,6 +12,7 @@ from batches import make_batch, spread, with_observation
 
 from vapo_megatron.algorithms.advantages import reinforce_pp
 from vapo_megatron.algorithms.gae import length_adaptive_lambda, monte_carlo_returns
+from vapo_megatron.checkpoint.recorded_rollouts import RecordedRollouts, write_rollout
 from vapo_megatron.config.algorithm import AlgorithmConfig
 from vapo_megatron.config.run import MonitoringConfig
 from vapo_megatron.data.batch import ExperienceBatch
@@ -25,6 +26,7 @@ from vapo_megatron.training.advantages import estimate_advantages
 from vapo_megatron.training.metrics import policy_metrics, rollout_metrics
 from vapo_megatron.training.shards import ModelInput
 from vapo_megatron.training.updates import correct_for_rollout, policy_loss, value_loss_of
+from vapo_megatron.training.value_pretraining import Targets
 
 LENGTHS = [(3, 4), (5, 9), (1, 30), (7, 2)]
 OBSERVED = {0: (0, 2), 1: (4, 6), 2: (30, 5)}
@@ -228,6 +230,34 @@ def test_turn_values_stand_beside_turn_number_and_group() -> None:
     assert row["critic/turn_explained_variance"] == row["critic/turn_baseline_position_ev"] == 1.0
     assert row["critic/turn_baseline_loo_ev"] == pytest.approx(0.0, abs=1e-9)
     assert row[names.EXPLAINED_VARIANCE] < 0 and row[names.BASELINE_POSITION] < 1, "over tokens"
+
+
+def test_a_critic_learns_and_is_measured_by_turns(tmp_path: Path) -> None:
+    """Gamma discounts turns in value pretraining and in the metrics as it does in the targets."""
+    after = (2, 3, 1, 4)
+    batch = make_batch([(2, 6)] * 4, observed={s: (n, 1) for s, n in enumerate(after)})
+    batch.rewards = torch.tensor([1.0, -1.0, 0.5, 2.0])
+    expected = torch.cat(
+        [
+            torch.tensor([0.5 * reward] * n + [reward] * (6 - n))
+            for n, reward in zip(after, batch.rewards.tolist(), strict=True)
+        ]
+    )
+    record = RecordedRollouts(tmp_path)
+    record.add(record.next_name, write_rollout(batch, tmp_path / record.next_name))
+    config = AlgorithmConfig.model_validate(
+        {"advantage": {"credit": "turn", "lambda_policy": 0.9, "gamma": 0.5}}
+    )
+    learnt = Targets(record, config).select(range(4)).local.returns
+    assert learnt is not None and torch.allclose(learnt, expected)
+    batch.values = expected
+    whole = spread(batch)
+    with Recorder(Path("unused"), MonitoringConfig(), is_main_rank=False) as recorder:
+        estimate_advantages(whole, config, recorder)
+        row = recorder.write(1)
+    assert whole.local.returns is not None and torch.allclose(whole.local.returns, expected)
+    assert row[names.EXPLAINED_VARIANCE] == row["critic/turn_explained_variance"] == 1.0
+    assert row[names.CALIBRATION_SLOPE] == pytest.approx(1.0)
 
 
 def test_rewards_count_from_their_turn_on() -> None:

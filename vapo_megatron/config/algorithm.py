@@ -96,7 +96,9 @@ class AdvantageConfig(Section):
             "and the function may return (advantages, value targets)"
         ),
     )
-    gamma: Fraction = Field(1.0, description="discount factor per token")
+    gamma: Fraction = Field(
+        1.0, description="discount factor per token, or per turn with credit=turn"
+    )
     lambda_critic: Lambda = Field(
         1.0, description="GAE lambda of the value targets; 1: Monte-Carlo returns"
     )

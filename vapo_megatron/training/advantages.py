@@ -7,7 +7,6 @@ The functions stand in the order in which a batch passes through them.
 from collections.abc import Callable
 from functools import partial
 
-import torch
 from torch import Tensor
 
 from vapo_megatron.algorithms import advantages, importance
@@ -16,7 +15,6 @@ from vapo_megatron.algorithms.critic_metrics import Figures, figures_of, sign_ag
 from vapo_megatron.algorithms.gae import (
     bootstrap_of_truncated,
     decoupled_gae,
-    segmented_gae,
     turn_gae,
 )
 from vapo_megatron.algorithms.importance import corrected_gae
@@ -28,7 +26,13 @@ from vapo_megatron.config.policy import KlConfig
 from vapo_megatron.data.batch import ExperienceBatch
 from vapo_megatron.monitoring import names
 from vapo_megatron.monitoring.recorder import Recorder
-from vapo_megatron.training.credit import clamped, lambda_of, policy_lambda, turns_of
+from vapo_megatron.training.credit import (
+    clamped,
+    lambda_of,
+    policy_lambda,
+    returns_of,
+    turns_of,
+)
 from vapo_megatron.training.metrics import advantage_metrics, turn_metrics, value_metrics
 from vapo_megatron.training.past_returns import calibrated_advantages, regression_advantages
 from vapo_megatron.training.regression import response_hashes
@@ -304,10 +308,7 @@ def critic_row(
         return row
 
     rewards = token_rewards(local, config)
-    gamma = config.advantage.gamma
-    returns = segmented_gae(
-        rewards, torch.zeros_like(rewards), bounds, 1.0, gamma, of=table.response_lengths
-    )
+    returns = returns_of(local, rewards, config.advantage, table.response_lengths)
     figures = Figures.read(batch.gather_samples(figures_of(local.values, returns, bounds)))
     if regressed:
         faults = []
@@ -315,7 +316,7 @@ def critic_row(
         faults = value_faults(figures, table.group_ids, known)
     row |= value_metrics(batch, local.values, returns, known)
     if config.advantage.credit == "turn":
-        row |= turn_metrics(batch, rewards, *turns_of(local), gamma, known)
+        row |= turn_metrics(batch, rewards, *turns_of(local), config.advantage.gamma, known)
     for fault in faults:
         # A new head is zero: constant, and not broken.
         if not (new_critic and fault == "constant"):

@@ -1,9 +1,15 @@
-"""How far credit reaches, by the config: lambda of each response, and the turns of an episode."""
+"""How far credit reaches, by the config: lambda of each response, the turns of an episode, and the
+returns that follow."""
 
 import torch
 from torch import Tensor
 
-from vapo_megatron.algorithms.gae import length_adaptive_lambda, turn_bounds
+from vapo_megatron.algorithms.gae import (
+    length_adaptive_lambda,
+    segmented_gae,
+    turn_bounds,
+    turn_gae,
+)
 from vapo_megatron.config.algorithm import AdvantageConfig, Lambda
 from vapo_megatron.data.batch import ExperienceBatch
 
@@ -35,3 +41,19 @@ def turns_of(batch: ExperienceBatch) -> tuple[Tensor, Tensor]:
     if batch.loss_mask is None:
         return batch.response_cu_seqlens, torch.arange(batch.samples + 1)
     return turn_bounds(batch.loss_mask.nonzero().squeeze(1), batch.response_cu_seqlens)
+
+
+def returns_of(
+    batch: ExperienceBatch, rewards: Tensor, config: AdvantageConfig, of: Tensor | None = None
+) -> Tensor:
+    """Monte-Carlo returns, the value targets of lambda = 1: float32 [T]. With credit=turn those of
+    the turn's first state, discounted by turns.
+
+    rewards: float32 [T]; of: as in segmented_gae().
+    """
+    nothing = torch.zeros_like(rewards)
+    if config.credit == "turn":
+        turns, responses = turns_of(batch)
+        _, returns = turn_gae(rewards, nothing, turns, responses, 1.0, 1.0, config.gamma)
+        return returns
+    return segmented_gae(rewards, nothing, batch.response_cu_seqlens, 1.0, config.gamma, of=of)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from vapo_megatron.algorithms.gae import monte_carlo_returns
+from vapo_megatron.algorithms.segments import place_terminal
 from vapo_megatron.checkpoint.manifest import FileFacts
 from vapo_megatron.checkpoint.recorded_rollouts import RecordedRollouts, write_rollout
 from vapo_megatron.collectives import on_rank_zero
@@ -32,6 +33,7 @@ from vapo_megatron.monitoring import names
 from vapo_megatron.monitoring.recorder import Recorder
 from vapo_megatron.rollout.ledger import StepRule
 from vapo_megatron.training.collect import collect
+from vapo_megatron.training.credit import returns_of
 from vapo_megatron.training.losses import values_of
 from vapo_megatron.training.metrics import mean_of, value_metrics
 from vapo_megatron.training.models import Models
@@ -246,7 +248,7 @@ class Targets:
         self._record = record
         self._rewards = shaped_rewards(record.table, config.shaping)
         self.known = returns_known(record.table.truncated, config.shaping)
-        self._gamma = config.advantage.gamma
+        self._advantage = config.advantage
 
     def select(self, samples: Sequence[int]) -> ShardedBatch:
         """Some of the samples, with their returns and whether they carry loss; each rank reads its
@@ -259,11 +261,18 @@ class Targets:
         def read(own: Tensor) -> ExperienceBatch:
             batch = table.select(own).batch(**self._record.tokens_of(chosen[own]))
             rewards = self._rewards[chosen[own]]
-            bounds = batch.response_cu_seqlens
-            batch.returns = monte_carlo_returns(rewards, bounds, self._gamma, batch.turn_rewards)
+            batch.returns = self._returns(batch, rewards)
             return batch
 
         return read_local(table, partition_by_tokens(table, rank_and_world()[1]), read)
+
+    def _returns(self, batch: ExperienceBatch, rewards: Tensor) -> Tensor:
+        bounds = batch.response_cu_seqlens
+        earlier = batch.turn_rewards
+        if self._advantage.credit == "turn":
+            placed = place_terminal(rewards, bounds, batch.response_tokens, earlier)
+            return returns_of(batch, placed, self._advantage)
+        return monte_carlo_returns(rewards, bounds, self._advantage.gamma, earlier)
 
 
 def split_prompts(
