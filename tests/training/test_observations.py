@@ -178,6 +178,7 @@ def test_rewards_on_the_way_count_from_their_turn_on(
     whole = spread(batch)
     with Recorder(Path("unused"), MonitoringConfig(), is_main_rank=False) as recorder:
         estimate_advantages(whole, config, recorder)
+        row = recorder.write(1)
     values = batch.values.double().tolist()
     rewards = batch.turn_rewards.double().tolist()  # type: ignore[union-attr]
     bounds = [0, 4, 13, 43, 45]
@@ -186,6 +187,7 @@ def test_rewards_on_the_way_count_from_their_turn_on(
         if credit == "turn"
         else [list(range(a, b)) for a, b in pairwise(bounds)]
     )
+    lambdas = []
     for sample, starts in enumerate(turns):
         end = bounds[sample + 1]
         goes_on = truncated == "bootstrap" and bool(batch.truncated[sample])
@@ -194,6 +196,7 @@ def test_rewards_on_the_way_count_from_their_turn_on(
             0.0 if goes_on else float(batch.rewards[sample]) - sum(rewards[bounds[sample] : end])
         )
         lam = kind if isinstance(kind, float) else max(0.0, 1 - 1 / (alpha * len(starts)))
+        lambdas.append(lam)
         advantage = target = 0.0
         following = values_after = after
         for start, stop in reversed(list(zip(starts, [*starts[1:], end], strict=True))):
@@ -209,6 +212,8 @@ def test_rewards_on_the_way_count_from_their_turn_on(
             assert whole.local.returns[start:stop].tolist() == pytest.approx(
                 [target] * (stop - start), abs=1e-5
             )
+    assert row["advantage/lambda_mean"] == pytest.approx(sum(lambdas) / 4)
+    assert row["advantage/lambda_clamped"] == lambdas.count(0.0) / 4
 
 
 def test_turn_values_stand_beside_turn_number_and_group() -> None:

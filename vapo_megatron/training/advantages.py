@@ -111,7 +111,10 @@ def estimate_from_values(
             config.advantage,
         )
         recorder.add(row)
-    lam = policy_lambda(table.response_lengths, config.advantage)
+    steps = table.response_lengths
+    if config.advantage.credit == "turn":
+        steps = batch.gather_samples(turns_of(local)[1].diff())
+    lam = policy_lambda(steps, config.advantage)
     recorder.add(
         {
             "advantage/lambda_mean": float(lam.mean()),
