@@ -36,12 +36,12 @@ def nothing(batch: ShardedBatch, config: AlgorithmConfig, models: Models) -> Non
     """A sound critic."""
 
 
-def targets_apart(by: float) -> Plant:
-    """One target is not what the values give."""
+def targets_apart(by: float, share: float = 0.0) -> Plant:
+    """One target is not what the values give, by so much and by a share of the largest value."""
 
     def plant(batch: ShardedBatch, config: AlgorithmConfig, models: Models) -> None:
-        assert batch.local.returns is not None
-        batch.local.returns[3] += by
+        assert batch.local.returns is not None and batch.local.values is not None
+        batch.local.returns[3] += by + share * float(batch.local.values.abs().max())
 
     return plant
 
@@ -132,6 +132,8 @@ CASES: dict[str, tuple[dict[str, Any], Plant, Change, set[str]]] = {
     "targets": ({}, targets_apart(0.01), same, {"targets"}),
     "targets_below": ({}, targets_apart(-0.01), same, {"targets"}),
     "targets_rounded": ({}, targets_apart(2e-4), same, set()),
+    "targets_large": (LARGE, targets_apart(0.0, 1e-4), same, {"targets"}),
+    "targets_large_rounded": (LARGE, targets_apart(1e-3, 1e-6), same, set()),
     "targets_of_histogram": (HISTOGRAM, targets_apart(0.01), same, {"targets"}),
     "values": ({}, values_apart(0.01), same, {"targets"}),
     "values_rounded": ({}, values_apart(3e-4), same, set()),

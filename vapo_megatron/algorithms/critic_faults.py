@@ -119,7 +119,7 @@ def loss_faults(counts: Tensor) -> list[str]:
 
 
 @torch.no_grad()
-def target_faults(targets: Tensor, expected: Tensor, tolerance: float = 1e-3) -> list[str]:
+def target_faults(targets: Tensor, expected: Tensor, tolerance: float) -> list[str]:
     """Faults (keys of FAULTS) found in value targets [T], compared with those from the recorded
     values [T]."""
     if bool(((targets - expected).abs() > tolerance).any()):

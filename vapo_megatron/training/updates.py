@@ -32,6 +32,10 @@ from vapo_megatron.training.token_rewards import new_tokens, teaches_critic, tok
 # Largest relative difference of values that one critic gives one batch in two cuts into
 # micro-batches.
 _ROUNDING = {torch.float32: 1e-3, torch.bfloat16: 0.1}
+# Largest difference of targets that are computed again, beside the rounding of float32 sums as a
+# share of the largest number in them.
+_TARGETS_DIFFER = 1e-3
+_TARGET_ROUNDING = 1e-5
 # Fields of the first mini-batch that first_update_faults reads besides values and returns, if they
 # are filled in.
 RECOMPUTED = ("old_logprobs", "ref_logprobs")
@@ -113,11 +117,13 @@ def first_update_faults(
     rewards = token_rewards(recomputed, config)
     gae(recomputed, rewards, config, recomputed.response_lengths)
     assert recomputed.returns is not None
-    targets_differ = float(bool(target_faults(batch.returns, recomputed.returns)))
     if len(recorded):
         largest = float(recorded.abs().max())
+        largest_target = float(batch.returns.abs().max())
     else:
-        largest = 0.0
+        largest = largest_target = 0.0
+    allowed = _TARGETS_DIFFER + _TARGET_ROUNDING * max(largest, largest_target)
+    targets_differ = float(bool(target_faults(batch.returns, recomputed.returns, allowed)))
     targets_differ, largest = largest_over_ranks(targets_differ, largest)
     if config.advantage.function is not None:
         targets_differ = 0.0  # value targets may be the user's own
