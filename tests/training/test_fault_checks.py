@@ -89,6 +89,9 @@ def found_in(folder: Path, name: str) -> set[str]:
     config = config_of(folder, switches)
     models = load_models(config, None)
     batch = spread(read_rollout(folder))
+    if name == "sound_with_turns":
+        batch.local.turn_rewards = torch.zeros(batch.response_tokens)
+        batch.local.turn_rewards[batch.local.response_cu_seqlens[:-1]] = 0.5
     made = 0
     loss_of = updates.value_loss_of
 
@@ -129,6 +132,7 @@ CASES: dict[str, tuple[dict[str, Any], Plant, Change, set[str]]] = {
     "sound_large": (LARGE, nothing, same, set()),
     "sound_histogram": (HISTOGRAM, nothing, same, set()),
     "sound_with_kl": (KL, nothing, same, set()),
+    "sound_with_turns": ({}, nothing, same, set()),
     "targets": ({}, targets_apart(0.01), same, {"targets"}),
     "targets_below": ({}, targets_apart(-0.01), same, {"targets"}),
     "targets_rounded": ({}, targets_apart(2e-4), same, set()),

@@ -38,7 +38,7 @@ _TARGETS_DIFFER = 1e-3
 _TARGET_ROUNDING = 1e-5
 # Fields of the first mini-batch that first_update_faults reads besides values and returns, if they
 # are filled in.
-RECOMPUTED = ("old_logprobs", "ref_logprobs")
+RECOMPUTED = ("old_logprobs", "ref_logprobs", "turn_rewards")
 
 
 def update_critic(
