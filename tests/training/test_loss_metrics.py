@@ -11,6 +11,7 @@ import torch
 from switch_formulas import cut, surrogate
 from torch import Tensor
 
+from vapo_megatron.algorithms.policy_loss import PolicyTerms
 from vapo_megatron.algorithms.registry import POLICY_LOSSES
 from vapo_megatron.config.policy import KlConfig, PolicyLossConfig
 from vapo_megatron.config.value import ValueLossConfig
@@ -267,3 +268,26 @@ def test_token_mean_equals_the_loss_of_fine_tuning() -> None:
     assert not any(value.requires_grad for value in metrics.values()) and set(metrics) == {
         *NegativeLogLikelihood.sums
     }
+
+
+def by_old_logprobs(terms: PolicyTerms) -> Tensor:
+    """0 divides the log-probs and entropies of positions where no response token is."""
+    return -terms.advantages * (terms.logprobs + terms.entropies) / terms.old_logprobs
+
+
+def test_what_a_function_makes_of_other_positions_is_not_read() -> None:
+    named = {"kind": "function", "function": "test_loss_metrics:by_old_logprobs"}
+    loss = loss_of(named, {}, importance=torch.ones(TOKENS))
+    found = outputs()
+    total, _ = loss(found, Local())
+    (gradient,) = torch.autograd.grad(total, found)
+    assert loss.old_logprobs is not None
+    share = -loss.weights * loss.advantages / loss.old_logprobs
+    by_logprob, by_entropy = (
+        torch.zeros(TOKENS).index_add_(0, HERE, x) for x in gradient[INDEX >= 0].t()
+    )
+    only_here = torch.zeros(TOKENS).index_fill_(0, HERE, 1.0)
+    torch.testing.assert_close(by_entropy, share * only_here)
+    coef = loss.config.positive_nll.coef
+    torch.testing.assert_close(by_logprob, (share - coef * loss.nll_weights) * only_here)
+    assert not gradient[INDEX < 0].any()

@@ -5,7 +5,7 @@ import importlib
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -155,9 +155,15 @@ def user_policy_loss(path: str, terms: PolicyTerms) -> Tensor:
             gradient.
     """
     who = f"{LOSS_KEY}={path}"
-    answer = load_function(path, LOSS_KEY)(terms)
+    mask = terms.mask
+    # What comes back for other tokens is left out, but its gradient may be 0 times infinity.
+    logprobs, entropies = (
+        torch.where(mask, x, x.detach()) for x in (terms.logprobs, terms.entropies)
+    )
+    own = replace(terms, logprobs=logprobs, entropies=entropies)
+    answer = load_function(path, LOSS_KEY)(own)
     if isinstance(answer, Tensor) and answer.shape == terms.mask.shape:
-        answer = torch.where(terms.mask, answer, 0)
+        answer = torch.where(mask, answer, 0)
     _check(answer, tuple(terms.mask.shape), who, "a finite float tensor [t]", floating=True)
     if terms.logprobs.requires_grad and not answer.requires_grad:
         raise BadInput(
