@@ -297,6 +297,22 @@ def test_faults_of_values_are_named_where_the_head_has_them() -> None:
     assert faults(*critic_of(shifted, {})) == {"shift"}
 
 
+@pytest.mark.parametrize("begin", ["prompt", "mask"])
+def test_values_of_other_first_states_are_not_shifted(begin: str) -> None:
+    """An agent's first request may differ within a group, and so may first tokens that a mask
+    leaves out: the critic knows from there on how a response ends."""
+    values = torch.stack((RIGHT, RIGHT), 1).flatten()
+    assert faults(*critic_of(values, {})) == {"shift"}
+    batch, config = critic_of(values, {})
+    own = batch.local
+    if begin == "mask":
+        own.prompt_lengths -= 1
+        own.loss_mask = torch.tensor([False, True, True]).repeat(40)
+        own.observation_lengths = torch.ones(40, dtype=torch.int64)
+    own.tokens[::6] = 2
+    assert faults(batch, config) == set()
+
+
 def test_responses_without_a_return_name_no_fault() -> None:
     last = torch.stack((torch.zeros(40), RIGHT), 1).flatten()
     cut = torch.arange(40) >= 8

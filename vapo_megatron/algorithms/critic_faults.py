@@ -1,5 +1,5 @@
-"""Faults of a critic that show in one batch. T tokens of S packed responses, in groups of one
-prompt."""
+"""Faults of a critic that show in one batch. T tokens of S packed responses, some of which begin in
+the same state."""
 
 from collections.abc import Iterator
 
@@ -46,12 +46,21 @@ FAULTS = {
 }
 
 
-def value_faults(figures: Figures, group_ids: Tensor, known: Tensor) -> list[str]:
+def beginnings(group_ids: Tensor, states: Tensor) -> Tensor:
+    """Numbers of the states that responses begin in: equal for those of one group and one hash of
+    what stands before their first token. int64 [S], int64 [S] -> int64 [S].
+
+    Episodes of a group may open with other requests, and a mask may leave out first tokens.
+    """
+    return torch.unique(torch.stack((group_ids, states)), dim=1, return_inverse=True)[1]
+
+
+def value_faults(figures: Figures, begins: Tensor, known: Tensor) -> list[str]:
     """Faults (keys of FAULTS) found in the values, compared with Monte-Carlo returns; none for a
     sound critic.
 
-    Estimates count if they are beyond three standard errors over responses. figures, group_ids [S];
-    known, bool [S]: the responses that have a return.
+    Estimates count if they are beyond three standard errors over responses. figures [S]; begins,
+    int64 [S]: beginnings(); known, bool [S]: the responses that have a return.
     """
     kept = figures.only(known)
     tokens = float(kept.tokens.sum())
@@ -63,7 +72,7 @@ def value_faults(figures: Figures, group_ids: Tensor, known: Tensor) -> list[str
     faults = list(_estimated(kept))
     # One state has one value, up to the rounding of bfloat16.
     rounding = max(0.1 * spread, 0.01 * float(kept.largest.max()))
-    if sibling_gap(figures, group_ids) > rounding:
+    if sibling_gap(figures, begins) > rounding:
         return [*faults, "shift"]
     return faults
 
@@ -84,12 +93,12 @@ def _estimated(figures: Figures) -> Iterator[str]:
         yield "scale"
 
 
-def sibling_gap(figures: Figures, group_ids: Tensor) -> float:
-    """Mean over responses of |V - mean of the group| at their first token; above 0 only by rounding
-    if values are right."""
+def sibling_gap(figures: Figures, begins: Tensor) -> float:
+    """Mean over responses of |V - mean of those that begin alike| at their first token; above 0
+    only by rounding if values are right."""
     first = figures.first_value[figures.tokens > 0]
     _, owner, sizes = torch.unique(
-        group_ids[figures.tokens > 0], return_inverse=True, return_counts=True
+        begins[figures.tokens > 0], return_inverse=True, return_counts=True
     )
     means = first.new_zeros(sizes.numel()).index_add_(0, owner, first) / sizes
     shared = sizes[owner] > 1

@@ -10,7 +10,7 @@ from functools import partial
 from torch import Tensor
 
 from vapo_megatron.algorithms import advantages, importance
-from vapo_megatron.algorithms.critic_faults import value_faults
+from vapo_megatron.algorithms.critic_faults import beginnings, value_faults
 from vapo_megatron.algorithms.critic_metrics import Figures, figures_of, sign_agreement, signs_of
 from vapo_megatron.algorithms.gae import (
     bootstrap_of_truncated,
@@ -35,7 +35,7 @@ from vapo_megatron.training.credit import (
 )
 from vapo_megatron.training.metrics import advantage_metrics, turn_metrics, value_metrics
 from vapo_megatron.training.past_returns import calibrated_advantages, regression_advantages
-from vapo_megatron.training.regression import response_hashes
+from vapo_megatron.training.regression import first_states, response_hashes
 from vapo_megatron.training.return_history import ReturnHistory
 from vapo_megatron.training.shards import ShardedBatch
 from vapo_megatron.training.token_rewards import (
@@ -316,7 +316,8 @@ def critic_row(
     if regressed:
         faults = []
     else:
-        faults = value_faults(figures, table.group_ids, known)
+        begins = beginnings(table.group_ids, batch.gather_samples(first_states(local)))
+        faults = value_faults(figures, begins, known)
     row |= value_metrics(batch, local.values, returns, known)
     if config.advantage.credit == "turn":
         row |= turn_metrics(batch, rewards, *turns_of(local), config.advantage.gamma, known)

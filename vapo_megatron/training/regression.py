@@ -240,3 +240,12 @@ def response_hashes(batch: ExperienceBatch) -> Tensor:
         return hashes[batch.loss_mask]
     within = torch.arange(len(batch.tokens)) - to_tokens(batch.cu_seqlens[:-1], batch.cu_seqlens)
     return hashes[within >= to_tokens(batch.prompt_lengths, batch.cu_seqlens)]
+
+
+def first_states(batch: ExperienceBatch) -> Tensor:
+    """A hash of what stands before each response's first token: int64 [S], 0 for an empty one."""
+    bounds = batch.response_cu_seqlens
+    filled = bounds.diff() > 0
+    states = torch.zeros(batch.samples, dtype=torch.int64)
+    states[filled] = response_hashes(batch)[bounds[:-1][filled]]
+    return states
