@@ -5,6 +5,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 from batches import take
 from test_rollouts import ahead, steps
 from written_rollouts import END, RIGHT
@@ -26,14 +27,15 @@ class Players:
 
     async def generate(self, group: GroupRequest) -> list[Sample]:
         self.asked.append(group)
-        ids: Any = [RIGHT, group.prompt.cursor, END]
+        ids: Any = [group.prompt.cursor, RIGHT, END]
         samples = [
             Sample(group.prompt, group.group, n, 0, ids, [-1.0] * 3, "stop", 5, 5)
             for n in range(group.samples)
         ]  # type: ignore[arg-type]
         for sample in samples:
             sample.episode = {"turns": 2.0}
-            sample.versions = ((5, 3),)
+            sample.loss_mask = np.array([False, True, True])
+            sample.versions = ((5, 2),)
         return samples
 
     def broken_metrics(self, whole: int) -> dict[str, float]:
@@ -53,7 +55,8 @@ def test_a_step_of_episodes_reports_them_and_those_that_broke() -> None:
     assert [group.prompt.cursor for group in players.asked] == [0, 1], (
         "nothing is requested from the engines"
     )
-    assert [sample.reward for sample in samples] == [1.0] * 4 and row[names.ROLLOUT_SPEED] > 0
+    assert [sample.reward for sample in samples] == [1.0] * 4
+    assert row[names.ROLLOUT_SPEED] == 4 * 2 / 2, "observations are read, not written"
     assert row["agent/turns"] == 2 and row["agent/broken"] == 1 / (1 + 4)
     rollouts.close_agents()
     rollouts.close_agents()

@@ -139,5 +139,5 @@ class Sample:
 
     @property
     def new_tokens(self) -> int:
-        """Response tokens that the policy has not been trained on."""
-        return len(self.response_ids) - (self.window_start or 0)
+        """Tokens that the policy wrote and has not been trained on."""
+        return int(self.written[self.window_start or 0 :].sum())
