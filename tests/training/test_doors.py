@@ -4,6 +4,7 @@ is what is done."""
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from batches import make_batch, spread, with_observation
@@ -25,6 +26,7 @@ from vapo_megatron.rollout.ledger import StepRule
 from vapo_megatron.training.advantages import estimate_advantages
 from vapo_megatron.training.models import Models
 from vapo_megatron.training.score import score
+from vapo_megatron.training.token_rewards import token_rewards
 from vapo_megatron.training.updates import update_critic, update_policy
 from vapo_megatron.training.user_functions import PolicyTerms, mask_tokens
 
@@ -208,6 +210,20 @@ def test_a_mask_and_observations_are_both_left_out() -> None:
         False,
         True,
     ]
+
+
+def not_the_ends(sample: Sample, decode: Any) -> Tensor:
+    return torch.from_numpy(sample.response_ids != END)
+
+
+def test_a_turn_keeps_its_reward_where_a_mask_takes_its_end() -> None:
+    """Turns of two and three tokens, of which a mask takes END: 0.5 was paid before the second."""
+    sample = written(5, END, 6, 7, END)
+    sample.turn_rewards = np.array([0.0, 0.5, 0.0, 0.0, 0.25], dtype=np.float32)
+    mask_tokens(f"{HERE}:not_the_ends", [sample], str)
+    batch = from_samples([sample])
+    batch.shaped_rewards = batch.rewards
+    assert token_rewards(batch, AlgorithmConfig()).tolist() == [0.5, 0.0, 0.5]
 
 
 @pytest.mark.parametrize(

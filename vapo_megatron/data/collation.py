@@ -2,7 +2,6 @@
 
 import hashlib
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -80,16 +79,23 @@ def _key(prompt: Prompt) -> int:
     return int.from_bytes(digest, "little", signed=True)
 
 
-def _turn_rewards(pairs: Sequence[tuple[Sample, Any]]) -> Tensor | None:
+def _turn_rewards(pairs: Sequence[tuple[Sample, NDArray[np.bool_]]]) -> Tensor | None:
     if all(sample.turn_rewards is None for sample, _ in pairs):
         return None
-    none = [np.zeros(int(mask.sum()), np.float32) for _, mask in pairs]
-    rows = zip(pairs, none, strict=True)
-    parts = [
-        zero if sample.turn_rewards is None else sample.turn_rewards[mask]
-        for (sample, mask), zero in rows
-    ]
-    return torch.from_numpy(np.concatenate(parts))
+    return torch.from_numpy(
+        np.concatenate([_at_written(s.turn_rewards, mask) for s, mask in pairs])
+    )
+
+
+def _at_written(
+    rewards: NDArray[np.float32] | None, mask: NDArray[np.bool_]
+) -> NDArray[np.float32]:
+    """Rewards of all tokens at those that carry loss, each at the last one up to its own place (or
+    at the first one): a mask may leave out the end of a turn, whose later turns did not earn it."""
+    placed = np.zeros(int(mask.sum()), dtype=np.float32)
+    if rewards is not None:
+        np.add.at(placed, np.maximum(mask.cumsum() - 1, 0), rewards)
+    return placed
 
 
 def _take_experts(samples: Sequence[Sample]) -> Tensor | None:
