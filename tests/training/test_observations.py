@@ -218,8 +218,8 @@ def test_rewards_on_the_way_count_from_their_turn_on(
 
 def test_turn_values_stand_beside_turn_number_and_group() -> None:
     """Every first turn is worth 1 from its start on and every second one 0.5, whatever their
-    lengths: the number of the turn says all, the other responses of the group say nothing, values
-        within turns are not read."""
+    lengths: the number of the turn says all, and so do the other responses of the group, less what
+    the first turn has paid; values within turns are not read."""
     batch = make_batch([(2, 6)] * 4, observed={0: (2, 1), 1: (3, 1), 2: (1, 2), 3: (4, 2)})
     batch.group_ids = torch.tensor([0, 0, 1, 1])
     batch.rewards = torch.ones(4)
@@ -233,7 +233,7 @@ def test_turn_values_stand_beside_turn_number_and_group() -> None:
         estimate_advantages(spread(batch), config, recorder)
         row = recorder.write(1)
     assert row["critic/turn_explained_variance"] == row["critic/turn_baseline_position_ev"] == 1.0
-    assert row["critic/turn_baseline_loo_ev"] == pytest.approx(0.0, abs=1e-9)
+    assert row["critic/turn_baseline_loo_ev"] == row[names.BASELINE_LOO] == 1.0
     assert row[names.EXPLAINED_VARIANCE] < 0 and row[names.BASELINE_POSITION] < 1, "over tokens"
 
 

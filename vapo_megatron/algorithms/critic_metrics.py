@@ -136,12 +136,15 @@ def explained(figures: Figures) -> Tensor:
     return _explained(errors, pooled(figures.tokens, figures.returns, figures.returns_spread)[1])
 
 
-def explained_beside_baselines(figures: Figures, group_ids: Tensor, position: Tensor) -> Explained:
+def explained_beside_baselines(
+    figures: Figures, group_ids: Tensor, position: Tensor, whole: Figures | None = None
+) -> Explained:
     """Explained variance of values, of the mean of the other responses of the group, and of a table
     by position.
 
     The others of a group are compared with a response's return from its first token. position:
-    explained_by_position().
+    explained_by_position(). whole: figures whose returns count what a response was paid before each
+    token, which is known and is taken from the others' mean; None: nothing was.
     """
     tokens = figures.tokens
     variance = pooled(figures.tokens, figures.returns, figures.returns_spread)[1]
@@ -150,8 +153,9 @@ def explained_beside_baselines(figures: Figures, group_ids: Tensor, position: Te
     baseline = torch.zeros_like(tokens)
     baseline[has] = leave_one_out(figures.first_return[has], group_ids[has])
     # A term that is the same for all tokens of a response moves only its mean.
+    from_start = figures if whole is None else whole
     siblings = _explained(
-        pooled(tokens, figures.returns - baseline, figures.returns_spread)[1], variance
+        pooled(tokens, from_start.returns - baseline, from_start.returns_spread)[1], variance
     )
     best = torch.stack((siblings, position)).max().clamp(min=0)
     return Explained(critic, siblings, position, critic - best)

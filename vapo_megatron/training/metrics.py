@@ -17,6 +17,7 @@ from vapo_megatron.algorithms.shaping import repeated_share
 from vapo_megatron.data.batch import ExperienceBatch, SampleTable, offsets
 from vapo_megatron.monitoring import names
 from vapo_megatron.training.shards import ShardedBatch
+from vapo_megatron.training.token_rewards import paid
 
 _REPETITION_SAMPLES = 256
 
@@ -183,7 +184,10 @@ def value_metrics(
     )
     figures = every.only(known)
     correct = table.correct[known]
-    explained = critic_metrics.explained_beside_baselines(figures, table.group_ids[known], position)
+    whole = whole_figures(batch, values, returns, bounds, paid(batch.local), known)
+    explained = critic_metrics.explained_beside_baselines(
+        figures, table.group_ids[known], position, whole
+    )
     slope, intercept = critic_metrics.calibration(figures)
     good, bad = critic_metrics.bias_by_outcome(figures, correct)
     mean, variance = critic_metrics.pooled(every.tokens, every.values, every.values_spread)
@@ -245,8 +249,12 @@ def turn_metrics(
         batch.sum_over_ranks,
         batch.gather_samples,
     )
+    before = paid(batch.local)[turns[:-1]]
     explained = critic_metrics.explained_beside_baselines(
-        every.only(known), groups[known], position
+        every.only(known),
+        groups[known],
+        position,
+        whole_figures(batch, values, returns, responses, before, known),
     )
     metrics = {
         "critic/turn_explained_variance": explained.critic,
@@ -254,6 +262,22 @@ def turn_metrics(
         "critic/turn_baseline_position_ev": explained.position,
     }
     return {name: float(value) for name, value in metrics.items() if not value.isnan()}
+
+
+def whole_figures(
+    batch: ShardedBatch,
+    values: Tensor,
+    returns: Tensor,
+    bounds: Tensor,
+    before: Tensor,
+    known: Tensor,
+) -> critic_metrics.Figures | None:
+    """Collective: Figures of returns and what was paid before each state, both [states], of the
+    responses that have a return; None where turns bring no reward."""
+    if batch.local.turn_rewards is None:
+        return None
+    columns = critic_metrics.figures_of(values, returns + before, bounds)
+    return critic_metrics.Figures.read(batch.gather_samples(columns)).only(known)
 
 
 def mean_of(rows: Sequence[dict[str, float]], maxima: Sequence[str] = ()) -> dict[str, float]:
