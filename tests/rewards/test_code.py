@@ -41,6 +41,12 @@ def test_right_code_passes_and_wrong_code_does_not() -> None:
     )
 
 
+@pytest.mark.parametrize(("right", "tests"), [(RIGHT, ASSERTS), (SUM, PAIRS)])
+def test_right_code_may_begin_with_a_future_import(right: str, tests: str) -> None:
+    first = '"""What it does."""\nfrom __future__ import annotations\n\n'
+    assert _correct(first + right, tests)
+
+
 @pytest.mark.parametrize(
     "code",
     [
