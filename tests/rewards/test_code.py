@@ -41,6 +41,32 @@ def test_right_code_passes_and_wrong_code_does_not() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    "response",
+    [
+        "```bash\npip list\n```\nThen\n```python\n{}\n```",
+        "```cpp\nint x;\n```\nor\n```C++\nint y;\n```\nso\n```python\n{}\n```",
+        "```python\n{}\n```\nIt prints\n```text\n4\n```",
+        "```python\n{}\n```\nIt prints\n```\n4\n```",
+        "Take ```2 * x```\nas here:\n```py \n{}\n```",
+        "```python3\n{}\n```",
+        "Here: ```Python\n{}\n```",
+        "```\n{}\n```",
+        "```python\r\n{}\r\n```\r\n",
+        "1. One line:\n   ```python\n   double = lambda x: 2 * x\n   ```",
+    ],
+)
+def test_the_answer_is_the_last_block_of_python(response: str) -> None:
+    graded = grade_code(ASSERTS, response.format(RIGHT), 30.0, 512, share=False)
+    assert graded["correct"]
+
+
+def test_a_block_of_another_language_is_no_answer() -> None:
+    for response in ("```cpp\n{}\n```", "`" * 3 + "{}" + "`" * 3):
+        graded = grade_code(ASSERTS, response.format(RIGHT), 30.0, 512, share=False)
+        assert graded["reason"] == "no_answer"
+
+
 @pytest.mark.parametrize(("right", "tests"), [(RIGHT, ASSERTS), (SUM, PAIRS)])
 def test_right_code_may_begin_with_a_future_import(right: str, tests: str) -> None:
     first = '"""What it does."""\nfrom __future__ import annotations\n\n'

@@ -8,6 +8,7 @@ computed, nor change the comparison.
 import ast
 import asyncio
 import re
+import textwrap
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -22,7 +23,9 @@ from vapo_megatron.rewards.verifier import Message, Verifier
 if TYPE_CHECKING:  # a worker has no use for torch
     from vapo_megatron.data.sample import Prompt
 
-_BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
+# Of any language, so that the end of one is not the beginning of another; inline code is none.
+_BLOCK = re.compile(r"^[^\n`]*```([\w+#-]*)[ \t]*\r?\n(.*?)```", re.DOTALL | re.MULTILINE)
+_PYTHON = ("python", "py", "python3")
 _LONGEST = 8_000  # characters of what a test expects; a sandbox may print 16 KiB
 # Before the code of a test: its input, and errors kept apart from its output.
 _INPUT = """import io, sys
@@ -76,20 +79,30 @@ def grade_code(
     that prepare it; or an input with the output that a program prints.
     """
     tests = _tests(answer)
-    blocks = _BLOCK.findall(response)
-    if not blocks:
+    code = _last_block(response)
+    if code is None:
         return {"correct": False, "reason": "no_answer"}
     deadline = time.monotonic() + seconds
     passed = 0
     for test in tests:
         left = deadline - time.monotonic()
-        if left > 0 and _passes(blocks[-1], test, left, memory_mib):
+        if left > 0 and _passes(code, test, left, memory_mib):
             passed += 1
         elif not share:
             break
     correct = passed == len(tests)
     grade = {"correct": correct, "reason": "equal" if correct else "different"}
     return grade | ({"reason": "scored", "score": passed / len(tests)} if share else {})
+
+
+def _last_block(response: str) -> str | None:
+    """The last block that is marked as Python, else the last one without a language."""
+    blocks = [(language.casefold(), code) for language, code in _BLOCK.findall(response)]
+    for languages in (_PYTHON, ("",)):
+        codes = [code for language, code in blocks if language in languages]
+        if codes:
+            return textwrap.dedent(codes[-1]) if codes[-1][:1].isspace() else codes[-1]
+    return None
 
 
 def _tests(answer: str) -> list[tuple[str, str, Any]]:
