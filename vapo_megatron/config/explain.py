@@ -58,11 +58,16 @@ def explain(
     mistakes: dict[str, list[ErrorDetails]] = {}
     for details in error.errors():
         mistakes.setdefault(_dotted(details, values), []).append(details)
+    # Where one of the members is a section or mapping, its mistakes are the ones that are meant.
+    outer = {key for key in mistakes if any(other.startswith(f"{key}.") for other in mistakes)}
+    for key in outer:
+        del mistakes[key]
     key, first = next(iter(mistakes.items()))
     if key:
         is_override = any(_covers(key, override) for override in overridden)
     else:
-        is_override = any(f"{override}=" in first[0]["msg"] for override in overridden)
+        told = first[0]["msg"]
+        is_override = any(f"{name}=" in told or f", {name}: " in told for name in overridden)
     origin = "override" if is_override else source
     message = f"{origin}: {' '.join(_sentence(key, first, model).split())}"
     if len(mistakes) == 1:
@@ -80,9 +85,9 @@ def explain(
 
 def _sentence(key: str, errors: Sequence[ErrorDetails], model: type[BaseModel]) -> str:
     first = errors[0]
-    if first["type"] == "extra_forbidden":
+    if first["type"] in ("extra_forbidden", "invalid_key"):
         known = known_keys(model)
-        if first["loc"] and first["loc"][-1] == key and key in known:
+        if first["loc"][-1] == key and key in known:
             # A dotted key in a file
             *sections, name = key.split(".")
             nested = "".join(f"{section}: {{" for section in sections) + f"{name}: ..."
@@ -116,12 +121,9 @@ def _expectation(details: ErrorDetails) -> str:
         return f"a list of at least {details['ctx']['min_length']}"
     if details["type"] == "string_pattern_mismatch" and details["ctx"]["pattern"] == IMPORT_PATH:
         return "package.module:name, with a colon"
-    return (
-        details["msg"]
-        .removeprefix("Value error, ")
-        .removeprefix("Input should be ")
-        .partition(", unable to ")[0]
-    )
+    if details["type"] == "string_pattern_mismatch":
+        return f"a text that matches {details['ctx']['pattern']}"
+    return details["msg"].removeprefix("Input should be ").partition(", unable to ")[0]
 
 
 def _hint(key: str, known: Sequence[str]) -> str:

@@ -272,12 +272,13 @@ class TrainConfig(Section):
         measured = [name for entry in self.data.eval for name in entry.metric_names]
         if best.startswith("evaluation/") or "/" not in best:
             if best not in measured:
-                names = ", ".join(measured) or "data.eval is empty"
                 guess = nearest(best, measured)
                 if guess:
                     hint = f"did you mean {guess}?"
+                elif measured:
+                    hint = f"expected one of: {', '.join(measured)}"
                 else:
-                    hint = f"expected one of: {names}"
+                    hint = "that is empty, name a set or leave keep.best out"
                 raise ValueError(
                     f"checkpoint.keep.best={best} is not a metric of data.eval: {hint}"
                 )
