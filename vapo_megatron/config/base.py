@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from difflib import SequenceMatcher
 from itertools import product
-from typing import Annotated, Any, ClassVar, Self, get_args, get_origin
+from typing import Any, ClassVar, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, model_validator
 
@@ -170,10 +170,7 @@ def nearest(key: str, known: Iterable[str]) -> str | None:
 def _sections_in(annotation: Any) -> Iterator[type[BaseModel]]:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
-    arguments = get_args(annotation)
-    if get_origin(annotation) is Annotated:
-        arguments = arguments[:1]
-    for argument in arguments:
+    for argument in get_args(annotation):
         yield from _sections_in(argument)
 
 
@@ -198,13 +195,9 @@ def _abbreviates(short: str, name: str) -> bool:
 
     Such as lr of learning_rate, and tp of tensor_model_parallel_size.
     """
-    initials = "".join(word[0] for word in name.split("_") if word)
+    initials = [word[0] for word in name.split("_") if word]
     rest = iter(initials)
-    return (
-        1 < len(short) < len(name)
-        and short[0] == initials[:1]
-        and all(letter in rest for letter in short)
-    )
+    return len(short) > 1 and initials[:1] == [short[0]] and all(letter in rest for letter in short)
 
 
 def differences(old: Any, new: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:

@@ -55,7 +55,7 @@ def hub_files(name: str, key: str = "") -> list[Path]:
             f"{place}{name}: its files lie in {', '.join(folders)}; name one, as "
             f"{HUB}{repository}:{folders[0]}"
         )
-    return sorted(path for path in chosen if path.is_relative_to(folder / "".join(usual)))
+    return sorted(path for path in chosen if path.is_relative_to(folder.joinpath(*usual)))
 
 
 def hub_hint(path: Path) -> str:

@@ -56,7 +56,7 @@ def load_config(
         try:
             if is_taken_back:
                 value = OmegaConf.select(below, key, default={})
-            OmegaConf.update(config, key, value, merge=not is_taken_back, force_add=True)
+            OmegaConf.update(config, key, value, merge=not is_taken_back)
         except OmegaConfBaseException as error:
             raise BadInput(f"override {key}={value}: {_one_line(error)}") from error
     if "preset" not in model.model_fields:
@@ -180,7 +180,7 @@ def _parse_override(override: str) -> tuple[str, Any]:
             f"override {key}: entries of a list are counted from 0, such as data.eval.0.limit"
         )
     try:
-        parsed = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]), resolve=False)
+        parsed = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))
         assert isinstance(parsed, dict)
         return key, parsed["value"] if text else ""
     except (yaml.YAMLError, OmegaConfBaseException, ValueError) as error:
