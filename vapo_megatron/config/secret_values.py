@@ -18,8 +18,8 @@ _KNOWN = re.compile(
     r"|(\bBearer )[A-Za-z0-9._~+/-]{8,}"
 )
 _NAME = re.compile(
-    r"(?:^|[_-])(?:api_?key|access_?key|secret|password|passwd|credentials?|authorization|"
-    r"auth_?token|access_?token|api_?token|hf_?token)$",
+    r"(?:^|[_-])(?:(?:api|access)[_-]?key|secret|password|passwd|credentials?|authorization|"
+    r"(?:auth|access|api|hf)[_-]?token)$",
     re.IGNORECASE,
 )
 
