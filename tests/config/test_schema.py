@@ -15,6 +15,7 @@ import pytest
 import yaml
 from called import exit_code_of
 from omegaconf import OmegaConf
+from pydantic import Field
 
 from vapo_megatron.cli import PRESETS
 from vapo_megatron.config.base import Section
@@ -89,6 +90,83 @@ def test_sections_can_be_null_and_values_be_references() -> None:
     content["run"]["steps"] = "${batch.prompts_per_step}"
     content["data"]["train"] = ["a.jsonl", "b.jsonl"]
     assert validator(TrainConfig).is_valid(content)
+
+
+class Part(Section):
+    size: int = Field(3, ge=1, description="how much")
+    old: str = Field("", alias="from")
+
+
+class Whole(Section):
+    preset: str | None = Field(None, description="which values")
+    path: str
+    part: Part = Part()
+
+
+class Plain(Section):
+    path: str = "a"
+
+
+def test_a_schema_says_what_a_file_may_hold() -> None:
+    reference = {"type": "string", "pattern": r"\$\{"}
+    null = {"type": "null"}
+    extends = {
+        "type": "string",
+        "description": "a YAML config beside this one, whose values hold where this has none",
+    }
+    dialect = "https://json-schema.org/draft/2020-12/schema"
+    assert editor_schema(Whole, ["vapo", "ppo"]) == {
+        "$schema": dialect,
+        "title": "vapo_megatron Whole",
+        "type": "object",
+        "additionalProperties": False,
+        "properties": {
+            "extends": extends,
+            "preset": {"enum": ["vapo", "ppo", None], "description": "which values"},
+            "path": {"anyOf": [{"type": "string"}, reference, null]},
+            "part": {"anyOf": [{"$ref": "#/$defs/Part"}, reference, null]},
+        },
+        "$defs": {
+            "Part": {
+                "type": "object",
+                "additionalProperties": False,
+                "properties": {
+                    "size": {
+                        "description": "how much",
+                        "default": 3,
+                        "anyOf": [{"type": "integer", "minimum": 1}, reference, null],
+                    },
+                    "from": {"default": "", "anyOf": [{"type": "string"}, reference, null]},
+                },
+            }
+        },
+    }
+    assert editor_schema(Plain, ["vapo"]) == {
+        "$schema": dialect,
+        "title": "vapo_megatron Plain",
+        "type": "object",
+        "additionalProperties": False,
+        "properties": {
+            "extends": extends,
+            "path": {"default": "a", "anyOf": [{"type": "string"}, reference, null]},
+        },
+        "$defs": {},
+    }
+
+
+@pytest.mark.parametrize(
+    ("values", "fits"),
+    [
+        ({"actor": {"layout": {"sequence_parallel": "auto"}}}, True),
+        ({"actor": {"layout": {"sequence_parallel": "maybe"}}}, False),
+        ({"data": {"train": {"a.jsonl": 2, "b.jsonl": {"weight": 3}}}}, True),
+        ({"data": {"train": {"a.jsonl": "often"}}}, False),
+        ({"data": {"train": ["a.jsonl", 3]}}, False),
+        ({"data": {"shuffle": "auto"}}, False),
+    ],
+)
+def test_forms_that_a_validator_takes_are_in_the_schema(values: Any, fits: bool) -> None:
+    assert validator(TrainConfig).is_valid(values) is fits
 
 
 def test_the_command_prints_schemas_and_whole_configs(capfd: Any, tmp_path: Path) -> None:

@@ -95,7 +95,7 @@ def _sentence(key: str, errors: Sequence[ErrorDetails], model: type[BaseModel]) 
         return f"unknown key {key}; {_hint(key, known)}"
     if first["type"] == "missing":
         return f"missing key {key}: give it a value"
-    if first["type"] in ("value_error", "assertion_error"):
+    if first["type"] == "value_error":
         sentence = first["msg"].partition(", ")[2]
         if key:
             return f"{key}: {sentence}"
