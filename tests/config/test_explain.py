@@ -28,6 +28,7 @@ TOP = (
     "reward, algorithm, value_pretraining, evaluation, export, checkpoint, monitoring, robustness"
 )
 QUOTED = "(quote it: key='\"...\"' on a command line)"
+SCALAR = f"expected a valid boolean or a valid integer or a valid number or a text {QUOTED}"
 EVAL = "data.eval=[{name: a, path: p}]"
 METRICS = (
     "evaluation/a_avg@8, evaluation/a_pass@8, evaluation/a_maj@8, evaluation/a_response_length, "
@@ -83,6 +84,16 @@ def line(*overrides: str, model: type[Section] = TrainConfig, path: Path | None 
         ("run.root=3", f"run.root is 3; expected a text {QUOTED}"),
         ("sampling.stop=[a, 1]", f"sampling.stop.1 is 1; expected a text {QUOTED}"),
         ("data.train=3", f"data.train is 3; expected a valid dictionary or a path {QUOTED}"),
+        (
+            "data.train=[a, 3]",
+            f"data.train is ['a', 3]; expected a valid dictionary or a path {QUOTED}",
+        ),
+        (
+            "data.train={a: 1, 2024: 4}",
+            "data.train: 2024 is no text; expected the path of a file: quote it",
+        ),
+        ("data.eval=[3]", "data.eval.0 is 3; expected a section of keys"),
+        ("rollout.server_args={x: [1]}", f"rollout.server_args.x is [1]; {SCALAR}"),
         ("run.profile.steps=3", "run.profile.steps is 3; expected a list"),
         ("model.adapter.layers=[]", "model.adapter.layers is []; expected a list of at least 1"),
         (

@@ -103,15 +103,15 @@ def test_what_cannot_be_had_is_refused_by_name(hub_cache: Path, name: str) -> No
         load_config(SftConfig, None, [f"model.path={name}", "data.path=x"], PRESETS)
 
 
-def line(name: str, key: str = "data.train") -> str:
+def line(*name_and_key: str) -> str:
     with pytest.raises(BadInput) as refused:
-        hub_files(name, key)
+        hub_files(*name_and_key)
     return str(refused.value)
 
 
 def test_files_that_are_not_there_are_told_with_those_that_are(hub_cache: Path) -> None:
     folder = _repository(hub_cache, "datasets--some--sums", "main")
-    assert line("hub:some/sums") == (
+    assert line("hub:some/sums", "data.train") == (
         "data.train: hub:some/sums: no file among its .parquet and .json ones (none); name an "
         "existing one"
     )
@@ -119,7 +119,7 @@ def test_files_that_are_not_there_are_told_with_those_that_are(hub_cache: Path) 
         _shard(folder / "all", number, [{"question": "a"}])
     (folder / "all" / "README.md").touch()
     listed = ", ".join(f"all/000{number}.parquet" for number in range(8))
-    assert line("hub:some/sums:test", "") == (
+    assert line("hub:some/sums:test") == (
         f"hub:some/sums:test: no file of test among its .parquet and .json ones ({listed}); name "
         "an existing one"
     )
@@ -137,7 +137,7 @@ def test_of_several_folders_the_usual_one_is_read(hub_cache: Path) -> None:
     for part in ("default/train", "other/train"):
         _shard(folder / part, 0, [{"question": "a"}])
     assert hub_files("hub:some/sums") == [folder / "default" / "train" / "0000.parquet"]
-    assert line("hub:some/sums:train") == (
+    assert line("hub:some/sums:train", "data.train") == (
         "data.train: hub:some/sums:train: its files lie in default/train, other/train; name one, "
         "as hub:some/sums:default/train"
     )
@@ -200,7 +200,7 @@ def test_every_model_of_a_config_may_be_on_the_hub(hub_cache: Path) -> None:
 
 
 def test_what_cannot_be_downloaded_says_how_to_have_it(hub_cache: Path) -> None:
-    told = line("hub:no/data")
+    told = line("hub:no/data", "data.train")
     assert told.startswith("data.train: hub:no/data: cannot be downloaded (LocalEntryNotFoundErr")
     assert told.endswith(
         "); check the name, or run `hf download --repo-type dataset no/data` on a machine with "

@@ -223,6 +223,8 @@ class DataConfig(ProblemsConfig):
             return value
         places: dict[Path, Any] = {}
         for path in value:
+            if not isinstance(path, str | Path):
+                raise ValueError(f"{path} is no text; expected the path of a file: quote it")
             if (same := places.setdefault(Path(path).resolve(), path)) is not path:
                 raise ValueError(f"{same} and {path} are one file: name it once")
         entries = {

@@ -93,10 +93,7 @@ def with_models_from_hub(values: Any) -> None:
         *sections, last = key.split(".")
         parent = values
         for section in sections:
-            if isinstance(parent, dict):
-                parent = parent.get(section)
-            else:
-                parent = None
+            parent = parent.get(section) if isinstance(parent, dict) else None
         if not isinstance(parent, dict):
             continue
         name = parent.get(last)

@@ -81,10 +81,9 @@ def load_config(
 
 def _is_section(model: type[Section], key: str) -> bool:
     name, _, rest = key.partition(".")
-    if name in model.model_fields:
-        default = model.model_fields[name].default
-    else:
-        default = None
+    if name not in model.model_fields:
+        return False
+    default = model.model_fields[name].default
     return isinstance(default, Section) and (not rest or _is_section(type(default), rest))
 
 

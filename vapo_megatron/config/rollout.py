@@ -320,7 +320,7 @@ class RolloutConfig(Section):
 
     def _divisor_of_tp(self, argument: str) -> int:
         """The value of a server argument if it divides tp, otherwise 1."""
-        parts = self.server_args.get(argument, 1)
+        parts = self.server_args.get(argument)
         if not isinstance(parts, int) or parts <= 0 or self.tp % parts:
             return 1
         return parts

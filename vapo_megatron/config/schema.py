@@ -35,7 +35,7 @@ def editor_schema(model: type[Section], presets: Sequence[str]) -> dict[str, Any
         "description": "a YAML config beside this one, whose values hold where this has none",
     }
     if "preset" in properties:
-        description = properties["preset"].get("description", "")
+        description = properties["preset"]["description"]
         properties["preset"] = {"enum": [*presets, None], "description": description}
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
