@@ -112,6 +112,13 @@ NOWHERE = "Interpolation key 'nowhere' not found full_key: seed object_type=dict
     [
         (["seed=x"], "override: seed is 'x'; expected a valid integer"),
         (["preset=large", "seed=x"], "override: seed is 'x'; expected a valid integer"),
+        (["seed=null"], "override: seed is None; expected a valid integer"),
+        (["actor.qqq=null"], "override: unknown key actor.qqq; known keys of actor: tp, optimizer"),
+        (
+            ["qqq=null"],
+            "override: unknown key qqq; known keys at the top: preset, seed, text, texts, table, "
+            "actor, critic, maybe, from",
+        ),
         (["preset=notes"], "unknown preset notes; expected one of: large, small"),
         (["text=${seed"], f"override text: '${{seed' {NO_VALUE}"),
         (["text={a"], f"override text: '{{a' {NO_VALUE}"),

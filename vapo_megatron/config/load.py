@@ -81,10 +81,10 @@ def load_config(
 
 def _is_section(model: type[Section], key: str) -> bool:
     name, _, rest = key.partition(".")
-    if name not in model.model_fields:
+    field = model.model_fields.get(name)
+    if field is None or not isinstance(field.default, Section):
         return False
-    default = model.model_fields[name].default
-    return isinstance(default, Section) and (not rest or _is_section(type(default), rest))
+    return not rest or _is_section(type(field.default), rest)
 
 
 def _take_back_sections(config: DictConfig, model: type[Section]) -> None:
