@@ -127,6 +127,13 @@ def test_what_has_the_name_of_a_folder_is_named(
         ([MARKER], True),
         ([MARKER, "config.yaml", "environment.json", "mlflow_run_id", "metrics.jsonl"], True),
         ([MARKER, "logs/a", "samples/a", "tensorboard/a", "wandb/a"], True),
+        (
+            [
+                *(MARKER, "config.yaml", "environment.json", "mlflow_run_id", "metrics.jsonl"),
+                *("logs/a", "samples/a", "tensorboard/a", "wandb/a"),
+            ],
+            True,
+        ),
         (["config.yaml"], False),
         ([MARKER, "report.html"], False),
         ([MARKER, "notes.txt"], False),
