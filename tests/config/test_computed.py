@@ -5,10 +5,12 @@ from typing import Any
 
 import pytest
 
+from vapo_megatron.algorithms.registry import EstimatorTraits, LossTraits
 from vapo_megatron.config.algorithm import AlgorithmConfig, ShapingConfig, UpdateConfig
 from vapo_megatron.config.critic_probes import CriticPretrainingConfig
 from vapo_megatron.config.data import EvalSet, PromptTemplate
 from vapo_megatron.config.model import LayoutConfig, TrainableConfig, logits_rows
+from vapo_megatron.config.policy import PolicyLossConfig
 from vapo_megatron.config.rollout import RolloutConfig, SamplingConfig
 from vapo_megatron.config.run import CheckpointConfig, EvaluationConfig, HangsConfig
 from vapo_megatron.config.train import TrainConfig
@@ -86,6 +88,17 @@ def test_one_update_gives_logprobs_unless_they_are_needed_before(
     assert config.update_gives_logprobs(100, 10) is gives
 
 
+def test_a_function_of_the_user_has_no_traits() -> None:
+    settings = {"estimator": "function", "function": "a:b"}
+    config = AlgorithmConfig.model_validate({"advantage": settings})
+    assert config.advantage.traits == EstimatorTraits() and not config.uses_critic
+    loss = PolicyLossConfig.model_validate({"kind": "function", "function": "a:b"})
+    assert loss.traits == LossTraits()
+    assert PolicyLossConfig(kind="sao").traits.rollout_ratio
+    assert not PolicyLossConfig().traits.rollout_ratio
+    assert AlgorithmConfig().advantage.traits.critic
+
+
 def test_a_reference_is_saved_only_if_it_changes() -> None:
     fixed = AlgorithmConfig.model_validate({"kl": KL})
     replaced = AlgorithmConfig.model_validate({"kl": KL | {"replace_reference_every": 5}})
@@ -139,6 +152,7 @@ def test_sequences_are_padded_to_what_a_layout_splits(
     if fp8 == "none":
         assert config.layout.total_alignment == total
         assert config.layout.longest_sample(1000) == longest
+    assert LayoutConfig().longest_sample(999) == 999
 
 
 @pytest.mark.parametrize(
