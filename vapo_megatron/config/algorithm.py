@@ -216,7 +216,8 @@ class UpdateConfig(Section):
         None,
         ge=1,
         description=(
-            "instead of minibatch_size: number of optimizer steps in one pass over a rollout"
+            "instead of minibatch_size: number of optimizer steps in one pass over a rollout; "
+            "it may be fewer where this does not divide the rollout"
         ),
     )
     minibatch_unit: Literal["samples", "groups"] = Field(
