@@ -208,7 +208,12 @@ def from_trainer(
         response_lengths=rollout.tokens[seed],
     )
     batch = SimpleNamespace(
-        local=SimpleNamespace(values=values[tokens], response_cu_seqlens=bounds - bounds[0]),
+        local=SimpleNamespace(
+            values=values[tokens],
+            response_cu_seqlens=bounds - bounds[0],
+            response_tokens=int(bounds[-1] - bounds[0]),
+            turn_rewards=None,
+        ),
         table=table,
         samples=samples,
         local_slice=torch.arange(samples),
