@@ -86,6 +86,9 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "tests/rollout/test_engine_queue.py",
         "tests/rollout/test_ledger.py",
         "tests/rollout/test_windows.py",
+        "tests/engines/test_client.py",
+        "tests/training/test_collect_switches.py",
+        "tests/training/test_rollouts.py",
     ),
     "training": (
         "tests/training/test_calibrated_advantages.py",

@@ -187,6 +187,7 @@ def message_of(ids: list[int], count: int = 1, **meta: Any) -> bytes:
         (save({}), "KeyError: 'meta'"),
         (save({"meta": np.frombuffer(b"[7", np.uint8)}), "JSONDecodeError"),
         (save({"meta": np.frombuffer(b"[{}]", np.uint8)}), "KeyError: '0/token_ids'"),
+        (message_of([32]), "token ids 32 to 32, outside the"),
         (message_of([10**6]), "token ids 1000000 to 1000000, outside the"),
         (message_of([-1]), "token ids -1 to -1"),
         (message_of([1, 1]), "a response has 2 tokens, at most 1 were requested"),
