@@ -166,7 +166,8 @@ def same_gradient(folder: Path) -> None:
     )
     if not difference <= SAME_GRADIENT:
         raise SystemExit(f"{file}: the programs do not compute the same gradient")
-    strangers = [prompt for prompt in found["prompts"] if prompt not in our_prompts(folder)]
+    known_prompts = our_prompts(folder)
+    strangers = [prompt for prompt in found["prompts"] if prompt not in known_prompts]
     if strangers:
         raise SystemExit(f"{file}: TRL's prompt is none of ours: {strangers[0]}")
 
