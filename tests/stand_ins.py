@@ -101,6 +101,11 @@ class Python:
         """Have every program end with exit code 1 and a line on standard error."""
         self._refusal.write_text(reason)
 
+    def wait(self) -> None:
+        """Have every program wait for a minute from now on."""
+        interpreter = self.path.read_text().splitlines()[0]
+        self.path.write_text(f"{interpreter}\nimport time\ntime.sleep(60)\n")
+
     def programs(self) -> list[tuple[list[str], dict[str, str]]]:
         """Arguments and environment of the programs that were started since the last call, in no
         order."""

@@ -151,6 +151,13 @@ def _killed(process: psutil.Process) -> bool:
     return False
 
 
+def how_it_ended(code: int) -> str:
+    """A process's exit code, as subprocess gives it, in words."""
+    if code < 0:
+        return f"killed by {signal.Signals(-code).name}"
+    return f"exit code {code}"
+
+
 def stop_requested() -> str | None:
     """The name of the first stop signal that this process received; None if there was none."""
     return _received[0] if _received else None

@@ -21,7 +21,7 @@ from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.data.tokenizer import TextTokenizer
 from vapo_megatron.engines.server.process import EngineServer
 from vapo_megatron.engines.server.tool_parsers import parsed_by_each
-from vapo_megatron.errors import BadInput
+from vapo_megatron.errors import BadInput, RunFailed
 from vapo_megatron.evaluation.check import check_evaluation
 from vapo_megatron.megatron.platform import current_platform
 from vapo_megatron.weights.tiny import save_tiny_model
@@ -154,6 +154,16 @@ def test_without_sglang_or_calls_nothing_is_said(
     assert check_tool_parser(config, tokenizer) is None and len(python.programs()) == 1
     monkeypatch.setattr("vapo_megatron.engines.server.tool_parsers.find_spec", lambda _: None)
     assert check_tool_parser(config, tokenizer) is None and not python.programs()
+
+
+def test_a_parser_that_never_answers_is_no_hang(tmp_path: Path, python: Python) -> None:
+    byte_tokenizer(FORMATS["hermes"]).save_pretrained(tmp_path)
+    tokenizer = TextTokenizer(tmp_path, PromptTemplate(chat_template=True))
+    python.wait()
+    episode = EpisodeConfig(tool_parser="llama3")
+    config = RolloutConfig(agent="mod:run", episode=episode, start_timeout_s=0.2)
+    with pytest.raises(RunFailed, match=r"rollout\.start_timeout_s=0\.2 s"):
+        check_tool_parser(config, tokenizer)
 
 
 NOT_READ = {

@@ -1,6 +1,7 @@
 """Engines over nodes: checks before anything is started, on nodes of two
 GPUs."""
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from tiny_runs import make_model, train_config
 
 from vapo_megatron.checks import preflight, sizes
 from vapo_megatron.config.train import TrainConfig
-from vapo_megatron.errors import BadInput
+from vapo_megatron.errors import BadInput, RunFailed
 
 
 @pytest.fixture(autouse=True)
@@ -37,6 +38,15 @@ def test_arguments_are_those_of_the_first_engine(
     ((arguments, environment),) = python.programs()
     assert environment["CUDA_VISIBLE_DEVICES"] == devices
     assert arguments[-2:] == ["--ep-size", str(tp)]
+
+
+def test_arguments_that_are_never_read_are_no_hang(tmp_path: Path, python: Python) -> None:
+    python.wait()
+    config = config_of(tmp_path, server_args={"ep_size": 1}, start_timeout_s=0.2)
+    started = time.monotonic()
+    with pytest.raises(RunFailed, match=r"rollout\.start_timeout_s=0\.2 s"):
+        preflight.first_engine(config, None).check_arguments()
+    assert time.monotonic() < started + 30
 
 
 def test_an_engine_is_on_one_node(tmp_path: Path) -> None:

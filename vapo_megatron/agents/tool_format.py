@@ -43,6 +43,7 @@ def check_tool_parser(config: RolloutConfig, tokenizer: TextTokenizer) -> str | 
     Raises:
         BadInput: rollout.episode.tool_parser does not read them and another parser does: agents
             would get every call as text.
+        RunFailed: SGLang did not answer within rollout.start_timeout_s.
     """
     parser = config.episode.tool_parser
     if config.agent is None or parser is None:
@@ -63,7 +64,7 @@ def check_tool_parser(config: RolloutConfig, tokenizer: TextTokenizer) -> str | 
             f"(it writes {shown}); look up the model's format, and mend the template if it should "
             "repeat calls"
         )
-    parsed = parsed_by_each(written, _TOOLS, tokenizer.directory)
+    parsed = parsed_by_each(written, _TOOLS, tokenizer.directory, config.start_timeout_s)
     if parsed is None:
         return None
     able = [name for name, calls in parsed.items() if _is_read(calls)]

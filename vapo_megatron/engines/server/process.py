@@ -40,9 +40,11 @@ from vapo_megatron.engines.server.scratch import (
     remove_left_folders,
     short_temporary,
 )
+from vapo_megatron.engines.server.tool_parsers import SLOW_IMPORT
 from vapo_megatron.errors import BadInput, RunFailed
 from vapo_megatron.models.model_files import has_quantised_files
 from vapo_megatron.models.registry import engine_arguments_of
+from vapo_megatron.signals import how_it_ended
 from vapo_megatron.weights.fp8 import BlockFp8
 
 _logger = logging.getLogger(__name__)
@@ -200,27 +202,36 @@ class EngineServer:
 
         Raises:
             BadInput: SGLang refuses them.
+            RunFailed: it did not read them within config.start_timeout_s.
         """
         parser = self._config.episode.tool_parser
         if not self._config.server_args and parser is None:
             return
+        limit = self._config.start_timeout_s
         with tempfile.TemporaryDirectory(prefix=PREFIX) as scratch:
-            ended = subprocess.run(
-                [
-                    sys.executable,
-                    "-m",
-                    "vapo_megatron.engines.inside.server_main",
-                    "check",
-                    *self._engine_args(Path(scratch)),
-                ],
-                env=self._environment(Path(scratch)),
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                text=True,
-            )
+            try:
+                ended = subprocess.run(
+                    [
+                        sys.executable,
+                        "-m",
+                        "vapo_megatron.engines.inside.server_main",
+                        "check",
+                        *self._engine_args(Path(scratch)),
+                    ],
+                    env=self._environment(Path(scratch)),
+                    stdin=subprocess.DEVNULL,
+                    capture_output=True,
+                    text=True,
+                    timeout=limit,
+                )
+            except subprocess.TimeoutExpired:
+                raise RunFailed(
+                    "rollout.server_args: SGLang was not imported, or did not read them, within "
+                    f"rollout.start_timeout_s={limit:g} s: {SLOW_IMPORT}"
+                ) from None
         if ended.returncode:
             lines = [line.strip() for line in ended.stderr.splitlines() if line.strip()]
-            reason = (lines or [_describe(ended.returncode)])[-1][:400]
+            reason = (lines or [how_it_ended(ended.returncode)])[-1][:400]
             written = ", ".join(
                 f"{name}={value}" for name, value in self._config.server_args.items()
             )
@@ -241,7 +252,7 @@ class EngineServer:
             code = self._process.poll()
         if code is None:
             return None
-        return f"{_describe(code)}; {self.address.cause()}"
+        return f"{how_it_ended(code)}; {self.address.cause()}"
 
     def lost(self) -> str | None:
         """A dead or stopped process of the server, in words, or why another part of it failed; None
@@ -442,9 +453,3 @@ class EngineServer:
             "node_rank": self._part.index,
             "dist_init_addr": self._meeting,
         }
-
-
-def _describe(code: int) -> str:
-    if code < 0:
-        return f"killed by {signal.Signals(-code).name}"
-    return f"exit code {code}"
