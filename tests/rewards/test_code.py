@@ -67,6 +67,21 @@ def test_a_block_of_another_language_is_no_answer() -> None:
         assert graded["reason"] == "no_answer"
 
 
+@pytest.mark.parametrize(
+    ("response", "reason"),
+    [
+        ("<think>{}</think>I do not know.", "no_answer"),
+        ("{}</think>I do not know.", "no_answer"),  # a template may open the thought
+        ("<think>Perhaps\n{}", "no_answer"),
+        ("<think>Perhaps\n```python\n1 / 0\n```\n</think>\n{}", "equal"),
+        ("{}<|im_end|>\n<|im_start|>user\n```python\n1 / 0\n```", "equal"),
+    ],
+)
+def test_code_in_thoughts_or_a_next_turn_is_no_answer(response: str, reason: str) -> None:
+    graded = grade_code(ASSERTS, response.format(_block(RIGHT)), 30.0, 512, share=False)
+    assert graded["reason"] == reason
+
+
 @pytest.mark.parametrize(("right", "tests"), [(RIGHT, ASSERTS), (SUM, PAIRS)])
 def test_right_code_may_begin_with_a_future_import(right: str, tests: str) -> None:
     first = '"""What it does."""\nfrom __future__ import annotations\n\n'

@@ -17,6 +17,7 @@ from vapo_megatron.agents.sandbox import check_boundary
 from vapo_megatron.agents.tools import run_python
 from vapo_megatron.errors import BadInput
 from vapo_megatron.files import parse_json
+from vapo_megatron.rewards.extract import final_part
 from vapo_megatron.rewards.grade import Case, Grade
 from vapo_megatron.rewards.verifier import Message, Verifier
 
@@ -73,13 +74,13 @@ def grade_code(
     answer: str, response: str, seconds: float, memory_mib: int, share: bool
 ) -> dict[str, Any]:
     """The grade on a response; answer: the tests, which have `seconds` together. share: tests that
-    pass score too.
+    pass score too. Code that is written while thinking, before </think>, is no answer.
 
     A test is an assert of a call, alone or compared with a literal by == or is, after statements
     that prepare it; or an input with the output that a program prints.
     """
     tests = _tests(answer)
-    code = _last_block(response)
+    code = _last_block(final_part(response))
     if code is None:
         return {"correct": False, "reason": "no_answer"}
     deadline = time.monotonic() + seconds
