@@ -147,6 +147,8 @@ run_step() {
     [[ $ATTEMPT = 0 ]] || EXITS+=.$ATTEMPT
     rm -rf "$EXITS"
     mkdir -p "$EXITS" || exit 2
+    # A file a task and try: those of weeks of requeues would use up the file system's inodes.
+    find "$RECORD/exits" -mindepth 1 -maxdepth 1 -mtime +3 -exec rm -rf {} +
     if [[ -n $ASKED ]]; then
         say "$name is not begun: this job was asked to stop"
         end_job 75

@@ -196,6 +196,7 @@ def evaluate(
     _look_first(settings)
     from vapo_megatron.evaluation.command import evaluate_checkpoint
 
+    logs.outlive_output()
     evaluate_checkpoint(settings)
 
 

@@ -394,3 +394,15 @@ def test_a_server_that_drips_is_given_up_in_time(tmp_path: Path, server: Server)
     with pytest.raises(TryAgain, match=r"the last try: no answer within 0\.5 s"):
         evaluate_checkpoint(_settings(tmp_path, server, external=external))
     assert time.monotonic() - start < 10
+
+
+def test_an_evaluation_outlives_a_full_disk_under_its_output(
+    tmp_path: Path, server: Server
+) -> None:
+    config = tmp_path / "config.yaml"
+    dump_config(_settings(tmp_path, server), config)
+    command = [sys.executable, "-m", "vapo_megatron.cli", "evaluate", str(config)]
+    with Path("/dev/full").open("wb") as full:
+        ended = subprocess.run(command, stdout=full, stderr=full, timeout=240)
+    assert ended.returncode == 0
+    assert _report(tmp_path)["sets"][0]["samples"] == SAMPLES

@@ -5,6 +5,7 @@ import os
 import re
 import socket
 import subprocess
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -474,6 +475,17 @@ def test_a_task_has_its_share_of_the_smallest_node(
         **({"SLURM_CPUS_PER_TASK": asked} if asked else {}),
     )
     assert begun.stdout.strip() == str(expected), begun.stderr
+
+
+def test_exit_codes_of_steps_of_days_ago_are_removed(job: Job) -> None:
+    exits = job.record / "exits"
+    now = time.time()
+    for name, days in (("42.-2.train", 4.5), ("42.-1.train", 2.5)):
+        (exits / name).mkdir(parents=True)
+        (exits / name / "0").write_text("75 a 1\n")
+        os.utime(exits / name, (now - days * 86_400,) * 2)
+    job.bash("run_step train python3 -V")
+    assert {path.name for path in exits.iterdir()} == {"42.-1.train", "42.0.train"}
 
 
 def test_tasks_of_a_run_are_bound_to_no_fixed_cores(job: Job) -> None:
