@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from vapo_megatron.agents.episodes import Agents
+from vapo_megatron.agents.processes import open_agents
 from vapo_megatron.config.data import PromptTemplate
 from vapo_megatron.config.rollout import EpisodeConfig, RolloutConfig, SamplingConfig
 from vapo_megatron.data.sample import Prompt, Sample
@@ -156,7 +156,7 @@ def agents_of(
     prompt = Prompt("row", "w3 w4", "w9", tuple(tokenizer.encode_prompt("w3 w4")), cursor=7)
     addresses = [EngineAddress(f"http://stub{number}", "") for number in range(engines)]
     with Dispatcher(addresses, config, [tokenizer.eos_id], client=stub) as dispatcher:
-        agents = Agents(dispatcher, tokenizer, config)
+        agents = open_agents(dispatcher, tokenizer, config)
         sampling = SamplingConfig(max_new_tokens=12)
         try:
             yield lambda samples, **fields: dispatcher.loop.run(

@@ -111,7 +111,7 @@ sys.path[:0] = {path!r}
 from pathlib import Path
 from stub_episodes import TEMPLATE, agents_of, make_tokenizer
 from vapo_megatron.agents import episodes
-episodes._CLOSE_SECONDS = episodes._ANSWER_SECONDS = 0.5
+episodes.CLOSE_SECONDS = episodes._ANSWER_SECONDS = 0.5
 tokenizer = make_tokenizer(Path({folder!r}), TEMPLATE)
 with agents_of(tokenizer, "test_hostile_agents:{name}", timeout_s=1) as group:
     print([sample.grade_reason for sample in group(1)])

@@ -5,11 +5,11 @@ import asyncio
 import math
 import secrets
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from http import HTTPStatus
-from typing import Any
+from typing import Any, Protocol
 
 import orjson
 from aiohttp import web
@@ -31,7 +31,7 @@ from vapo_megatron.config.rollout import EpisodeConfig
 from vapo_megatron.data.sample import Sample
 from vapo_megatron.data.tokenizer import TextTokenizer
 from vapo_megatron.errors import TryAgain, VapoError
-from vapo_megatron.rollout.dispatcher import Dispatcher
+from vapo_megatron.loop_thread import LoopThread
 from vapo_megatron.rollout.request import GroupRequest, empty_response, response_seed
 
 _ADDRESS = "127.0.0.1"
@@ -40,6 +40,20 @@ _MOST_READ = 4 * _LARGEST_REQUEST  # bytes of all requests that are being read o
 _MOST_CHARACTERS_ON_LOOP = 20_000  # of a request; tokenising these takes some 20 ms
 NOT_REPEATED = "not_repeated"  # fault of an episode that takes another way than the one it repeats
 KEEP_ALIVE_S = 5.0  # a stream that has nothing to say yet sends a comment this often
+
+Waits = Callable[[], AbstractContextManager[None]]
+
+
+class TurnWriter(Protocol):
+    """The engines as agents need them: a Dispatcher, or what passes requests on to one."""
+
+    loop: LoopThread
+
+    async def generate(self, group: GroupRequest, waits: Waits = ...) -> list[Sample]: ...
+
+    async def parse_tool_calls(
+        self, url: str, text: str, tools: Sequence[dict[str, Any]], parser: str
+    ) -> tuple[str, list[dict[str, Any]]]: ...
 
 
 @dataclass
@@ -118,7 +132,7 @@ class Endpoint:
     """Serves chat completions to agents. Its coroutines belong to the dispatcher's loop."""
 
     def __init__(
-        self, dispatcher: Dispatcher, tokenizer: TextTokenizer, limits: EpisodeConfig
+        self, dispatcher: TurnWriter, tokenizer: TextTokenizer, limits: EpisodeConfig
     ) -> None:
         self._dispatcher = dispatcher
         self._tokenizer = tokenizer

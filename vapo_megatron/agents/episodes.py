@@ -12,14 +12,13 @@ import httpx
 
 from vapo_megatron.agents.agent import KEY, checked_answer, load_agent
 from vapo_megatron.agents.direct_transport import DirectTransport
-from vapo_megatron.agents.endpoint import NOT_REPEATED, Endpoint, Episode
+from vapo_megatron.agents.endpoint import NOT_REPEATED, Endpoint, Episode, TurnWriter
 from vapo_megatron.agents.recording import Recording, recorded_turns
 from vapo_megatron.config.rollout import RolloutConfig
 from vapo_megatron.data.sample import BROKEN, Prompt, Sample
 from vapo_megatron.data.tokenizer import TextTokenizer
 from vapo_megatron.errors import RunFailed, reason_of
 from vapo_megatron.loop_thread import LoopThread
-from vapo_megatron.rollout.dispatcher import Dispatcher
 from vapo_megatron.rollout.request import GroupRequest, empty_response, response_seed
 
 _logger = logging.getLogger(__name__)
@@ -36,7 +35,7 @@ _MOST_BROKEN_GROUPS = 16
 _MOST_THREADS = 64
 # For agents to end when the run does, and for their loop to run anything after an episode timed
 # out.
-_CLOSE_SECONDS = 20.0
+CLOSE_SECONDS = 20.0
 _ANSWER_SECONDS = 5.0
 
 
@@ -69,7 +68,7 @@ class Agents:
     """
 
     def __init__(
-        self, dispatcher: Dispatcher, tokenizer: TextTokenizer, config: RolloutConfig
+        self, dispatcher: TurnWriter, tokenizer: TextTokenizer, config: RolloutConfig
     ) -> None:
         assert config.agent is not None, "rollout.agent names the function"
         self._run = load_agent(config.agent)
@@ -115,20 +114,17 @@ class Agents:
         that did not break."""
         counts = self.broken
         self.broken = Counter()
-        share = counts.total() / max(counts.total() + whole, 1)
-        return {"agent/broken": share} | {
-            f"agent/broken_{cause}": float(counts[cause]) for cause in CAUSES
-        }
+        return broken_metrics(counts, whole)
 
     def close(self) -> None:
         """End the endpoint and the agents' thread; what does not end within a deadline is left
         behind, so that it cannot keep the run."""
         self._dispatcher.loop.run(self._endpoint.stop())
-        if not self._thread.close(_CLOSE_SECONDS):
+        if not self._thread.close(CLOSE_SECONDS):
             _logger.warning(
                 "%s: an agent was still running %g s after its cancellation; it is left behind",
                 KEY,
-                _CLOSE_SECONDS,
+                CLOSE_SECONDS,
             )
 
     @staticmethod
@@ -286,6 +282,14 @@ class Agents:
             sample.reward = float(answer["reward"]) + before
             sample.correct = answer.get("correct")
         return sample
+
+
+def broken_metrics(counts: Counter[str], whole: int) -> dict[str, float]:
+    """Episodes that broke, by cause, and as a share of all. whole: episodes that did not."""
+    share = counts.total() / max(counts.total() + whole, 1)
+    return {"agent/broken": share} | {
+        f"agent/broken_{cause}": float(counts[cause]) for cause in CAUSES
+    }
 
 
 def task_of(prompt: Prompt, tokenizer: TextTokenizer) -> dict[str, Any]:

@@ -124,6 +124,13 @@ class EpisodeConfig(Section):
         description="time limit in seconds of one policy response, excluding waits, or of the "
         "tools between two responses; none: only timeout_s",
     )
+    processes: int = Field(
+        0,
+        ge=0,
+        description="processes that share the episodes, each with the agent's code, an endpoint "
+        "and chat templates of its own, for thousands of episodes at once; 0: all are played in "
+        "rank 0's process, by one core",
+    )
     tool_parser: str | None = Field(
         None,
         pattern=r"^[\w.-]+$",

@@ -11,8 +11,8 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
-from vapo_megatron.agents.episodes import Agents
 from vapo_megatron.agents.leftovers import leftovers_end
+from vapo_megatron.agents.processes import open_agents
 from vapo_megatron.checkpoint.lease import Lease
 from vapo_megatron.config.evaluate import EvaluateConfig
 from vapo_megatron.config.load import dump_config
@@ -163,7 +163,7 @@ def _start(plan: Evaluation, run_dir: Path, console: RunConsole, stack: ExitStac
     dispatcher = stack.enter_context(started)
     collect: Collect = dispatcher.collect
     if settings.rollout.agent is not None:
-        agents = Agents(dispatcher, tokenizer, settings.rollout)
+        agents = open_agents(dispatcher, tokenizer, settings.rollout)
         stack.callback(agents.close)
         collect = partial(dispatcher.collect, generate=agents.generate)
     sampling = settings.sampling

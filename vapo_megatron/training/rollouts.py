@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from vapo_megatron.agents.episodes import Agents, episode_metrics, is_whole
+from vapo_megatron.agents.processes import AgentProcesses, open_agents
 from vapo_megatron.algorithms.selection import informative_groups
 from vapo_megatron.checkpoint.manifest import GROUPS_FILE
 from vapo_megatron.checkpoint.resume import Resumed
@@ -128,7 +129,7 @@ class Rollouts:
     stream: GroupStream | None = None
     saved: tuple[dict[str, Any], dict[int, list[Sample]]] | None = None
     is_interruptible: bool = False
-    agents: Agents | None = None
+    agents: Agents | AgentProcesses | None = None
     agent_settings: RolloutConfig | None = None
     mask_function: str | None = None
     engine_failures: int = 0
@@ -229,7 +230,7 @@ class Rollouts:
 
     def _open_agents(self) -> None:
         if self.agents is None and self.agent_settings is not None:
-            self.agents = Agents(self.dispatcher, self.tokenizer, self.agent_settings)
+            self.agents = open_agents(self.dispatcher, self.tokenizer, self.agent_settings)
 
     def close_agents(self) -> None:
         """Stop the agents that were started."""

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from vapo_megatron.agents.agent import check_agent
-from vapo_megatron.agents.episodes import Agents
+from vapo_megatron.agents.processes import open_agents
 from vapo_megatron.algorithms.critic_faults import value_faults
 from vapo_megatron.algorithms.critic_metrics import Figures, figures_of
 from vapo_megatron.algorithms.critic_probes import (
@@ -79,7 +79,7 @@ def probe_critic(settings: ProbedRunConfig) -> None:
         )
         agents = None
         if config.rollout.agent is not None:
-            agents = Agents(engines, tokenizer, config.rollout)
+            agents = open_agents(engines, tokenizer, config.rollout)
             stack.callback(agents.close)
         drawn = draw(config, prompts, engines, tokenizer, verifier, console.phase, agents)
     report = probed(

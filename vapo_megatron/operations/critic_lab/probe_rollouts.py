@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from vapo_megatron.agents.episodes import Agents, is_whole
+from vapo_megatron.agents.processes import AgentProcesses
 from vapo_megatron.agents.recording import recorded_turns
 from vapo_megatron.algorithms.baselines import leave_one_out
 from vapo_megatron.config.critic_probes import ProbedRunConfig
@@ -85,7 +86,7 @@ def draw(
     tokenizer: TextTokenizer,
     verifier: VerifierPool,
     phase: Phase,
-    agents: Agents | None = None,
+    agents: Agents | AgentProcesses | None = None,
 ) -> Drawn:
     """Responses to prompts, states of them, and their continuations at the sampling settings of
     training.
