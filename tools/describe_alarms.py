@@ -48,7 +48,7 @@ ABLATION = """\
 `examples/ablation`, five seeds per method, after a shorter cold start (250 steps) than in [ablation.md](ablation.md): accuracy
 of the last two steps, seeds without an alarm, and the first step of each alarm, one per seed. Without decoupled GAE, without
 positive NLL and (in three seeds) without length-adaptive GAE the accuracy falls again. Alarms removed since are left
-out.
+out; `evaluation_falls` also heeded lengths and pass@k then.
 
 | run | steps | accuracy at the end | silent | alarms |
 |---|---|---|---|---|

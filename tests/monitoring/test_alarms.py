@@ -60,6 +60,10 @@ def healthy(step: int, noise: random.Random) -> Row:
     }
     if step % 10 == 0:
         row["evaluation/gsm8k_avg@4"] = learnt - 0.02 + noise.gauss(0, 0.015)
+        # What an evaluation records beside it and may fall: a policy that learns to stop.
+        row["evaluation/gsm8k_pass@4"] = 0.95 - 0.2 * done
+        row["evaluation/gsm8k_response_length"] = noisy(500 - 200 * done)
+        row["evaluation/gsm8k_truncated"] = 0.5 * (1 - done)
     return row
 
 

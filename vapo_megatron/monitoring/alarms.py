@@ -180,7 +180,7 @@ def critic_fault(history: History) -> str | None:
 
 
 @_alarm(
-    "two evaluations in a row 0.05 below the best, with a higher reward than then",
+    "avg@k of two evaluations in a row 0.05 below the best, with a higher reward than then",
     "read `samples/` of the last steps and the verifier's reasons; take the best checkpoint; more "
     "data",
 )
@@ -188,6 +188,9 @@ def evaluation_falls(history: History) -> str | None:
     """The reward rises without better answers to new problems: training problems are memorised, the
     verifier is deceived, or the gain is in probability that evaluation.top_p cuts off."""
     for name in history.named(names.EVALUATION):
+        # Lengths, shares of truncated responses and pass@k fall in healthy runs.
+        if names.AVERAGE not in name:
+            continue
         values = history.values(name)
         if len(values) <= _EVALUATIONS:
             continue

@@ -100,7 +100,8 @@ SKIPPED = "skipped_updates/"  # and the cause: updates that were skipped for it
 SKIPPED_UPDATES = "skipped_updates/total"
 # Skipped updates of the critic without finished responses (windows), which are harmless.
 UNFINISHED = "skipped_updates/unfinished"
-EVALUATION = "evaluation/"  # evaluation/accuracy, evaluation/aime24_avg@32, ...
+EVALUATION = "evaluation/"  # evaluation/aime24_avg@32, evaluation/aime24_response_length, ...
+AVERAGE = "_avg@"  # between the name of a set and its k, in the metric of its accuracy
 PRETRAINING = (
     "value_pretraining/"  # value_pretraining/value_loss, .../explained_variance, .../value_bias_25
 )
@@ -108,7 +109,7 @@ PRETRAINING = (
 
 def interval_of(name: str) -> tuple[str, str]:
     """The metrics that bound evaluation/<set>_avg@k with 95 % confidence."""
-    prefix = name.partition("_avg@")[0]
+    prefix = name.partition(AVERAGE)[0]
     return f"{prefix}_interval_low", f"{prefix}_interval_high"
 
 
