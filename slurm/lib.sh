@@ -404,7 +404,8 @@ leave_out_excluded() { # this job, now pending again, and those waiting behind i
         say "without $all only $present nodes would be left, $SLURM_JOB_NUM_NODES are needed: $nodes not left out"
         return 0
     fi
-    for job in "$JOB" $(ask_controller squeue --noheader --me --name="$SLURM_JOB_NAME" --states=PENDING --format=%i); do
+    # --array: one by one, as scontrol takes no 42_[3-9%2].
+    for job in "$JOB" $(ask_controller squeue --noheader --array --me --name="$SLURM_JOB_NAME" --states=PENDING --format=%i); do
         ask_controller scontrol update JobId="$job" ExcNodeList="$(with_own_exclusions "$job" "$nodes")"
     done
 }

@@ -218,6 +218,18 @@ def test_nodes_that_the_user_excluded_stay_so(job: Job) -> None:
     assert "scontrol update JobId=42 ExcNodeList=b,d,e" in job.asked.read_text().splitlines()
 
 
+def test_tasks_of_an_array_that_wait_leave_the_node_out(job: Job) -> None:
+    job.exits([(137, "b")])
+    job.on_nodes("a", "b")
+    job.stand_in(
+        "squeue", r"""[[ "$* " = *"--array "* ]] && printf '43_3\n43_4\n' || echo '43_[3-4%2]'"""
+    )
+    job.bash("end_job 75")
+    assert job.asked.read_text().splitlines()[-3:] == [
+        f"scontrol update JobId={waiting} ExcNodeList=b" for waiting in ("42", "43_3", "43_4")
+    ]
+
+
 def test_no_node_is_left_out_that_the_job_cannot_do_without(job: Job) -> None:
     job.exits([(137, "b")])
     job.stand_in("sinfo", "printf '%s\\n' a b")
