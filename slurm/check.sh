@@ -12,6 +12,7 @@ CHECKED=("$@") # of the script: sbatch gets them too
 
 begin_job() {
     check_settings
+    MASTER_ADDR=FIRST_NODE MASTER_PORT=PORT # of the job, once it has nodes
     say "no job runs here, and none is submitted: what $0 would meet, seen from $(hostname)"
     say "its run, whatever run.name the config has: $1"
     # Partition, account, time: Slurm says what it thinks of them, and when the job could start.

@@ -575,6 +575,24 @@ def test_outside_a_job_a_script_checks_and_submits_nothing(
 
 
 @pytest.mark.parametrize(
+    ("script", "arguments", "said"),
+    [
+        ("engine.sbatch", ["rollout.seed=2"], "rollout.seed=2 --port 30000 --meet FIRST_NODE:"),
+        ("convert.sbatch", ["tools/convert_hf_to_megatron.py"], "tools/convert_hf_to_megatron.py"),
+    ],
+)
+def test_scripts_without_a_check_say_what_they_run(
+    job: Job, script: str, arguments: list[str], said: str
+) -> None:
+    job.stand_in("sbatch", f'echo "sbatch $*" >>{job.asked}')
+    environment = {"PATH": f"{job.folder}/bin:{os.environ['PATH']}", "VENV": ""}
+    command = ["bash", f"slurm/{script}", *arguments]
+    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert "the job would run, in every task: " in ended.stdout and said in ended.stdout
+
+
+@pytest.mark.parametrize(
     ("rows", "said"),
     [
         ("one run.seed=1\ntwo run.seed=2", "cli train"),  # its last line has no end
