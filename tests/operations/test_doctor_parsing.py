@@ -39,6 +39,7 @@ class FakeGpu:
     used: int = 4
     ecc: str = "Enabled"
     uncorrected: str = "0"
+    caches: str = "<sram_uncorrectable>0</sram_uncorrectable>"
     pending: str = "No"
     failure: str = "No"
     mig: str = "Disabled"
@@ -48,7 +49,7 @@ class FakeGpu:
         return (
             f"<gpu><product_name>{self.name}</product_name><fb_memory_usage><total>{self.total} "
             f"MiB</total><used>{self.used} "
-            f"MiB</used></fb_memory_usage><ecc_mode><current_ecc>{self.ecc}</current_ecc></ecc_mode><ecc_errors><volatile><dram_correctable>7</dram_correctable><dram_uncorrectable>{self.uncorrected}</dram_uncorrectable></volatile></ecc_errors><remapped_rows><remapped_row_pending>{self.pending}</remapped_row_pending><remapped_row_failure>{self.failure}</remapped_row_failure></remapped_rows><mig_mode><current_mig>{self.mig}</current_mig></mig_mode><compute_mode>{self.mode}</compute_mode></gpu>"
+            f"MiB</used></fb_memory_usage><ecc_mode><current_ecc>{self.ecc}</current_ecc></ecc_mode><ecc_errors><volatile><dram_correctable>7</dram_correctable><dram_uncorrectable>{self.uncorrected}</dram_uncorrectable>{self.caches}</volatile></ecc_errors><remapped_rows><remapped_row_pending>{self.pending}</remapped_row_pending><remapped_row_failure>{self.failure}</remapped_row_failure></remapped_rows><mig_mode><current_mig>{self.mig}</current_mig></mig_mode><compute_mode>{self.mode}</compute_mode></gpu>"
         )
 
 
@@ -105,6 +106,10 @@ def test_healthy_gpus(driver: FakeDriver) -> None:
         (6, {"mode": "Exclusive_Process"}, "fault", "GPUs 6"),
         (6, {"mig": "Enabled"}, "fault", "MIG"),
         (1, {"uncorrected": "3"}, "fault", "GPUs 1"),
+        *(
+            (1, {"caches": f"<sram_{kind}>2</sram_{kind}>"}, "fault", "GPUs 1: uncorrected errors")
+            for kind in ("uncorrectable", "uncorrectable_parity", "uncorrectable_secded")
+        ),
         (4, {"pending": "Yes"}, "fault", "waiting"),
         (4, {"failure": "Yes"}, "fault", "could not"),
         (0, {"ecc": "Disabled"}, "warning", "ECC is off"),
@@ -116,6 +121,12 @@ def test_a_bad_gpu_is_named(
     driver.gpus[number] = FakeGpu(**change)
     bad = [line for line in driver.judge() if line.status == status and named in line.found]
     assert bad and all(line.remedy for line in bad)
+
+
+def test_gpus_behind_a_lost_one_keep_their_numbers(driver: FakeDriver) -> None:
+    driver.gpus[2] = FakeGpu(name="GPU is lost")
+    driver.gpus[5] = FakeGpu(used=61234)
+    assert [line.found for line in driver.judge() if "in use" in line.found] == ["GPUs 5: in use"]
 
 
 @pytest.mark.parametrize(

@@ -57,6 +57,21 @@ _SYMPTOMS: tuple[tuple[str, str, Status, str, str], ...] = (
         "uncorrected errors of caches",
         _REPLACE,
     ),
+    # Newer drivers count these apart.
+    (
+        "ecc_errors/volatile/sram_uncorrectable_parity",
+        r"[1-9]\d*",
+        "fault",
+        "uncorrected errors of caches (parity)",
+        _REPLACE,
+    ),
+    (
+        "ecc_errors/volatile/sram_uncorrectable_secded",
+        r"[1-9]\d*",
+        "fault",
+        "uncorrected errors of caches (SEC-DED)",
+        _REPLACE,
+    ),
     (
         "remapped_rows/remapped_row_pending",
         "Yes",
@@ -102,17 +117,17 @@ def read_gpus() -> ElementTree.Element:
 def judge_gpus(log: ElementTree.Element, hardware: HardwareConfig, usable: int) -> list[Line]:
     """Whether the node has as many GPUs as configured, all alike, free and sound. usable: those
     that PyTorch sees."""
-    gpus = [
-        gpu
-        for gpu in log.findall("gpu")
+    gpus = {
+        number: gpu
+        for number, gpu in enumerate(log.findall("gpu"))
         if gpu.findtext("product_name") not in (None, "GPU is lost")
-    ]
-    kinds = Counter(gpu.findtext("product_name", "") for gpu in gpus)
+    }
+    kinds = Counter(gpu.findtext("product_name", "") for gpu in gpus.values())
     named = ", ".join(f"{count} x {name}" for name, count in kinds.items())
     sick = [
         [
             str(number)
-            for number, gpu in enumerate(gpus)
+            for number, gpu in gpus.items()
             if re.fullmatch(words, gpu.findtext(path, ""))
         ]
         for path, words, *_ in _SYMPTOMS
