@@ -101,6 +101,16 @@ def test_rows_are_written_as_people_read_them(tmp_path: Path) -> None:
     ]
 
 
+def test_parquet_text_that_is_no_utf8_is_refused(tmp_path: Path) -> None:
+    import pyarrow
+    from pyarrow import parquet
+
+    text = pyarrow.array([b"\xff"]).view(pyarrow.string())
+    parquet.write_table(pyarrow.table({"problem": text}), tmp_path / "t.parquet")
+    with pytest.raises(BadInput, match=r"t\.parquet: cannot be read \(UnicodeDecodeError"):
+        list(read_file(tmp_path / "t.parquet"))
+
+
 def test_parquet_rows_read_the_same(tmp_path: Path, plain: TextTokenizer) -> None:
     pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is an optional dependency")
     from pyarrow import parquet

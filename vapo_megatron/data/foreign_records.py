@@ -187,7 +187,7 @@ def parquet_rows(path: Path, key: str) -> Iterator[tuple[int, dict[str, Any]]]:
         batches = parquet.ParquetFile(path).iter_batches()
         rows = chain.from_iterable(batch.to_pylist() for batch in batches)
         yield from enumerate(rows, start=1)
-    except (OSError, pyarrow.ArrowException) as error:
+    except (OSError, ValueError, OverflowError, pyarrow.ArrowException) as error:
         raise BadInput(
             f"{path}, which {key} names: cannot be read as parquet ({reason_of(error)[:100]})"
         ) from None

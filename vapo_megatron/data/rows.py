@@ -214,7 +214,7 @@ def _parquet_rows(path: Path, key: str) -> Iterator[tuple[int, dict[str, Any]]]:
                 yield number, row
     except FileNotFoundError:
         raise no_such_file(path, key) from None
-    except (OSError, pyarrow.ArrowException) as error:
+    except (OSError, ValueError, OverflowError, pyarrow.ArrowException) as error:
         raise BadInput(
             f"{path}: cannot be read ({reason_of(error)}); give a valid .parquet file"
         ) from None
