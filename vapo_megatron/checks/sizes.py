@@ -119,20 +119,34 @@ def check_source(config: TrainConfig, key: str, source: Path, policy: ModelSpec)
 def check_lengths(config: TrainConfig, spec: ModelSpec) -> None:
     """Raises BadInput where prompt and response cannot fit the model's context or a micro-batch."""
     prompt = config.data.max_prompt_tokens
-    for key, new_tokens in (
-        ("sampling.max_new_tokens", config.sampling.max_new_tokens),
-        ("evaluation.max_new_tokens", config.evaluation.max_new_tokens),
+    context = spec.max_position_embeddings
+    for key, new_tokens, fewest in (
+        ("sampling.max_new_tokens", config.sampling.max_new_tokens, fewest_continued(config)),
+        ("evaluation.max_new_tokens", config.evaluation.max_new_tokens, None),
     ):
         if new_tokens is not None:
-            check_context(prompt, key, new_tokens, config.rollout, spec.max_position_embeddings)
+            check_context(prompt, key, new_tokens, config.rollout, context, fewest)
     longest, segments, key = longest_sample(config)
     if config.rollout.agent is not None:
-        check_context(0, key, longest, config.rollout, spec.max_position_embeddings)
+        check_context(0, key, longest, config.rollout, context, fewest=1)
     for name in config.model_sizes:
         section = config.trainable(name)
         check_capacity(
             section, name, longest + (segments - 1) * (section.layout.alignment - 1), key
         )
+
+
+def fewest_continued(config: TrainConfig) -> int | None:
+    """Smallest number of tokens by which an engine continues a response; None: it writes whole
+    ones, or turns."""
+    rollout = config.rollout
+    most = config.sampling.max_new_tokens
+    if rollout.partial_responses.oversampling is not None:
+        return 1
+    if rollout.windows == 1 or rollout.agent is not None:
+        return None
+    window = -(-most // rollout.windows)
+    return most - (-(-most // window) - 1) * window
 
 
 def longest_sample(config: TrainConfig) -> tuple[int, int, str]:

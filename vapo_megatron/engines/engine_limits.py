@@ -96,7 +96,12 @@ def check_engine_size(config: RolloutConfig, node_gpus: int, world: int | None =
 
 
 def check_context(
-    max_prompt_tokens: int, key: str, max_new_tokens: int, config: RolloutConfig, model_context: int
+    max_prompt_tokens: int,
+    key: str,
+    max_new_tokens: int,
+    config: RolloutConfig,
+    model_context: int,
+    fewest: int | None = None,
 ) -> None:
     """Checks that no engine would cut the longest response short, or refuse the longest prompt.
 
@@ -106,6 +111,8 @@ def check_context(
         max_new_tokens: length of the longest response, in tokens.
         config: the rollout section.
         model_context: tokens that the model can attend to.
+        fewest: smallest number of tokens that a request asks for, after a prompt and the other
+            tokens of the longest response; None: max_new_tokens.
 
     Raises:
         BadInput: it would.
@@ -115,7 +122,10 @@ def check_context(
             f"rollout.context_length={config.context_length} is above the model's context of "
             f"{model_context} tokens: lower it, or leave it out"
         )
-    needed = max_prompt_tokens + max(max_new_tokens, _LEAST_RESPONSE) + _KEPT_FREE
+    if fewest is None:
+        fewest = max_new_tokens
+    free = _KEPT_FREE + max(0, _LEAST_RESPONSE - fewest)
+    needed = max_prompt_tokens + max_new_tokens + free
     limits = {
         "the model's context": None if config.context_length is not None else model_context,
         "rollout.context_length": config.context_length,
@@ -130,6 +140,6 @@ def check_context(
             alternative = ""
         raise BadInput(
             f"data.max_prompt_tokens={max_prompt_tokens} and {key}={max_new_tokens} need {needed} "
-            f"tokens with the {_KEPT_FREE} that an engine keeps free, {name} is {limit}: lower one "
+            f"tokens with the {free} that an engine keeps free, {name} is {limit}: lower one "
             f"of them{alternative}"
         )

@@ -193,7 +193,8 @@ def _read_model(settings: EvaluateConfig, model: ModelConfig) -> tuple[ModelSpec
     if settings.rollout.agent is not None:
         longest = settings.rollout.episode.max_tokens
         key = "rollout.episode.max_tokens"
-        check_context(0, key, longest, settings.rollout, spec.max_position_embeddings)
+        context = spec.max_position_embeddings
+        check_context(0, key, longest, settings.rollout, context, fewest=1)
     tokenizer = TextTokenizer(directory, settings.data.prompt)
     tokenizer.check_vocabulary(spec.vocab_size)
     return spec, tokenizer

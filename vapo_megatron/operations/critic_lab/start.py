@@ -15,7 +15,7 @@ from vapo_megatron.config.critic_probes import ProbedRunConfig
 from vapo_megatron.config.run_directory import check_room
 from vapo_megatron.data.sample import Prompt
 from vapo_megatron.data.tokenizer import TextTokenizer
-from vapo_megatron.engines.engine_limits import engine_devices
+from vapo_megatron.engines.engine_limits import check_context, engine_devices
 from vapo_megatron.engines.server.process import EngineServer
 from vapo_megatron.evaluation.command import engines_of
 from vapo_megatron.megatron.platform import current_platform
@@ -49,6 +49,16 @@ def checked_start(config: ProbedRunConfig, model_size: int) -> Start:
     """
     ranks = config.cluster.ranks or machine_default_ranks([model_size])
     specs = check_train_numbers(config, ranks)
+    if config.rollout.agent is None:  # whose turns are repeated whole
+        most = config.sampling.max_new_tokens
+        check_context(
+            config.data.max_prompt_tokens,
+            "sampling.max_new_tokens",
+            most,
+            config.rollout,
+            specs["actor"].max_position_embeddings,
+            fewest=most - int(max(config.critic_probes.quantiles) * most),
+        )
     devices = engine_devices(config.rollout, current_platform())
     EngineServer(
         config.model.path, config.rollout, config.model.dtype, Path(os.devnull), devices[0]
