@@ -77,6 +77,7 @@ def test_a_request_to_stop_is_heeded_while_no_engine_serves() -> None:
     engines.failure = None
     engines._causes = []
     engines._noted_failures = {}
+    engines._released = set()
     gone = EngineStatus("http://node:1", "starting", 1, 1, "gone")
     engines._placement = SimpleNamespace(engines=lambda: [gone], is_external=True)  # type: ignore[assignment]
     assert on_threads(1, engines.wait_for_one) == [False]

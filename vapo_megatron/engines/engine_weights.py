@@ -90,7 +90,8 @@ class EngineWeights:
         """Collective: send the actor's weights to the engines, resharded, under the next version.
 
         Engines that are restarting are left out, unless no other engine serves. The pool's
-        `failure` is set if none comes back.
+        `failure` is set if none comes back. None has the weights, and `failure` is not set, if none
+        can start before EnginePool.wait_for_restart.
 
         Args:
             actor: the model whose weights are sent.

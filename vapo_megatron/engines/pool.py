@@ -252,8 +252,25 @@ class EnginePool:
         """Take all engines out of rotation, after none was left to send weights to."""
         self._in_rotation = {}
 
+    def wait_for_restart(self, make_room: Callable[[], None]) -> None:
+        """Collective, before a weight sync: where engines share the trainer's device and none of
+        them serves, wait until one does. None could start beside the trainer's weights.
+
+        Args:
+            make_room: collective: the trainer's models leave the device.
+        """
+        ranks = gather_values(self._placement.engines()) if self.share_device else []
+        if not ranks or any(engine.state == "serving" for rank in ranks for engine in rank):
+            return
+        make_room()
+        broadcast_value(None)  # the GPUs of an engine are several ranks'
+        self._released.clear()
+        self._placement.let_start(True)
+        self.wait_for_one()
+
     def wait_for_one(self) -> bool:
-        """Collective: wait until an engine serves. False if none ever will; see `failure`."""
+        """Collective: wait until an engine serves. False if none ever will (see `failure`), or if
+        none does and the trainer has the memory that one needs to start (wait_for_restart)."""
         while self.failure is None:
             ranks = gather_values((self._placement.engines(), stop_requested()))
             engines = [engine for rank, _ in ranks for engine in rank]
@@ -266,6 +283,8 @@ class EnginePool:
                     "start the same command again with run.resume=auto",
                     shared=True,
                 )
+            if self._released:
+                return False
             time.sleep(_POLL_SECONDS)
         return False
 

@@ -1,6 +1,7 @@
 """Weight sync: the engines get the actor's weights, and both must then compute the same."""
 
 from contextlib import suppress
+from functools import partial
 
 from torch import Tensor
 
@@ -36,6 +37,7 @@ def sync_weights(
         with suppress(EnginesFailed), engines.rank0_uses_engines():
             rollouts.prepare_sync(recorder)
     while True:
+        engines.wait_for_restart(partial(models.memory.enter, "rollout"))
         engines.offload_kv_cache()
         models.memory.enter("weight_sync")
         with recorder.timer("weight_sync"):
