@@ -220,14 +220,14 @@ class MeasuredEngines:
 
     def update_weights(self) -> None:
         """Pause, wait as long as a weight sync takes, go on."""
-        self.version += 1
+        version = self.version + 1
         pause: PauseMode = "abort" if self.sync_mode == "wait" else self.sync_mode
 
         async def sync(address: EngineAddress) -> None:
             client = EngineClient(address, 60)
             await client.pause(pause)
             await asyncio.sleep(self.case.sync)
-            await client.send_bucket([], version=self.version)
+            await client.send_bucket([], version=version)
             await client.resume()
             await client.close()
 
@@ -235,6 +235,7 @@ class MeasuredEngines:
             await asyncio.gather(*(sync(address) for address in self.addresses))
 
         asyncio.run(all_of_them())
+        self.version = version
 
 
 class SleepingRollouts(Rollouts):

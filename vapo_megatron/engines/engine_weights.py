@@ -100,13 +100,12 @@ class EngineWeights:
         Raises:
             RunFailed: an engine does not know a name or shape, or a parameter was not sent.
         """
-        if not again:
-            self.version += 1
+        version = self.version if again else self.version + 1
         while self._pool.wait_for_one():
             self.session.serve(self._pool.serving_here())
             times = PartTimes()
             try:
-                self.session.load(self._buckets(actor, times), self.version, times)
+                self.session.load(self._buckets(actor, times), version, times)
             except EngineLost as error:
                 self._pool.fail(str(error))
             self.sync_seconds = times.seconds
@@ -116,8 +115,11 @@ class EngineWeights:
                 self._slots.close()
                 current_platform().release_ipc_memory()
             if self._pool.admit(self.session.served, survived=not again):
-                return
-        self._pool.remove_all()
+                break
+        else:
+            self._pool.remove_all()
+        # Not earlier: a group drawn meanwhile may have first tokens of the weights before.
+        self.version = version
 
     def check(
         self,
