@@ -288,3 +288,19 @@ def test_experts_come_from_the_token_on_that_was_asked_for(start: int, heeds: bo
     else:
         with pytest.raises(EngineWrong, match="8 routed experts came for 1 tokens"):
             asyncio.run(call())
+
+
+@pytest.mark.parametrize("version", ["-1", "0"])
+def test_an_engine_started_again_has_no_trainers_weights(version: str) -> None:
+    """By its owner, or with its owner."""
+    client = EngineClient(EngineAddress("http://engine:1", "no log", owner="ab12"))
+    spans = [{"version": version, "start": 0, "end": 1}]
+    meta = {"finish_reason": {"type": "stop"}, "weight_versions": spans}
+    answer = columns.Columns(meta, np.ones(1, np.int32), -np.ones(1, np.float32), None)
+    with pytest.raises(TryAgain, match="was restarted and does not have our weights yet"):
+        client._completion(answer)
+    spans[0]["version"] = "cd34:1"
+    with pytest.raises(RunFailed, match="weights that another trainer has synced"):
+        client._completion(answer)
+    spans[0]["version"] = "ab12:7"
+    assert client._completion(answer).weight_version == 7

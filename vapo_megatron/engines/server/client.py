@@ -329,11 +329,12 @@ class EngineClient(Connection):
 
     def _version(self, text: str) -> int:
         """The number in a version, after the mark of the trainer that sent the weights."""
-        if text == str(NO_WEIGHTS):
+        owner, _, number = text.rpartition(_OWNER_END)
+        # A new process of an external engine has the version of a checkpoint, without a mark.
+        if text == str(NO_WEIGHTS) or (self.address.owner and not owner):
             raise TryAgain(
                 f"{self.address}: the server was restarted and does not have our weights yet"
             )
-        owner, _, number = text.rpartition(_OWNER_END)
         if owner != self.address.owner:
             raise RunFailed(
                 f"{self.address}: it runs weights that another trainer has synced: an engine "
