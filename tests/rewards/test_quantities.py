@@ -40,7 +40,18 @@ def test_a_quantity_is_its_value_and_its_unit(
 
 @pytest.mark.parametrize(
     "text",
-    ["35", "35 apples", "square", "5 square", r"5\text{ }", "x cm", r"\text{cm}", "5 cm cm", "5m/s", "$"],
+    [
+        "35",
+        "35 apples",
+        "square",
+        "5 square",
+        r"5\text{ }",
+        "x cm",
+        r"\text{cm}",
+        "5 cm cm",
+        "5m/s",
+        "$",
+    ],
 )
 def test_what_has_no_known_unit_is_no_quantity(text: str) -> None:
     assert quantity(text) is None

@@ -125,11 +125,7 @@ def judge_gpus(log: ElementTree.Element, hardware: HardwareConfig, usable: int) 
     kinds = Counter(gpu.findtext("product_name", "") for gpu in gpus.values())
     named = ", ".join(f"{count} x {name}" for name, count in kinds.items())
     sick = [
-        [
-            str(number)
-            for number, gpu in gpus.items()
-            if re.fullmatch(words, gpu.findtext(path, ""))
-        ]
+        [str(number) for number, gpu in gpus.items() if re.fullmatch(words, gpu.findtext(path, ""))]
         for path, words, *_ in _SYMPTOMS
     ]
     few = f"{len(gpus)} GPUs answer, hardware.gpus_per_node={hardware.gpus_per_node}"
