@@ -197,16 +197,13 @@ class IpcTransport(Transport):
                 group_dst=0,
             )
         answer = NOTHING
-        try:
-            if self.clients:
-                answer = await checked(
-                    placed, self.each(lambda client: client.send_bucket(payloads, version=version))
-                )
-        finally:
-            # No rank may refill its buffer before the server has read it. If the server fails, the
-            # others wait here all the same.
-            if self._group is not None:
-                dist.barrier(self._group)
+        if self.clients:
+            answer = await checked(
+                placed, self.each(lambda client: client.send_bucket(payloads, version=version))
+            )
+        if self._group is not None:
+            # No rank may refill its buffer before the server has read it.
+            dist.barrier(self._group)
         return answer
 
     @override
