@@ -155,6 +155,13 @@ def test_chains_in_free_text_vote_by_their_answers(tmp_path: Path) -> None:
     assert evaluate("tie", tmp_path, verifier, prompts=PROMPTS[1:]).maj_at_k == pytest.approx(0.5)
 
 
+def test_responses_without_read_answers_do_not_vote_as_one(tmp_path: Path) -> None:
+    """A function, a judge, code's tests: maj@k is no second pass@k."""
+    verifier = Verifier(("", "", "", ""), (True, False, False, False))
+    result = evaluate("scored", tmp_path, verifier, prompts=PROMPTS[1:])
+    assert (result.pass_at_k, result.avg_at_k, result.maj_at_k) == (1.0, 0.25, 0.25)
+
+
 def test_problem_cursors_depend_only_on_their_place(
     tmp_path: Path,
 ) -> None:

@@ -12,7 +12,11 @@ from vapo_megatron.evaluation.metrics import Interval, bootstrap_interval, maj_a
 from vapo_megatron.evaluation.responses import Response
 from vapo_megatron.monitoring import names
 from vapo_megatron.monitoring.pictures import Intervals
+from vapo_megatron.rewards.grading import TRUNCATED
 from vapo_megatron.rewards.normal_form import compact, normal_form, plain_number
+
+# Grades of responses that hold no answer.
+_NO_ANSWER = (TRUNCATED, "no_answer")
 
 
 @dataclass(frozen=True)
@@ -20,7 +24,8 @@ class ProblemResult:
     """The metrics of one problem.
 
     digest tells it from another problem with the same id; majority is the answer with the most
-    votes (on a tie the one that came first).
+    votes (on a tie the one that came first), None where none was read out. If the verifier reads
+    out none, each response is an answer of its own, and maj_at_k the share of correct ones.
     """
 
     id: str
@@ -143,25 +148,38 @@ def _vote(extracted: str) -> str | None:
     return compact(text) or None
 
 
+def _votes(prompt: Prompt, group: Sequence[Response]) -> list[str | None]:
+    """The vote of each response to a problem; None where it has none."""
+    if any(response.extracted for response in group):
+        # All correct answers vote as one, wrong ones by their extracted answer.
+        return [
+            prompt.answer if response.correct else _vote(response.extracted) for response in group
+        ]
+    # A function, a judge, tests of code and an agent read out no answer that could be compared: if
+    # their correct responses voted as one and no other did, maj@k would be pass@k.
+    return [
+        None if response.grade_reason in _NO_ANSWER else str(place)
+        for place, response in enumerate(group)
+    ]
+
+
 def digest_of(problem: str, answer: str) -> str:
     """Fingerprint of a problem."""
     return hashlib.sha256(json.dumps([problem, answer]).encode()).hexdigest()[:16]
 
 
 def _problem(prompt: Prompt, group: Sequence[Response]) -> ProblemResult:
-    # All correct answers vote as one, wrong ones by their extracted answer.
-    answers = [
-        prompt.answer if response.correct else _vote(response.extracted) for response in group
-    ]
-    counted = Counter(answer for answer in answers if answer is not None)
+    votes = _votes(prompt, group)
+    counted = Counter(vote for vote in votes if vote is not None)
+    is_read = any(response.extracted for response in group)
     return ProblemResult(
         id=prompt.id,
         digest=digest_of(prompt.problem, prompt.answer),
         answer=prompt.answer,
         samples=len(group),
         correct=sum(response.correct for response in group),
-        majority=counted.most_common(1)[0][0] if counted else None,
-        maj_at_k=maj_at_k(answers, [response.correct for response in group]),
+        majority=counted.most_common(1)[0][0] if counted and is_read else None,
+        maj_at_k=maj_at_k(votes, [response.correct for response in group]),
         response_length=sum(response.tokens for response in group) / len(group),
         truncated=sum(response.truncated for response in group),
     )
