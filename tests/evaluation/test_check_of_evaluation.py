@@ -3,13 +3,17 @@
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 from commands import Command
-from tiny_runs import make_model, train_config
+from tiny_runs import evaluate_config, make_model, train_config
 
+from vapo_megatron.config.evaluate import EvaluateConfig
 from vapo_megatron.config.train import TrainConfig
+from vapo_megatron.data.sample import Prompt
+from vapo_megatron.evaluation.check import Evaluation
 
 
 @pytest.fixture
@@ -87,3 +91,29 @@ def test_a_folder_of_a_run_that_is_no_model(
     command = Command(tmp_path, run_dir / folder)
     assert command.exit_code("evaluate", "--check") == 2
     assert remedy.format(run=run_dir) in capfd.readouterr().err
+
+
+def _origin(folder: Path, changes: dict[str, Any], **row: Any) -> str:
+    values = evaluate_config(folder, folder / "model") | changes
+    if "server" in values:
+        del values["model"]
+    settings = EvaluateConfig.model_validate(values)
+    prompt = Prompt(**{"id": "0", "problem": "1 + 1", "answer": "2", "token_ids": ()} | row)
+    return Evaluation(settings, {"sums": [prompt]}).origin("sums")
+
+
+def test_responses_are_told_apart_by_all_they_depend_on(tmp_path: Path) -> None:
+    """Those of a start with other settings were taken for this one's, and graded again."""
+    plain = _origin(tmp_path, {})
+    assert plain == _origin(tmp_path, {}, answer="3")  # grades are made again
+    assert plain != _origin(tmp_path, {"rollout": {"server_args": {"kv_cache_dtype": "fp8_e5m2"}}})
+
+    agent: dict[str, Any] = {"rollout": {"agent": "module:run"}}
+    above = {"reward": {"verifier": "function", "function": "module:f", "correct_above": 0.9}}
+    rows: list[dict[str, Any]] = [{}, {"answer": "3"}, {"extra": {"map": "a"}}]
+    origins = [_origin(tmp_path, agent, **row) for row in rows]
+    assert len({*origins, _origin(tmp_path, agent | above)}) == 4
+
+    server = {"server": {"url": "http://host/v1", "model": "m"}}
+    rows = [{}, {"before": ({"role": "system", "content": "short"},)}]
+    assert len({_origin(tmp_path, server, **row) for row in rows}) == 2

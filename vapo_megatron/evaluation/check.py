@@ -70,6 +70,9 @@ class Evaluation:
                 settings.server.api,
                 settings.server.extra,
             ]
+            # Our own engines get them as token ids.
+            if before := [[p.id, *map(dict, p.before)] for p in self.prompts[name] if p.before]:
+                depends_on["before"] = before
         else:
             assert settings.model is not None
             files = sorted(Path(settings.model.path).glob("*.safetensors"))
@@ -77,10 +80,15 @@ class Evaluation:
                 [file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files
             ]
             depends_on["dtype"] = settings.model.dtype
+            if settings.rollout.server_args:
+                depends_on["server_args"] = settings.rollout.server_args
             if settings.rollout.agent is not None:
+                # An agent is given all of a row, and its grades are not made again.
                 depends_on["agent"] = [
                     settings.rollout.agent,
                     settings.rollout.episode.model_dump(mode="json"),
+                    settings.reward.correct_above,
+                    [[p.answer, dict(p.extra)] for p in self.prompts[name]],
                 ]
         return hashlib.sha256(json.dumps(depends_on, sort_keys=True).encode()).hexdigest()[:16]
 

@@ -115,9 +115,9 @@ def complete_groups(path: Path, k: int, origin: str) -> dict[str, list[Response]
     for response in read_responses(path):
         if response.origin != origin:
             raise BadInput(
-                f"{path}: its responses come from another model, other problems or other sampling: "
-                "give the config that they were made with, or another run.name, or "
-                "run.overwrite=true"
+                f"{path}: its responses come from another model, other problems, other sampling or "
+                "other rollout.server_args: give the config that they were made with, or another "
+                "run.name, or run.overwrite=true"
             )
         groups.setdefault(response.id, []).append(response)
     return {name: group[:k] for name, group in groups.items() if len(group) >= k}
