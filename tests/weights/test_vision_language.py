@@ -11,12 +11,14 @@ import transformers
 from family_table import FAMILIES
 from hf_models import SIZES, forward, megatron, read_tensors, write_tensors
 from ranks import run_ranks
+from safetensors.torch import save_file
 from torch import Tensor
 
 from vapo_megatron.config.model import LayoutConfig
 from vapo_megatron.engines.server.model_directory import engine_directory
 from vapo_megatron.errors import BadInput
 from vapo_megatron.models.registry import read_spec
+from vapo_megatron.weights.carried import LanguageTensors
 from vapo_megatron.weights.convert import hf_to_megatron, megatron_to_hf
 from vapo_megatron.weights.export import save_hf
 from vapo_megatron.weights.load import load_hf
@@ -190,3 +192,23 @@ def test_a_directory_without_a_language_model_is_refused(tmp_path: Path) -> None
     (source / "config.json").write_text(json.dumps(config))
     with pytest.raises(BadInput, match=r"config\.json: text_config is None, expected an object"):
         read_spec(source)
+
+
+@pytest.mark.parametrize(
+    ("stored", "name", "shape", "scales"),
+    [
+        ("mlp.experts.gate_up_proj", "mlp.experts.1.up_proj.weight", (2, 256, 128), (2, 2, 1)),
+        ("mlp.up_proj.weight", "mlp.up_proj.weight", (128, 128), (4, 1)),
+    ],
+)
+def test_fp8_scales_under_the_prefix_are_checked(
+    tmp_path: Path, stored: str, name: str, shape: tuple[int, ...], scales: tuple[int, ...]
+) -> None:
+    """They were read as far as they went, or ended in a stack trace."""
+    full = f"model.language_model.layers.0.{stored}"
+    values = torch.zeros(shape).to(torch.float8_e4m3fn)
+    save_file(
+        {full: values, f"{full}_scale_inv": torch.ones(scales)}, tmp_path / "model.safetensors"
+    )
+    with pytest.raises(BadInput, match=r"expected F8_E4M3 .* give the bf16 original"):
+        LanguageTensors(tmp_path).check(f"model.layers.0.{name}", (128, 128))

@@ -100,7 +100,10 @@ class LanguageTensors(HFTensors):
 
     @override
     def check(self, name: str, shape: tuple[int, ...]) -> None:
-        self._check(self[name], self._places[self._sources[name][0]], name, shape)
+        stored = self._sources[name][0]
+        if stored in self._scaled:
+            self._check_scales(stored)
+        self._check(self[name], self._places[stored], name, shape)
 
 
 def _is_carried(name: str, spec: ModelSpec) -> bool:
