@@ -1,6 +1,7 @@
 """`vapo-megatron evaluate --checkpoint`: the engines are asked what the run's own evaluation asks
 of its engines."""
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -10,7 +11,7 @@ from typing import Any, cast
 
 import pytest
 from commands import Command, assert_refused
-from tiny_runs import make_model, train_config
+from tiny_runs import evaluate_config, make_model, train_config
 
 from vapo_megatron.config.evaluate import EvaluateConfig
 from vapo_megatron.config.load import load_config
@@ -19,7 +20,8 @@ from vapo_megatron.config.rollout import RolloutConfig
 from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.data.prompts import eval_prompts
 from vapo_megatron.data.tokenizer import TextTokenizer
-from vapo_megatron.evaluation.check import at_its_place
+from vapo_megatron.evaluation.check import Evaluation, at_its_place
+from vapo_megatron.evaluation.command import _write
 from vapo_megatron.rollout.request import GenerationRequest
 from vapo_megatron.training.outputs import evaluate_sets
 from vapo_megatron.training.rollouts import Rollouts
@@ -160,3 +162,14 @@ def test_a_copied_run_is_evaluated_where_it_lies(
         assert at_its_place(config, given, overrides) is config
     (Path(config.run.directory) / "hf").mkdir(parents=True)
     assert at_its_place(config, Path(config.run.directory) / "config.yaml", ()) is config
+
+
+def test_the_step_of_an_evaluated_export_is_written(tmp_path: Path) -> None:
+    """hf/final is of another step once the run has gone further."""
+    final = tmp_path / "trained/hf/final"
+    final.mkdir(parents=True)
+    (final / "step.json").write_text('{"step": 40}')
+    for folder, step in ((final, 40), (final.with_name("step_000020"), 20), (tmp_path, None)):
+        settings = EvaluateConfig.model_validate(evaluate_config(tmp_path, folder / "actor"))
+        _write(Evaluation(settings, {}), [], tmp_path)
+        assert json.loads((tmp_path / "evaluation.json").read_text()).get("model_step") == step

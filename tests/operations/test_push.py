@@ -23,6 +23,7 @@ from vapo_megatron.config.load import load_config
 from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.evaluation.model_card import MARK, base_of, model_card, write_card
 from vapo_megatron.weights.convert import hf_to_megatron
+from vapo_megatron.weights.hf_writer import hf_writer
 
 
 class Hub:
@@ -279,3 +280,43 @@ def test_a_base_says_what_is_known_of_it(tmp_path: Path) -> None:
     assert base_of(plain) == {"name": "my_model", "hub": "some/other"}
     (plain / "config.json").write_text('{"_name_or_path": "/home/me/secret"}')
     assert "hub" not in base_of(plain)
+
+
+def test_a_card_names_the_code_and_the_steps_of_the_run(run_dir: Path) -> None:
+    """Not the code that pushes, nor evaluations of an earlier hf/final as this one's."""
+    config = load_config(TrainConfig, run_dir / "config.yaml", [], PRESETS)
+    (run_dir / "environment.json").write_text('{"vapo-megatron": "0.1", "commit": "c0ffee"}')
+    earlier = {"model_step": 1, "sets": [RESULT | {"name": "aime"}]}
+    text = model_card(run_dir, run_dir / "hf/final/actor", config, [earlier])
+    assert "| code | vapo-megatron 0.1, commit c0ffee |" in text
+    sums, aime = (line for line in text.splitlines() if line.startswith(("| sums", "| aime")))
+    assert "of step 1" in aime and "of step" not in sums
+
+
+@pytest.mark.parametrize(("text", "stays"), [("Mine.", True), (MARK, False)])
+def test_a_later_export_keeps_a_card_of_ones_own(tmp_path: Path, text: str, stays: bool) -> None:
+    """hf/final is written again when a run is extended; a card of ours is of the other weights."""
+
+    def export() -> Path:
+        with hf_writer(tmp_path / "actor", {}, tmp_path, ()) as writer:
+            writer.add("weight", torch.zeros(2))
+        return tmp_path / "actor" / "README.md"
+
+    export().write_text(text)
+    assert export().exists() == stays
+
+
+def test_a_critics_card_names_its_own_base_and_learning_rate(run_dir: Path, tmp_path: Path) -> None:
+    """Its licence follows from what it was made of."""
+    other = tmp_path / "cache/models--other--reward/snapshots" / ("d" * 40)
+    other.mkdir(parents=True)
+    (other / "README.md").write_text("---\nlicense: mit\n---\n")
+    config = load_config(TrainConfig, run_dir / "config.yaml", [], PRESETS)
+    values = config.model_dump(by_alias=True)
+    values["critic"] |= {"init": "reward_model", "init_path": str(other)}
+    values["critic"]["optimizer"]["lr"] = 3e-5
+    config = TrainConfig.model_validate(values)
+    text = model_card(run_dir, run_dir / "hf/final/critic", config)
+    assert "`other/reward`" in text and "licence: `mit`" in text and "| 3e-05," in text
+    text = model_card(run_dir, run_dir / "hf/final/actor", config)
+    assert "`some/base`" in text and "licence: `apache-2.0`" in text and "| 1e-06," in text

@@ -159,12 +159,24 @@ def final_dir(run_dir: Path) -> Path:
 
 def final_step(run_dir: Path) -> int | None:
     """The step of the final model; None where it is missing, or was not written to its end."""
+    return _written_step(final_dir(run_dir))
+
+
+def _written_step(folder: Path) -> int | None:
     try:
-        return int(
-            parse_json((final_dir(run_dir) / _STEP_FILE).read_text(encoding="utf-8"))["step"]
-        )
+        return int(parse_json((folder / _STEP_FILE).read_text(encoding="utf-8"))["step"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
+
+
+def exported_step(folder: Path) -> int | None:
+    """The step of the models in hf/<name> of a run; None where it is not known."""
+    if folder.parent.name != HF_FOLDER:
+        return None
+    if folder.name == FINAL:
+        return _written_step(folder)
+    match = re.fullmatch(r"step_(\d+)", folder.name)
+    return int(match[1]) if match else None
 
 
 def mark_final(run_dir: Path, step: int | None) -> None:

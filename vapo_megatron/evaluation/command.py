@@ -12,7 +12,9 @@ from functools import partial
 from pathlib import Path
 
 from vapo_megatron.agents.leftovers import leftovers_end
+from vapo_megatron.agents.leftovers import leftovers_end
 from vapo_megatron.agents.processes import open_agents
+from vapo_megatron.checkpoint.checkpoints import exported_step
 from vapo_megatron.checkpoint.lease import Lease
 from vapo_megatron.config.evaluate import EvaluateConfig
 from vapo_megatron.config.load import dump_config
@@ -29,6 +31,7 @@ from vapo_megatron.evaluation.check import (
 )
 from vapo_megatron.evaluation.evaluator import Collect, Evaluator, Generate, generate_with
 from vapo_megatron.evaluation.metrics import PROBLEMS
+from vapo_megatron.evaluation.model_card import MODEL_STEP
 from vapo_megatron.evaluation.openai_client import OpenAIClient
 from vapo_megatron.evaluation.responses import ResponseLog
 from vapo_megatron.evaluation.sets import SetResult, intervals_of
@@ -172,9 +175,12 @@ def _start(plan: Evaluation, run_dir: Path, console: RunConsole, stack: ExitStac
 
 
 def _write(plan: Evaluation, results: Sequence[SetResult], run_dir: Path) -> None:
+    model = plan.settings.model
+    step = None if model is None else exported_step(Path(model.path).absolute().parent)
     with atomic_write(run_dir / "evaluation.json") as file:
         content = {
             "model": plan.model_name,
+            **({} if step is None else {MODEL_STEP: step}),
             WRITTEN_AT: time.time(),
             "seed": plan.settings.run.seed,
             "sampling": plan.settings.sampling.model_dump(mode="json"),

@@ -9,17 +9,20 @@ from typing import Any
 
 import yaml
 
-from vapo_megatron.checkpoint.checkpoints import FINAL, final_step
+from vapo_megatron.checkpoint.checkpoints import FINAL, exported_step, final_step
+from vapo_megatron.config.model import TrainableConfig
 from vapo_megatron.config.sft import SftConfig
 from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.files import atomic_write
 from vapo_megatron.monitoring import names
 from vapo_megatron.monitoring.facts import environment_facts
 from vapo_megatron.monitoring.metrics import read_metrics, totals
+from vapo_megatron.weights.hf_writer import CARD as CARD
+from vapo_megatron.weights.hf_writer import MARK as MARK
+from vapo_megatron.weights.hf_writer import is_own
 
-CARD = "README.md"
-# A card with this line is written again; without it, it is somebody's own.
-MARK = "<!-- Written by vapo-megatron; remove this line to keep changes of your own. -->"
+# In evaluation.json of `vapo-megatron evaluate`: the step that the evaluated export was of then.
+MODEL_STEP = "model_step"
 _CACHED = re.compile(r"/models--(?P<owner>[^/]+?)--(?P<name>[^/]+)/snapshots/(?P<commit>[0-9a-f]+)")
 _FRONT = re.compile(r"\A---\n(.*?)\n---\n", re.DOTALL)
 
@@ -48,11 +51,6 @@ def write_card(
     return path
 
 
-def is_own(path: Path) -> bool:
-    """Whether a card is somebody's own."""
-    return path.is_file() and MARK not in path.read_text(encoding="utf-8", errors="replace")
-
-
 def model_card(
     run_dir: Path,
     export: Path,
@@ -64,8 +62,13 @@ def model_card(
     step = _step_of(run_dir, export, rows)
     own = _read(run_dir / "evaluation.json")
     found = [*([own] if own.get("step") is not None else ()), *evaluations]
-    base = base_of(Path(config.model.path))
     is_critic = export.name == "critic"
+    section: TrainableConfig = config.actor
+    source = Path(config.model.path)
+    if is_critic and isinstance(config, TrainConfig):
+        section = config.critic
+        source = config.critic_source[1]
+    base = base_of(source)
     lines = [
         "---",
         yaml.safe_dump(_front(base, is_critic), sort_keys=False).rstrip(),
@@ -83,7 +86,7 @@ def model_card(
         *_evaluation_lines(found, rows, step),
         "## Training",
         "",
-        *_table(("setting", "value"), _settings(config, rows, step)),
+        *_table(("setting", "value"), (*_settings(config, section, rows, step), _code(run_dir))),
         "",
         "## Data",
         "",
@@ -170,8 +173,8 @@ def _evaluation_lines(
     for evaluation in evaluations:
         sampling = evaluation.get("sampling", {})
         how = f"temperature {sampling.get('temperature')}, top_p {sampling.get('top_p')}"
-        if evaluation.get("step") not in (None, step):
-            how += f", of step {evaluation['step']}"
+        if (evaluated := evaluation.get("step", evaluation.get(MODEL_STEP))) not in (None, step):
+            how += f", of step {evaluated}"
         for entry in evaluation.get("sets", ()):
             lines.append(_evaluated(entry, rows, how))
     titles = (
@@ -207,15 +210,19 @@ def _evaluated(
 
 
 def _settings(
-    config: TrainConfig | SftConfig, rows: Sequence[Mapping[str, Any]], step: int | None
+    config: TrainConfig | SftConfig,
+    section: TrainableConfig,
+    rows: Sequence[Mapping[str, Any]],
+    step: int | None,
 ) -> Iterator[tuple[str, str]]:
+    """section: of the model that the card is of."""
     done = [row for row in rows if step is None or row["step"] <= step]
     if isinstance(config, TrainConfig):
         yield from _algorithm(config)
     else:
         yield "algorithm", "supervised fine-tuning"
         yield "batch", f"{config.data.batch_size} demonstrations"
-    optimizer = config.actor.optimizer
+    optimizer = section.optimizer
     yield "learning rate", f"{optimizer.lr:g}, {optimizer.decay}, {optimizer.warmup_steps} warm-up"
     yield "seed", str(config.run.seed)
     cost = totals(done)
@@ -228,8 +235,12 @@ def _settings(
     rung = {name for row in done for name in row if name.startswith(names.ALARM) and row[name]}
     alarms = sorted(name.removeprefix(names.ALARM).replace("_", " ") for name in rung)
     yield "alarms", ", ".join(alarms) or "none"
-    machine = environment_facts()
-    yield "code", f"vapo-megatron {machine['vapo-megatron']}, commit {machine['commit']}"
+
+
+def _code(run_dir: Path) -> tuple[str, str]:
+    """What the run was computed by, which `push` may no longer be."""
+    facts = _read(run_dir / "environment.json") or environment_facts()
+    return "code", f"vapo-megatron {facts.get('vapo-megatron')}, commit {facts.get('commit')}"
 
 
 def _algorithm(config: TrainConfig) -> Iterator[tuple[str, str]]:
@@ -298,11 +309,9 @@ def _use_lines(model: str) -> Iterator[str]:
 
 def _step_of(run_dir: Path, export: Path, rows: Sequence[Mapping[str, Any]]) -> int | None:
     """The step that an export is of; None where it is not known."""
-    name = export.parent.name
-    if name == FINAL:
+    if export.parent.name == FINAL:
         return final_step(run_dir) or (rows[-1]["step"] if rows else None)
-    match = re.fullmatch(r"step_(\d+)", name)
-    return int(match[1]) if match else None
+    return exported_step(export.parent)
 
 
 def _table(titles: Sequence[str], rows: Iterable[tuple[str, ...]]) -> Iterator[str]:

@@ -23,9 +23,12 @@ from vapo_megatron.weights.carried import ExportForm
 from vapo_megatron.weights.hf_files import INDEX_FILE, SINGLE_FILE
 
 MAX_SHARD_BYTES = 2 << 30
-# Keys of config.json that count layers for multi-token prediction, which are left out.
-# Keys that hold for the source alone.
+# The model card. One with this line is written again; without it, it is somebody's own.
+CARD = "README.md"
+MARK = "<!-- Written by vapo-megatron; remove this line to keep changes of your own. -->"
+# Keys of config.json that hold for the source alone.
 _LEFT_OUT = ("auto_map", "_name_or_path", "quantization_config")
+# Keys that count layers for multi-token prediction, which are left out.
 _AHEAD = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
 
 CONFIG = "config.json"
@@ -45,12 +48,17 @@ def check_replaceable(directory: Path, mark: str = CONFIG) -> None:
         raise BadInput(f"{directory}: exists and is not a model directory; name another place")
 
 
+def is_own(card: Path) -> bool:
+    """Whether a model card is somebody's own."""
+    return card.is_file() and MARK not in card.read_text(encoding="utf-8", errors="replace")
+
+
 @contextmanager
 def new_directory(target: Path, replace: bool = True) -> Iterator[Path]:
     """A temporary directory beside `target`: it replaces target when the body succeeds, and is
-    removed otherwise. Without `replace`, target must not exist and only one process at a time can
-    create it. Raises BadInput where the file system refuses (full disk, no permission), in the body
-    too."""
+    removed otherwise. A model card of somebody's own in target stays. Without `replace`, target
+    must not exist and only one process at a time can create it. Raises BadInput where the file
+    system refuses (full disk, no permission), in the body too."""
     temporary = target.with_name(
         f".{target.name}.{secrets.token_hex(4)}" if replace else f"{target.name}.partial"
     )
@@ -68,6 +76,8 @@ def new_directory(target: Path, replace: bool = True) -> Iterator[Path]:
         raise cannot_write(target, error) from None
     try:
         yield temporary
+        if is_own(target / CARD):
+            copy_carried(target, temporary, (CARD,))
         for parent, _, _ in os.walk(temporary):
             sync(Path(parent))
         # It cannot be exchanged in one step: the old one moves aside for an instant
