@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 
 from vapo_megatron.agents.leftovers import leftovers_end
-from vapo_megatron.agents.leftovers import leftovers_end
 from vapo_megatron.agents.processes import open_agents
 from vapo_megatron.checkpoint.checkpoints import exported_step
 from vapo_megatron.checkpoint.lease import Lease
