@@ -18,6 +18,7 @@ from vapo_megatron.rewards.equivalence import quantity, time_of_day
         ("1,000 miles", "1,000", "length^1", "1609344/1000"),
         (r"3 \text{square feet}", "3", "length^2", "9290304/100000000"),
         ("3 cubic yards", "3", "length^3", "764554857984/1000000000000"),
+        ("5 m/s", "5", "speed^1", "1"),
         ("60 miles per hour", "60", "speed^1", "1609344/3600000"),
         ("-2 1/2 hours", "-2 1/2", "time^1", "3600"),
         (r"\$5.50", "5.50", "dollar", "1"),
@@ -39,7 +40,18 @@ def test_a_quantity_is_its_value_and_its_unit(
 
 @pytest.mark.parametrize(
     "text",
-    ["35", "35 apples", "square", "5 square", r"5\text{ }", "x cm", r"\text{cm}", "5 cm cm", "$"],
+    [
+        "35",
+        "35 apples",
+        "square",
+        "5 square",
+        r"5\text{ }",
+        "x cm",
+        r"\text{cm}",
+        "5 cm cm",
+        "5m/s",
+        "$",
+    ],
 )
 def test_what_has_no_known_unit_is_no_quantity(text: str) -> None:
     assert quantity(text) is None

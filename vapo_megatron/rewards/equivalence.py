@@ -37,7 +37,8 @@ _UNITS = {
 _WRITTEN = re.compile(
     r"(?P<value>.*?[\d)}.])\s*(?:\\text|\\mathrm|\\textrm|\\mbox|\\operatorname)"
     r"\s*\{\s*(?P<unit>[A-Za-z./ ]+?)\.?\s*\}(?:\^\{?(?P<power>[23])\}?)?"
-    r"|(?P<plain>[-+\d.,/ ]*\d)\s*(?P<word>[A-Za-z]{2,}(?:[ /][A-Za-z]+)*)"
+    r"|(?P<plain>[-+\d.,/ ]*\d)\s*"
+    r"(?P<word>(?:[A-Za-z]{2,}|(?<=\s)[A-Za-z](?=/[A-Za-z]))(?:[ /][A-Za-z]+)*)"
     r"(?:\^\{?(?P<exponent>[23])\}?)?",
     re.DOTALL,
 )
@@ -125,6 +126,11 @@ _SAID_ALIKE = {
     "dne": "does not exist",
 }
 _CONGRUENT = re.compile(r"[a-zA-Z]\s*\\equiv(?![a-zA-Z])\s*")
+_RESIDUE = re.compile(
+    r"(?:(?P<name>[a-zA-Z])\s*(?:\\equiv(?![a-zA-Z])|\u2261)\s*)?(?P<residue>-?\d{1,30})\s*\(?\s*"
+    r"(?:\\?[pb]?mod(?![a-zA-Z])|\\(?:text|textrm|mathrm|mbox|operatorname)\{\s*mod\s*\})\s*"
+    r"\{?(?P<modulus>\d{1,30})\}?\)?"
+)
 _PERCENT = re.compile(r"%|\bpercent|\bpct\b", re.IGNORECASE)
 _BASE = re.compile(r"(?<![a-zA-Z])\d_\{?\d")
 
@@ -170,7 +176,14 @@ class _Sides:
 
 
 def _congruence(sides: _Sides) -> bool | None:
-    """x \\equiv 3 \\pmod 7 and 3 \\pmod 7."""
+    """x \\equiv 3 \\pmod 7, 3 \\pmod{7} and 3 (mod 7)."""
+    read = [_RESIDUE.fullmatch(side) for side in (sides.truth, sides.answer)]
+    if read[0] and read[1]:
+        names = {match["name"] for match in read if match and match["name"]}
+        if len(names) < 2 and read[0].group("residue", "modulus") == read[1].group(
+            "residue", "modulus"
+        ):
+            return True
     if bool(_CONGRUENT.match(sides.truth)) == bool(_CONGRUENT.match(sides.answer)):
         return None
     truth = _CONGRUENT.sub("", sides.truth)
@@ -194,9 +207,10 @@ def _measure(sides: _Sides) -> bool | None:
 
 
 def _relation(sides: _Sides) -> bool | None:
-    """x > 5 is not 5, nor is "5 or 6"."""
-    is_relation = _RELATION.search(sides.answer) is not None
-    return False if is_relation and sides.true_number is not None else None
+    """x > 5 is not 5, nor is "5 or 6", nor is 5 either of these."""
+    if sides.true_number is not None:
+        return False if _RELATION.search(sides.answer) else None
+    return False if sides.number is not None and _RELATION.search(sides.truth) else None
 
 
 def _right_sides(sides: _Sides) -> bool | None:
@@ -222,6 +236,24 @@ def _named_value(sides: _Sides) -> bool | None:
     if not value or "=" in value + sides.answer or not _LEFT.fullmatch(name):
         return None
     return True if quick_comparison(value, sides.answer) else None
+
+
+def _solution(sides: _Sides) -> bool | None:
+    """(1, 2) for x = 1, y = 2: in the order of the names, or in which they are listed."""
+    named = [entry.strip().partition("=") for entry in parted(sides.truth) or ()]
+    tuple_of = re.fullmatch(r"\((.*)\)", sides.answer)
+    values = parted(tuple_of[1]) if tuple_of else None
+    if values is None or not 1 < len(named) == len(values) == len({name for name, *_ in named}):
+        return None
+    if not all(_LEFT.fullmatch(name) and value for name, _, value in named):
+        return None
+    same = [
+        [quick_comparison(entry[2], value) for entry, value in zip(order, values, strict=True)]
+        for order in (named, sorted(named))
+    ]
+    if any(all(pairs) for pairs in same):
+        return True
+    return False if all(False in pairs for pairs in same) else None
 
 
 def _same_words(sides: _Sides) -> bool | None:
@@ -265,6 +297,7 @@ _RULES_OF_FORMULAS: tuple[Rule, ...] = (
     _right_sides,
     _equation,
     _named_value,
+    _solution,
     _same_words,
     _choices,
     _percentage,

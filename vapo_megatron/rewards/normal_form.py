@@ -34,6 +34,8 @@ _SUBSTITUTIONS = tuple(
         ),
         (r"\\(?:boldsymbol|bm|mathbf|textbf)\s*\{(\\frac\s*\{[^{}]*\}\s*\{[^{}]*\})\}", r"\1"),
         (r"\\(?:mathrm|text|textrm)\s*\{\s*([a-fijknopqrt-z])\s*\}", r" \1"),
+        # a number in words' type, with what follows it: \text{12 cm}
+        (r"^\\(?:text|textrm|mathrm|mbox)\s*\{\s*([-+]?\d[^{}\\]*?)\s*\}$", r"\1"),
         # the spelling of programs: sqrt(2)*pi/2, exp(16), x**2
         (r"(?<![a-zA-Z\\])\\?(sqrt)\s*\(([^()]*)\)", r"\\sqrt{\2}"),
         (r"(?<![a-zA-Z\\])exp\s*\(([^()]*)\)", r"e^{\1}"),
@@ -53,6 +55,7 @@ _SUBSTITUTIONS = tuple(
         (r"(?<=[\d)}])\$?\s+and\s+\$?(?=[-\d(\\]|[a-zA-Z]=)", ", "),
         (r"^\((\d+)\)_", r"\1_"),
         (r"^(\d+) (\d{1,2}/\d{1,2})$", r"\1+\2"),
+        (r"^-(\d+) (\d{1,2})/(\d{1,2})$", r"-\1\\frac{\2}{\3}"),
         (r"\\[dtc]frac(?![a-zA-Z])", r"\\frac"),
         (r"\\frac\s*(\d)\s*(\d)", r"\\frac{\1}{\2}"),
         (r"\\frac\s*(\d)\s*\{", r"\\frac{\1}{"),
@@ -70,8 +73,21 @@ _SUBSTITUTIONS = tuple(
         (r"\\\$|^\$(?=\d)", ""),
         (r"\s+", " "),
         (r"\s*([-+*/=()\[\]{}<>^_|&])\s*", r"\1"),
+        # mixed numbers: 2 \frac{1}{3}
+        (r"^([-+]?\d+) (?=\\frac\{\d+\}\{\d+\}(?: ?\\?%)?[.,;: ]*$)", r"\1"),
+        # \{x \mid x > 2\}, of which math-verify reads the 2
+        (
+            r"^\\?\{[a-zA-Z](?:\s*\\in\s*(?:\\mathbb\{R\}|R))?\s*(?:\\middle)?"
+            r"(?:\||\\mid(?![a-zA-Z])|\u2223|:)\s*"
+            r"([^,;]*(?:[<>]|\\(?:le|ge|lt|gt)(?:q|qslant)?(?![a-zA-Z]))[^,;]*?)\s*\\?\}$",
+            r"\1",
+        ),
     )
 )
+# Rows of a system of equations, as \begin{cases} x = 1 \\ y = 2 \end{cases}
+_SYSTEM = re.compile(r"\\begin\{cases\}(?P<rows>[^&]*)\\end\{cases\}")
+_ROW_END = re.compile(r"\\\\(?:\[[^\]]*\])?")
+_SOLVED = re.compile(r"[a-zA-Z](?:_\{?\w+\}?)?\s*=[^=]+")
 _BASES = dict(
     two=2, three=3, four=4, five=5, six=6, seven=7, eight=8, nine=9, ten=10, twelve=12, sixteen=16
 )
@@ -121,13 +137,21 @@ def normal_form(text: str) -> str:
     """One spelling of text: ASCII signs, \\frac and \\sqrt with braces, no sizing, thin spaces or
     enclosing $."""
     text = text.translate(_CHARACTERS).strip()
-    text = _without_enclosure(text)
+    text = _solution(_without_enclosure(text))
     if "\\begin" not in text:
         text = _DOUBLED.sub(lambda _: "\\", text)
     text = _BASE_WORD.sub(lambda match: f"_{{{_BASES[match[1]]}}}", text)
     for pattern, replacement in _SUBSTITUTIONS:
         text = pattern.sub(replacement, text)
     return _without_enclosure(text.strip().rstrip(".,;: "))
+
+
+def _solution(text: str) -> str:
+    """A system of equations that is solved as a list: x = 1, y = 2."""
+    match = _SYSTEM.fullmatch(text)
+    rows = [row.strip(" ,.;\n") for row in _ROW_END.split(match["rows"])] if match else []
+    rows = [row for row in rows if row]
+    return ", ".join(rows) if rows and all(map(_SOLVED.fullmatch, rows)) else text
 
 
 def compact(text: str) -> str:
