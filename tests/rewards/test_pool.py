@@ -1,5 +1,6 @@
 import os
 import re
+import resource
 import signal
 import string
 import subprocess
@@ -220,6 +221,21 @@ def test_orphans_that_end_do_not_fill_the_process_table() -> None:
     with VerifierPool(_function_config("orphans", workers=1, response_timeout_s=60.0)) as pool:
         (grade,) = pool.grade_batch([Case("", "", extra={"orphans": 300})])
         assert grade.score == 0.0, grade.detail
+
+
+@pytest.mark.usefixtures("functions_importable")
+def test_workers_start_beside_a_thousand_connections() -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(max(limits[0], 2048), limits[1]), limits[1]))
+    connections = [os.open(os.devnull, os.O_RDONLY) for _ in range(1024)]
+    try:
+        with VerifierPool(_function_config("obey", workers=1)) as pool:
+            (grade,) = pool.grade_batch([Case("", "", extra={"score": 0.7})])
+    finally:
+        for connection in connections:
+            os.close(connection)
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert grade.score == 0.7
 
 
 @pytest.mark.usefixtures("functions_importable")
@@ -642,9 +658,9 @@ def test_case_due_by_processor_time_or_ten_times_that_wall_time(
     clock = SimpleNamespace(now=100.0)
     worker = WorkerProcess()
 
-    def select(*arguments: Any) -> tuple[list[Any], ...]:
-        clock.now += arguments[3]
-        return [], [], []
+    def poll(milliseconds: float) -> list[Any]:
+        clock.now += milliseconds / 1000
+        return []
 
     def process(pid: int) -> SimpleNamespace:
         assert pid in (worker.process.pid, worker.worker)
@@ -660,7 +676,7 @@ def test_case_due_by_processor_time_or_ten_times_that_wall_time(
     try:
         with monkeypatch.context() as patched:
             patched.setattr(workers_module, "time", SimpleNamespace(monotonic=lambda: clock.now))
-            patched.setattr(workers_module, "select", SimpleNamespace(select=select))
+            patched.setattr(worker, "_ready", SimpleNamespace(poll=poll))
             patched.setattr(workers_module, "psutil", SimpleNamespace(Process=process))
             with pytest.raises(TimeoutError):
                 worker.ask({}, 1.0, 2048, of_cpu=True)

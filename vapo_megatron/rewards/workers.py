@@ -61,6 +61,9 @@ class WorkerProcess:
                 start_new_session=True,  # what a user's function starts ends with it
             )
         self._replies = self._socket.makefile("rb")
+        # select() takes no descriptor above 1023, and a trainer holds thousands of connections
+        self._ready = select.poll()
+        self._ready.register(self._socket, select.POLLIN)
         self._ending = threading.Lock()
         self._hung_up = False
 
@@ -82,7 +85,7 @@ class WorkerProcess:
         self._socket.sendall(json.dumps(message).encode() + b"\n")
         while True:
             wait = min(max(0.0, due - time.monotonic()), _LOOK_SECONDS)
-            if select.select([self._socket], [], [], wait)[0]:
+            if self._ready.poll(1000 * wait):
                 break
             if (held := self._held_mib()) > memory_mib:
                 raise MemoryError(f"{held} MiB, above reward.memory_mib={memory_mib}")
