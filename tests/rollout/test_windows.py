@@ -3,8 +3,10 @@ kills included."""
 
 import asyncio
 import json
+import threading
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -235,6 +237,27 @@ def test_run_stopped_within_a_window_continues_the_same_samples(stops: list[int]
     straight, counts = train([])
     stopped, after = train([], stops=stops)
     assert facts(stopped) == facts(straight) and after == counts
+
+
+def test_a_stop_while_groups_are_graded_keeps_their_beginnings() -> None:
+    stream, *others = begin(None, 0, LONGEST[1])
+    stream.take(lambda _: None)
+    stream.advance()
+    _, begun = stream.state()
+    grading = []
+    leave = threading.Event()
+
+    def grade(group: list[Sample]) -> None:
+        grading.append(group)
+        leave.wait(20)
+
+    stream._work = replace(stream._work, grade=grade)
+    with pytest.raises(StopAsked):
+        stream.take(lambda _: None, lambda: "asked" if len(grading) == GROUPS else None)
+    _, waiting = stream.state()
+    leave.set()
+    close(stream, *others)
+    assert begun and waiting == begun, "a step has trained them"
 
 
 @pytest.mark.parametrize("late", [[1], [2, 3], [5, 8]])

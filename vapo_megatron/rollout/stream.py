@@ -236,8 +236,6 @@ class GroupStream:
         try:
             request = self._work.request(self._prompts.at(number))
             group = await generate(replace(request, begun=self._begun.get(number, ())))
-            # Not earlier: a state saved meanwhile must hold the unfinished responses.
-            self._begun.pop(number, None)
             if request.window is None and _is_unfinished(group):
                 self._begun[number] = group
                 del self._tasks[number]
@@ -249,6 +247,8 @@ class GroupStream:
             await asyncio.get_running_loop().run_in_executor(self._graders, self._work.grade, new)
             self._dispatcher.progress.note()
             self._graded[number] = group
+            # Not earlier: a state saved meanwhile must hold the unfinished responses.
+            self._begun.pop(number, None)
             self.ledger.grade(number, self._work.is_useful(group))
             del self._tasks[number]
             await self._drop_surplus()
