@@ -377,3 +377,9 @@ def test_rows_of_several_kinds_are_each_graded_by_their_verifier(server: Server)
             BadInput, match=r"mixed\.jsonl: row 7: reward: verifier=function with function=null"
         ):
             pool.check([row])
+
+
+def test_grades_are_remembered_without_their_questions(server: Server) -> None:
+    with VerifierPool(_config(server)) as pool:
+        pool.grade_batch([("4", "long " * 10_000)])
+        assert sum(map(len, pool.workers._judgements)) < 100

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 _TRIES = 3
 _FIRST_PAUSE = 1.0  # seconds; each further one is twice as long
-_MOST_REMEMBERED = 200_000  # grades, some 30 MB
+_MOST_REMEMBERED = 200_000  # grades, some 160 MB
 _FIELD = re.compile(r"\{(problem|answer|response)\}")
 _VERDICT = re.compile(
     r"(?:verdict|score)[*_`]*\s*:[\s*_`]*(incorrect|correct|[01](?:\.\d+)?)(?![\w.]*\w|\s*[/%])",
@@ -105,8 +105,8 @@ class Judge:
             self._config.url, os.environ.get("JUDGE_API_KEY"), self._config.timeout_s
         )
         self._free = asyncio.Semaphore(self._config.max_concurrency)
-        # By question, pending ones included
-        self._judgements: dict[str, asyncio.Task[Grade]] = {}
+        # By the question's digest, pending ones included: questions would take gigabytes
+        self._judgements: dict[bytes, asyncio.Task[Grade]] = {}
 
     def submit(self, message: dict[str, str]) -> "Future[Grade]":
         """A future of the grade on {problem, ground_truth, response}."""
@@ -122,15 +122,16 @@ class Judge:
         prompt = filled(
             self._config.prompt, message["problem"], message["ground_truth"], message["response"]
         )
-        judgement = self._judgements.get(prompt)
+        question = hashlib.sha256(prompt.encode(errors="surrogatepass")).digest()
+        judgement = self._judgements.get(question)
         if judgement is None:
             if len(self._judgements) >= _MOST_REMEMBERED:
                 del self._judgements[next(iter(self._judgements))]
-            judgement = self._judgements[prompt] = asyncio.create_task(self._asked(prompt))
+            judgement = self._judgements[question] = asyncio.create_task(self._asked(prompt))
         # Other waiters continue where this batch is given up
         grade = await asyncio.shield(judgement)
         if grade.reason == "error":
-            self._judgements.pop(prompt, None)
+            self._judgements.pop(question, None)
         return grade
 
     async def _asked(self, prompt: str) -> Grade:
