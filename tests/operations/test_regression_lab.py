@@ -18,6 +18,7 @@ from vapo_megatron.config.regression import RegressionConfig
 from vapo_megatron.data.batch import ExperienceBatch
 from vapo_megatron.data.collation import from_samples
 from vapo_megatron.data.sample import Prompt, Sample
+from vapo_megatron.data.tokenizer import TextTokenizer
 from vapo_megatron.errors import BadInput
 from vapo_megatron.operations.critic_lab import start
 from vapo_megatron.operations.critic_lab.regression_lab import (
@@ -127,14 +128,19 @@ def test_the_command_writes_its_page(
     config: Path, monkeypatch: pytest.MonkeyPatch, entropy: bool
 ) -> None:
     engines = RandomEngines()
+    stopped_by: list[int] = []
 
     @contextmanager
-    def stand_in(*_: Any) -> Iterator[RandomEngines]:
+    def stand_in(*arguments: Any) -> Iterator[RandomEngines]:
+        stopped_by.extend(arguments[3])
         yield engines
 
     monkeypatch.setattr(start, "engines_of", stand_in)
-    settings = load(config, f"critic.regression.entropy={str(entropy).lower()}")
+    override = f"critic.regression.entropy={str(entropy).lower()}"
+    settings = load(config, override, "sampling.stop=[plus]")
     measure_regression(settings)
+    tokenizer = TextTokenizer(Path(settings.model.path), settings.data.prompt)
+    assert stopped_by == list(tokenizer.stop_token_ids(["plus"])) != list(tokenizer.eos_token_ids)
     assert [len(request.prompts) for request in engines.requests] == [4, 4, 4]
     page = (Path(settings.run.directory) / "critic_probes" / "regression.md").read_text()
     assert "| surprise |" in page and ("| entropy |" in page) == entropy

@@ -140,7 +140,8 @@ def measure_regression(settings: ProbedRunConfig) -> None:
     }
     console.header(f"vapo-megatron critic: {config.run.name}", facts)
     every = [prompt for step in prompts for prompt in step]
-    with verifier_and_engines(config, start, every, tokenizer.eos_token_ids, console) as (
+    stop_tokens = tokenizer.stop_token_ids(config.sampling.stop)
+    with verifier_and_engines(config, start, every, stop_tokens, console) as (
         verifier,
         engines,
     ):
