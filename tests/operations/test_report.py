@@ -214,7 +214,7 @@ def test_figures_say_what_was_reached_and_what_the_critic_adds() -> None:
         (
             "unseen, avg@4",
             "0.750",
-            "95 % interval 0.700 to 0.800, 50 problems, before training 0.250",
+            "95 % interval 0.700 to 0.800, 50 problems, after step 1 0.250",
         ),
         ("accuracy in training", "1.000", "last tenth of steps; first 0.100"),
         (
@@ -228,6 +228,8 @@ def test_figures_say_what_was_reached_and_what_the_critic_adds() -> None:
         ("longest phase", "75%", "rollout"),
         ("alarms", "1", "train infer gap"),
     ]
+    untrained = Run(Path("run"), [row(0) | {"evaluation/unseen_avg@4": 0.2}, *rows], run.evaluation)
+    assert headline(untrained)[0][2].endswith("50 problems, before training 0.200")
 
 
 def test_first_responses_come_before_second_ones(tmp_path: Path) -> None:

@@ -184,9 +184,10 @@ def headline(run: Run) -> list[Figure]:
 
 def _evaluation_figures(run: Run) -> Iterator[Figure]:
     for name, entry in run.sets.items():
-        averages = series(run.rows, f"{names.EVALUATION}{name}_avg@{entry['samples']}")[1]
+        steps, averages = series(run.rows, f"{names.EVALUATION}{name}_avg@{entry['samples']}")
         if len(averages) > 1:
-            before = f", before training {averages[0]:.3f}"
+            when = f"after step {steps[0]:.0f}" if steps[0] else "before training"
+            before = f", {when} {averages[0]:.3f}"
         else:
             before = ""
         interval = (
