@@ -10,6 +10,7 @@ from vapo_megatron.config.load import load_config
 from vapo_megatron.config.plan import PlanConfig
 from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.megatron.offload import ONLOADED, PARTS, Phase
+from vapo_megatron.megatron.platform import Platform
 from vapo_megatron.operations.plan.inputs import GIB
 from vapo_megatron.operations.plan.memory import HEADROOM
 from vapo_megatron.operations.plan.plan import Plan, make_plan
@@ -98,6 +99,23 @@ def test_a_run_keeps_what_its_plan_says() -> None:
         assert found == plan(gib, 0.6).memory.stays
         for phase, held in found.items():
             assert all(held.get(name, parts) >= parts for name, parts in ONLOADED[phase].items())
+
+
+@pytest.mark.parametrize(
+    ("node", "world", "engine"),
+    [
+        (4, 12, "rollout.tp=4"),
+        (4, 16, "rollout={tp: 8, nodes: 2}"),
+        (8, 12, "rollout.tp=2"),  # this machine has eight, another one four
+        (8, 6, "rollout.tp=2"),
+    ],
+)
+def test_a_run_is_planned_on_nodes_of_its_own_size(
+    monkeypatch: pytest.MonkeyPatch, node: int, world: int, engine: str
+) -> None:
+    monkeypatch.setattr(Platform, "device_count", lambda _: node)
+    config = load_config(TrainConfig, EXAMPLE, [*ONE_GPU[:-2], engine], PRESETS)
+    assert "actor" in planned_residency(config, world, 300 * GIB)["rollout"]
 
 
 def test_shared_weights_stay_for_either_of_their_models() -> None:
