@@ -197,13 +197,16 @@ class IpcTransport(Transport):
                 group_dst=0,
             )
         answer = NOTHING
-        if self.clients:
-            answer = await checked(
-                placed, self.each(lambda client: client.send_bucket(payloads, version=version))
-            )
-        if self._group is not None:
-            # No rank may refill its buffer before the server has read it.
-            dist.barrier(self._group)
+        try:
+            if self.clients:
+                answer = await checked(
+                    placed, self.each(lambda client: client.send_bucket(payloads, version=version))
+                )
+        finally:
+            # No rank may refill its buffer before the server has read it. If the server fails, the
+            # others wait here all the same.
+            if self._group is not None:
+                dist.barrier(self._group)
         return answer
 
     @override

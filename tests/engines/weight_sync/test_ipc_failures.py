@@ -1,0 +1,56 @@
+"""Ranks that feed one engine together, each from the memory of its GPU, while the engine fails."""
+
+import asyncio
+import pickle
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+
+from vapo_megatron.engines.server.client import LoadAnswer
+from vapo_megatron.engines.weight_sync.transports import IpcTransport
+from vapo_megatron.errors import TryAgain
+
+DEADLINE = timedelta(seconds=30)
+
+
+class Server:
+    """Dies at the first bucket, and takes what comes later."""
+
+    def __init__(self) -> None:
+        self.buckets: list[list[Any]] = []
+
+    async def send_bucket(self, payloads: Sequence[bytes], *, version: int | None) -> LoadAnswer:
+        self.buckets.append([pickle.loads(payload)["last"] for payload in payloads])
+        if len(self.buckets) == 1:
+            raise TryAgain("the server is gone")
+        return LoadAnswer([], 0.0, [])
+
+
+def feed_a_server_that_dies() -> list[list[Any]]:
+    """What the owner's server was given of buckets without tensors, which need no GPU."""
+    group = dist.new_group([0, 1], timeout=DEADLINE, backend="gloo")
+    server = Server()
+    clients: Any = [server] if dist.get_rank() == 0 else []
+    transport = IpcTransport(None, torch.device("cpu"), group)
+    transport.serve(clients)
+    for is_first in (True, False):
+        send = transport.deliver(None, "load", first=is_first, version=1)
+        if is_first and clients:
+            with pytest.raises(TryAgain, match="the server is gone"):
+                asyncio.run(send)
+            transport.serve(())  # as a weight sync does, which then ends this one's buckets
+        else:
+            asyncio.run(send)
+    transport.serve(clients)  # it was started again
+    asyncio.run(transport.deliver(None, "load", first=True, version=1))
+    return server.buckets
+
+
+def test_a_failing_server_does_not_hold_up_its_ranks() -> None:
+    owner, other = run_ranks(2, feed_a_server_that_dies, deadline=120)
+    assert owner == [[True, True]] * 2 and other == []
