@@ -2,7 +2,7 @@
 
 Tests are collected once, and each mutant is a fork of the process that has them; it runs the tests
 that reach the line that it changes (mutant_lines.py); what the fixtures of a module reach belongs
-to each of its tests, not to the first; functions that only processes of their own call are given
+to each of its tests, not to the first; lines that only processes of their own reach are given
 their tests by hand; and limits of time are those of the processor, for a machine that does other
 work too.
 """
@@ -148,6 +148,7 @@ class Runner(isolation.ForkRunner):
     """Forks of the process with the open session."""
 
     most_seconds = float("inf")
+    unseen: Sequence[str] = ()  # files of tests for lines that no test is seen to reach
 
     def startup(self) -> None:
         """Called before the first mutant. What ranks have left has threads, which no fork would
@@ -164,6 +165,9 @@ class Runner(isolation.ForkRunner):
         durations = state().duration_by_test
         with change_cwd("mutants"):
             chosen = reaching(mutant_name, tests, durations)
+        if not chosen:
+            elsewhere = [test for test in durations if test.partition("::")[0] in self.unseen]
+            chosen = sorted(elsewhere, key=lambda test: durations[test])
         seconds = list(accumulate(durations[test] for test in chosen))
         chosen = chosen[: max(1, sum(total <= self.most_seconds for total in seconds))]
         estimated_time = sum(durations[test] for test in chosen)
@@ -177,12 +181,13 @@ def main(
     sample: float,
     again: bool,
     seconds: float,
-    unseen: dict[str, list[str]],
+    unseen: list[str],
 ) -> None:
     """Run what was not run yet. modules: these alone; sample: a part of the mutants; again:
-    survivors too; seconds: of tests that a mutant gets; unseen: the tests of modules whose
-    functions run in processes of their own."""
+    survivors too; seconds: of tests that a mutant gets; unseen: files of tests that start
+    processes, for lines that no test is seen to reach."""
     Runner.most_seconds = seconds
+    Runner.unseen = unseen
     everything = mutmut.collect_source_file_mutation_data
     limit = isolation.register_timeout
 
@@ -193,9 +198,10 @@ def main(
         for data, name, result in mutants:
             module = name.split(".")[-2]
             function = mangled_name_from_mutant_name(name)
-            if module in unseen and not tests.get(function):
+            if unseen and not tests.get(function):
+                # Without any it would not be submitted.
                 tests[function] = {
-                    t for t in state().duration_by_test if t.partition("::")[0] in unseen[module]
+                    t for t in state().duration_by_test if t.partition("::")[0] in unseen
                 }
             if (not modules or module in modules) and zlib.crc32(name.encode()) < sample * 2**32:
                 picked.append((data, name, None if again and result in (0, 5, 33) else result))
