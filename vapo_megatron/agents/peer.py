@@ -37,21 +37,29 @@ class Peer:
     async def serve(self, connection: socket.socket) -> None:
         """Answer calls, and take the answers to ours, until the other process closes its end or
         this task is cancelled. Calls that wait then raise ConnectionError."""
-        reader, self._writer = await asyncio.open_connection(sock=connection)
-        self._is_open.set()
         try:
+            reader, self._writer = await asyncio.open_connection(sock=connection)
+            self._is_open.set()
             with suppress(asyncio.IncompleteReadError, OSError):
                 while True:
                     (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
                     self._receive(*pickle.loads(await reader.readexactly(length)))
         finally:
-            self._writer.close()
+            self._hang_up(connection)
+
+    def _hang_up(self, connection: socket.socket) -> None:
+        # Closing alone does not tell the other process where a fork of this one has the socket, too
+        with suppress(OSError):
+            connection.shutdown(socket.SHUT_RDWR)
+        if self._writer is not None:
+            self._writer.transport.abort()
             self._writer = None
-            for answer in self._asked.values():
-                if not answer.done():
-                    answer.set_exception(ConnectionError(_GONE))
-            for task in (*self._served.values(), *self._told):
-                task.cancel()
+        self._is_open.set()  # calls that wait for it fail
+        for task in (*self._served.values(), *self._told):
+            task.cancel()
+        for answer in self._asked.values():
+            if not answer.done():
+                answer.set_exception(ConnectionError(_GONE))
 
     async def call(self, method: str, *arguments: Any) -> Any:
         """What the other process's method returns. Cancelling this cancels it there.
@@ -60,11 +68,11 @@ class Peer:
             ConnectionError: the other process is gone.
             VapoError: as the method raised it; RunFailed for any other exception.
         """
+        await self._is_open.wait()
         number = next(self._numbers)
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._asked[number] = answer
         try:
-            await self._is_open.wait()
             self._send("call", number, method, arguments)
             return await answer
         except asyncio.CancelledError:
@@ -89,7 +97,9 @@ class Peer:
 
     def _receive(self, kind: Kind, number: int, *content: Any) -> None:
         if kind == "call":
-            self._served[number] = asyncio.create_task(self._answer(number, *content))
+            served = asyncio.create_task(self._answer(number, *content))
+            self._served[number] = served
+            served.add_done_callback(lambda _: self._served.pop(number))
         elif kind == "tell":
             method, arguments = content
             task = asyncio.ensure_future(self._methods[method](*arguments))
@@ -108,14 +118,23 @@ class Peer:
                 answer.set_exception(*content)
 
     async def _answer(self, number: int, method: str, arguments: tuple[Any, ...]) -> None:
+        kind: Kind = "error"
+        answer: Any
         try:
-            result = await self._methods[method](*arguments)
-            self._send("result", number, result)
+            answer = await self._methods[method](*arguments)
+            kind = "result"
+        except VapoError as error:
+            answer = error
+        except asyncio.CancelledError as error:
+            this = asyncio.current_task()
+            if this is not None and this.cancelling():
+                raise  # nobody waits for it
+            answer = RunFailed(f"{method}: {reason_of(error)}")
+        except Exception as error:
+            answer = RunFailed(reason_of(error))
+        try:
+            self._send(kind, number, answer)
         except ConnectionError:
             pass  # nobody is left to be answered
-        except VapoError as error:
-            self._send("error", number, error)
-        except Exception as error:
-            self._send("error", number, RunFailed(reason_of(error)))
-        finally:
-            del self._served[number]
+        except Exception as error:  # what cannot be pickled raises anything
+            self._send("error", number, RunFailed(f"{method}: {reason_of(error)}"))
