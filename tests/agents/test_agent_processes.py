@@ -1,10 +1,12 @@
 """Episodes in processes of their own are those of rank 0's process, and their ends are its ends."""
 
 import asyncio
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -15,8 +17,9 @@ import psutil
 import pytest
 from stub_episodes import TEMPLATE, Engine, agents_of, fresh_engine, make_tokenizer
 
+from vapo_megatron.agents import processes
 from vapo_megatron.agents.agent import run_environment
-from vapo_megatron.agents.episodes import Agents
+from vapo_megatron.agents.episodes import MOST_BROKEN_GROUPS, Agents
 from vapo_megatron.agents.processes import AgentProcesses
 from vapo_megatron.config.rollout import EpisodeConfig, RolloutConfig, SamplingConfig
 from vapo_megatron.data.sample import Prompt, Sample
@@ -54,6 +57,16 @@ async def plays(task: dict[str, Any], base_url: str, http_client: Any) -> Any:
         raise KeyError("of the user's")
     if how == "ends its process":
         os._exit(7)
+    if how == "forks and ends":
+        fork = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,))
+        fork.start()
+        Path(task["pid_file"]).write_text(str(fork.pid))
+        os._exit(7)
+    if how == "closes its output":
+        sys.stdout.close()
+        threading.Thread(target=time.sleep, args=(600,)).start()
+    if how == "keeps a lock in its row":
+        task["notes"].append(threading.Lock())
     if how == "waits":
         await asyncio.sleep(60)
     if how == "countdown":
@@ -63,6 +76,8 @@ async def plays(task: dict[str, Any], base_url: str, http_client: Any) -> Any:
     message = answer.json()["choices"][0]["message"]
     if how == "calls a tool":
         return float(len(message["tool_calls"]))
+    if how == "tells its path":
+        return float(os.environ.get("PYTHONPATH", "") == task["path"])
     return float(os.getpid())
 
 
@@ -87,7 +102,8 @@ class Table:
         self._tokens = tuple(tokenizer.encode_prompt("w3 w4"))
 
     def request(self, how: str, samples: int = 2, cursor: int = 7, **fields: Any) -> GroupRequest:
-        prompt = Prompt("row", "w3 w4", "w9", self._tokens, cursor=cursor, extra={"how": how})
+        row = {"how": how, "notes": []} | fields.pop("row", {})
+        prompt = Prompt("row", "w3 w4", "w9", self._tokens, cursor=cursor, extra=row)
         sampling = SamplingConfig(max_new_tokens=12)
         experts = fields.pop("experts", None)
         return GroupRequest(prompt, samples, sampling, 12, 11, 0, experts, **fields)
@@ -124,6 +140,13 @@ def own(tokenizer: TextTokenizer) -> Iterator[Table]:
     table = Table(tokenizer, processes=0)
     yield table
     table.close()
+
+
+def _wait_until(happened: Callable[[], bool]) -> None:
+    end = time.monotonic() + 60
+    while not happened():
+        assert time.monotonic() < end
+        time.sleep(0.02)
 
 
 def fields_of(sample: Sample) -> dict[str, Any]:
@@ -175,6 +198,25 @@ def test_the_engines_parser_reads_tool_calls(others: Table) -> None:
     assert calls == [1.0, 2.0]
 
 
+def test_an_agent_may_keep_anything_in_its_row(others: Table) -> None:
+    request = others.request("keeps a lock in its row")
+    (group,) = others.play(request)
+    assert all(sample.reward for sample in group), [sample.grade_reason for sample in group]
+    assert [sample.prompt.extra for sample in group] == [request.prompt.extra] * 2
+
+
+def test_groups_that_break_in_a_row_are_those_of_all(others: Table) -> None:
+    others.play(others.request("once"))
+    breaking = [others.request("raises", 1, cursor) for cursor in range(MOST_BROKEN_GROUPS - 1)]
+    others.play(*breaking)
+    others.play(others.request("once"))
+    others.play(*breaking)
+    with pytest.raises(RunFailed, match="broke in each of 16 groups one after another"):
+        others.play(others.request("raises"))
+    others.play(others.request("once"), others.request("once"))
+    others.agents.broken_metrics(0)
+
+
 def test_what_breaks_is_counted_by_cause(others: Table) -> None:
     others.agents.broken_metrics(0)
     ((first, *_),) = others.play(others.request("raises", samples=3))
@@ -203,12 +245,9 @@ def test_clocks_stop_while_no_engine_has_room(tokenizer: TextTokenizer) -> None:
 def test_a_cancelled_group_aborts_its_requests(others: Table) -> None:
     Engine.hangs = True
     work = others.dispatcher.loop.start(others.agents.generate(others.request("once", samples=1)))
-    end = time.monotonic() + 60
-    while not Engine.calls and time.monotonic() < end:
-        time.sleep(0.02)
+    _wait_until(lambda: Engine.calls > 0)
     work.cancel()
-    while not Engine.aborted and time.monotonic() < end:
-        time.sleep(0.02)
+    _wait_until(lambda: Engine.aborted > 0)
     assert Engine.aborted == 1
     assert others.play(others.request("once"))[0][0].reward, "it plays the next group"
 
@@ -218,10 +257,12 @@ def test_a_process_that_ends_is_told(tokenizer: TextTokenizer) -> None:
     table = Table(tokenizer, processes=1)
     (process,) = set(psutil.Process().children()) - before
     try:
-        process.send_signal(signal.SIGTERM)
-        assert table.play(table.request("once"))[0][0].reward == process.pid, (
-            "rank 0 decides when it ends"
-        )
+        Engine.seconds = 1.0
+        turn = table.dispatcher.loop.start(table.agents.generate(table.request("once")))
+        _wait_until(lambda: Engine.calls > 0)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            process.send_signal(number)
+        assert turn.result(60)[0].reward == process.pid, "rank 0 decides when it ends"
         with pytest.raises(TryAgain, match=r"rollout\.agent: a process .* lost \(exit code 7\)"):
             table.play(table.request("ends its process"), table.request("waits"))
         with pytest.raises(TryAgain, match="lost"):
@@ -229,6 +270,54 @@ def test_a_process_that_ends_is_told(tokenizer: TextTokenizer) -> None:
     finally:
         table.close()
     assert not process.is_running()
+
+
+@pytest.mark.full
+def test_a_process_that_leaves_a_fork_is_told(tokenizer: TextTokenizer, tmp_path: Path) -> None:
+    """The fork holds the connection open."""
+    table = Table(tokenizer, processes=1)
+    pid_file = tmp_path / "pid"
+    try:
+        with pytest.raises(TryAgain, match=r"lost \(exit code 7\)"):
+            table.play(table.request("forks and ends", 1, row={"pid_file": str(pid_file)}))
+    finally:
+        table.close()
+        os.kill(int(pid_file.read_text()), signal.SIGKILL)
+
+
+@pytest.mark.full
+def test_a_process_starts_and_ends_whatever_is_around_it(
+    tokenizer: TextTokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "queue.py").write_text("raise ImportError('a module of the user')\n")
+    monkeypatch.chdir(tmp_path)
+    own_path = os.environ.get("PYTHONPATH", "")
+    table = Table(tokenizer, processes=1)
+    try:
+        ((told,),) = table.play(table.request("tells its path", 1, row={"path": own_path}))
+        assert told.reward == 1.0, "what agents start finds what rank 0's children find"
+        table.play(table.request("closes its output", samples=1))
+    finally:
+        table.close()
+    (process,) = table.agents._processes  # type: ignore[union-attr]
+    assert process._process.returncode == 0
+
+
+@pytest.mark.full
+def test_processes_that_hang_end_at_one_deadline(
+    tokenizer: TextTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "CLOSE_SECONDS", 8.0)
+    monkeypatch.setattr(processes, "_END_SECONDS", 0.0)
+    before = set(psutil.Process().children())
+    table = Table(tokenizer, processes=2)
+    hanging = set(psutil.Process().children()) - before
+    for process in hanging:
+        process.suspend()
+    start = time.monotonic()
+    table.close()
+    assert 8.0 < time.monotonic() - start < 16.0, "8 s each, one after the other"
+    assert len(hanging) == 2 and not any(process.is_running() for process in hanging)
 
 
 @pytest.mark.full
@@ -244,13 +333,41 @@ def test_an_agent_that_cannot_be_loaded_is_refused(
         agents_of(tokenizer, "agent_elsewhere:run", processes=1),
     ):
         pass
-    module.write_text("import os\n\nos._exit(9)\n")
+    for ends, code in (("os._exit(9)", 9), ("raise SystemExit(3)", 1)):
+        module.write_text(f"import os\n\n{ends}\n")
+        with (
+            pytest.raises(RunFailed, match=rf"ended while it started \(exit code {code}\)"),
+            agents_of(tokenizer, "agent_elsewhere:run", processes=1),
+        ):
+            pass
+    module.write_text("import time\n\ntime.sleep(600)\n")
     with (
-        pytest.raises(RunFailed, match=r"ended while it started \(exit code 9\)"),
-        agents_of(tokenizer, "agent_elsewhere:run", processes=1),
+        pytest.raises(RunFailed, match=r"did not start within rollout\.start_timeout_s=20 s"),
+        agents_of(tokenizer, "agent_elsewhere:run", processes=1, start_timeout_s=20.0),
     ):
         pass
     assert set(psutil.Process().children()) <= before
+
+
+MODULE = """
+import asyncio, signal
+signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+asyncio.run(asyncio.sleep(0))
+async def run(task, base_url, http_client):
+    await http_client.post(f"{base_url}/chat/completions", json={"messages": task["messages"]})
+    return 1.0
+"""
+
+
+@pytest.mark.full
+def test_an_agent_is_loaded_as_in_rank_0(
+    tokenizer: TextTokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the main thread, without a running loop."""
+    (tmp_path / "agent_of_a_loop.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+    with agents_of(tokenizer, "agent_of_a_loop:run", processes=1) as group:
+        assert [sample.reward for sample in group(2)] == [1.0] * 2
 
 
 STARTS = """

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
-from vapo_megatron.agents.episodes import Agents
+from vapo_megatron.agents.processes import open_agents
 from vapo_megatron.config.data import PromptTemplate
 from vapo_megatron.config.rollout import EpisodeConfig, RolloutConfig, SamplingConfig
 from vapo_megatron.data.prompts import PromptSource
@@ -77,13 +78,16 @@ class Countdown:
         return [{"role": "tool", "content": f"w{self.left}"}], 0.25, self.left == 0
 
 
-def train(tokenizer: TextTokenizer, kills: list[int], windows: int = 1) -> list[tuple[Any, ...]]:
+def train(
+    tokenizer: TextTokenizer, kills: list[int], windows: int = 1, processes: int = 0
+) -> list[tuple[Any, ...]]:
     """All that is trained on, in order. kills: after how many turns of an attempt it dies."""
     trained: list[tuple[Any, ...]] = []
     saved: tuple[int, dict[str, Any], bytes] | None = None
     rule = StepRule(3, STEPS, staleness=2) if windows == 1 else StepRule(3, STEPS, windows=windows)
     window = None if windows == 1 else TURNS // windows
-    config = RolloutConfig(agent=f"{__name__}:Countdown", episode=EpisodeConfig(max_tokens=99))
+    episode = EpisodeConfig(max_tokens=99, processes=processes)
+    config = RolloutConfig(agent=f"{__name__}:Countdown", episode=episode)
     while len(trained) < STEPS * 6:
         StubClient.turns = 0
         StubClient.last_turn = kills.pop(0) if kills else 10**9
@@ -91,7 +95,7 @@ def train(tokenizer: TextTokenizer, kills: list[int], windows: int = 1) -> list[
         with Dispatcher(
             [EngineAddress("http://stub", "")], config, [2], client=client
         ) as dispatcher:
-            agents = Agents(dispatcher, tokenizer, config)
+            agents = open_agents(dispatcher, tokenizer, config)
             prompts = PromptSource(PROMPTS, seed=1, shuffle=False)
             ledger = Ledger(rule, 0 if saved is None else saved[0], len(trained) // 6)
 
@@ -166,3 +170,12 @@ def test_no_turn_is_lost_or_trained_twice_over_several_steps(
     assert train(tokenizer, [3, 20, 15], windows=2) == straight, (
         "killed in first windows, and between two of one"
     )
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("windows", [1, 2])
+def test_a_resumed_run_may_play_in_other_processes(tmp_path: Path, windows: int) -> None:
+    word_tokenizer([f"w{n}" for n in range(120)], 256, TEMPLATE).save_pretrained(tmp_path)
+    tokenizer = TextTokenizer(tmp_path, PromptTemplate(chat_template=True))
+    straight = train(tokenizer, [], windows)
+    assert train(tokenizer, [30], windows, processes=2) == straight

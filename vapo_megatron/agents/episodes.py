@@ -29,7 +29,7 @@ CAUSES = ("timeout", "call_timeout", "error", "template", "stopped", "no_turn", 
 _MOST_TURNS = 8  # turns of an episode with their own metrics
 # Groups that break one after another, with none that is whole between them: the agent itself is
 # wrong then.
-_MOST_BROKEN_GROUPS = 16
+MOST_BROKEN_GROUPS = 16
 
 # Functions of agents that run in threads at once, over all episodes.
 _MOST_THREADS = 64
@@ -101,12 +101,8 @@ class Agents:
             raise errors.exceptions[0] from None
         samples = [task.result() for task in running]
         self._broken_in_a_row = 0 if is_whole(samples) else self._broken_in_a_row + 1
-        if self._broken_in_a_row == _MOST_BROKEN_GROUPS:
-            causes = ", ".join(f"{cause} {count}" for cause, count in self.broken.most_common())
-            raise RunFailed(
-                f"{KEY}: an episode broke in each of {_MOST_BROKEN_GROUPS} groups one after "
-                f"another ({causes}): look at the warnings above, and try the agent on one row"
-            )
+        if self._broken_in_a_row == MOST_BROKEN_GROUPS:
+            raise broken_groups(self.broken)
         return samples
 
     def broken_metrics(self, whole: int) -> dict[str, float]:
@@ -290,6 +286,16 @@ def broken_metrics(counts: Counter[str], whole: int) -> dict[str, float]:
     return {"agent/broken": share} | {
         f"agent/broken_{cause}": float(counts[cause]) for cause in CAUSES
     }
+
+
+def broken_groups(counts: Counter[str]) -> RunFailed:
+    """The error of a run in which MOST_BROKEN_GROUPS groups broke in a row. counts: broken
+    episodes, by cause."""
+    causes = ", ".join(f"{cause} {count}" for cause, count in counts.most_common())
+    return RunFailed(
+        f"{KEY}: an episode broke in each of {MOST_BROKEN_GROUPS} groups one after another "
+        f"({causes}): look at the warnings above, and try the agent on one row"
+    )
 
 
 def task_of(prompt: Prompt, tokenizer: TextTokenizer) -> dict[str, Any]:

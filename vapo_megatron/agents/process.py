@@ -1,17 +1,21 @@
 """A process that plays a share of the episodes: `python -m vapo_megatron.agents.process SOCKET
-TRAINER_PID`, started by agents.processes alone.
+TRAINER_PID PYTHONPATH`, started by agents.processes alone.
 
 It has an endpoint, templates and the user's agent of its own. The engines are rank 0's: each turn
 is a call to its dispatcher.
 """
 
+import asyncio
 import itertools
 import os
+import queue
 import signal
 import socket
 import sys
+import traceback
 from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -21,12 +25,14 @@ from vapo_megatron.agents.endpoint import Waits
 from vapo_megatron.agents.episodes import Agents
 from vapo_megatron.agents.peer import Peer
 from vapo_megatron.config.rollout import RolloutConfig
-from vapo_megatron.data.sample import Sample
+from vapo_megatron.data.sample import Prompt, Sample
 from vapo_megatron.data.tokenizer import TextTokenizer
 from vapo_megatron.logs import LogLevel
 from vapo_megatron.loop_thread import LoopThread, allow_connections
 from vapo_megatron.rollout.request import GroupRequest
 from vapo_megatron.signals import STOP_SIGNALS, end_with_parent
+
+_Wanted = tuple[RolloutConfig, TextTokenizer, Future[Agents]]
 
 
 class DistantDispatcher:
@@ -42,8 +48,13 @@ class DistantDispatcher:
         """As Dispatcher.generate()."""
         number = next(self._numbers)
         self._clocks[number] = (waits, ExitStack())
+        # An agent may have put anything into its row, and engines read tokens alone
+        prompt = _without_row(group.prompt)
+        begun = [replace(sample, prompt=prompt) for sample in group.begun]
         try:
-            samples = await self._call("generate", number, group)
+            samples = await self._call(
+                "generate", number, replace(group, prompt=prompt, begun=begun)
+            )
         finally:
             _, stopped = self._clocks.pop(number)
             stopped.close()
@@ -80,6 +91,8 @@ class Player:
     def __init__(self, dispatcher: DistantDispatcher) -> None:
         self._dispatcher = dispatcher
         self._told: Counter[str] = Counter()
+        self._wanted: queue.SimpleQueue[_Wanted | None] = queue.SimpleQueue()
+        self._is_loading = False
         self.agents: Agents | None = None
 
     async def begin(self, config: RolloutConfig, tokenizer: TextTokenizer, level: LogLevel) -> None:
@@ -89,15 +102,40 @@ class Player:
             BadInput: it cannot be run.
         """
         logs.configure(level)
-        self.agents = Agents(self._dispatcher, tokenizer, config)
+        loaded: Future[Agents] = Future()
+        self._wanted.put((config, tokenizer, loaded))
+        self.agents = await asyncio.wrap_future(loaded)
 
     async def play(self, group: GroupRequest) -> tuple[list[Sample], Counter[str]]:
-        """As Agents.generate(); and how many episodes broke since the last answer, by cause."""
+        """As Agents.generate(), without the rows of the samples' prompts; and how many episodes
+        broke since the last answer, by cause."""
         assert self.agents is not None, "begin() comes first"
         samples = await self.agents.generate(group)
         broken = self.agents.broken - self._told
         self._told = self.agents.broken.copy()
-        return samples, broken
+        return [replace(sample, prompt=_without_row(sample.prompt)) for sample in samples], broken
+
+    def load(self) -> None:
+        """Load the agent once begin() is called. For the main thread, in which rank 0 loads it:
+        the user's module may start a loop of its own, or take long."""
+        wanted = self._wanted.get()
+        if wanted is None:
+            return
+        config, tokenizer, loaded = wanted
+        if not loaded.set_running_or_notify_cancel():
+            return
+        self._is_loading = True
+        try:
+            loaded.set_result(Agents(self._dispatcher, tokenizer, config))
+        except Exception as error:
+            loaded.set_exception(error)
+        self._is_loading = False
+
+    def stop_loading(self) -> None:
+        """Rank 0 is gone: load nothing; a module that is being loaded ends with this process."""
+        if self._is_loading:
+            os._exit(1)
+        self._wanted.put(None)
 
 
 def main() -> None:
@@ -106,24 +144,47 @@ def main() -> None:
     end_with_parent()
     if os.getppid() != int(sys.argv[2]):
         return  # it ended before the kernel was asked
-    for number in STOP_SIGNALS:
+    # Agents' own processes find what they would find if rank 0 started them
+    os.environ.pop("PYTHONPATH", None)
+    if sys.argv[3]:
+        os.environ["PYTHONPATH"] = sys.argv[3]
+    for number in (signal.SIGINT, *STOP_SIGNALS):
         # Rank 0 decides when this ends. What an agent starts does not inherit a handler.
         signal.signal(number, lambda *_: None)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     logs.outlive_output()
     logs.set_rank(0)
     allow_connections()
+    code = 1
+    try:
+        _play(connection)
+        code = 0
+    except BaseException:  # of a module that ends its process, too
+        traceback.print_exc()
+    finally:
+        try:
+            sys.stdout.flush()
+            sys.stderr.flush()
+        finally:  # an agent may have closed them
+            os._exit(code)  # a thread that an agent has left behind does not keep it
+
+
+def _play(connection: socket.socket) -> None:
     dispatcher = DistantDispatcher()
     player = Player(dispatcher)
     dispatcher.peer = Peer(
         {"begin": player.begin, "play": player.play, "waiting": dispatcher.waiting}
     )
-    dispatcher.loop.start(dispatcher.peer.serve(connection)).result()
+    served = dispatcher.loop.start(dispatcher.peer.serve(connection))
+    served.add_done_callback(lambda _: player.stop_loading())
+    player.load()
+    served.result()
     if player.agents is not None:
         player.agents.close()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)  # a thread that an agent has left behind does not keep it
+
+
+def _without_row(prompt: Prompt) -> Prompt:
+    return Prompt("", "", "", prompt.token_ids, prompt.cursor)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,8 @@ import os
 import socket
 import subprocess
 import sys
+import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -15,12 +17,19 @@ from dataclasses import replace
 from vapo_megatron import logs
 from vapo_megatron.agents.agent import KEY
 from vapo_megatron.agents.endpoint import TurnWriter
-from vapo_megatron.agents.episodes import CLOSE_SECONDS, Agents, broken_metrics
+from vapo_megatron.agents.episodes import (
+    CLOSE_SECONDS,
+    MOST_BROKEN_GROUPS,
+    Agents,
+    broken_groups,
+    broken_metrics,
+    is_whole,
+)
 from vapo_megatron.agents.peer import Peer
 from vapo_megatron.config.rollout import RolloutConfig
 from vapo_megatron.data.sample import Prompt, Sample
 from vapo_megatron.data.tokenizer import TextTokenizer
-from vapo_megatron.errors import RunFailed, TryAgain
+from vapo_megatron.errors import RunFailed, TryAgain, reason_of
 from vapo_megatron.rollout.request import GroupRequest
 from vapo_megatron.signals import end_tree, how_it_ended, stop_signals_blocked
 
@@ -39,21 +48,24 @@ class _Process:
             {"generate": self._generate, "parse_tool_calls": dispatcher.parse_tool_calls}
         )
         self._connection, its_end = socket.socketpair()
-        # It must find what we find (the user's agent, an uninstalled checkout)
+        # It must find what we find (the user's agent, an uninstalled checkout), in our order: the
+        # working directory comes last
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-        program = [sys.executable, "-m", "vapo_megatron.agents.process"]
+        program = [sys.executable, "-P", "-m", "vapo_megatron.agents.process"]
+        own_path = os.environ.get("PYTHONPATH", "")
         with its_end, stop_signals_blocked():  # until it has handlers
             self._process = subprocess.Popen(
-                [*program, str(its_end.fileno()), str(os.getpid())],
+                [*program, str(its_end.fileno()), str(os.getpid()), own_path],
                 stdin=subprocess.DEVNULL,
                 env=environment,
                 pass_fds=[its_end.fileno()],
                 start_new_session=True,
             )
         self._served: Future[None] = dispatcher.loop.start(self.peer.serve(self._connection))
+        threading.Thread(target=self._watch, name="agents-process", daemon=True).start()
 
     async def play(self, group: GroupRequest) -> tuple[list[Sample], Counter[str]]:
-        """A group of episodes, and how many broke."""
+        """A group of episodes, and how many broke since the last one."""
         self.groups += 1
         try:
             samples, broken = await self.peer.call("play", group)
@@ -64,6 +76,8 @@ class _Process:
             ) from None
         finally:
             self.groups -= 1
+        rows = [replace(group.prompt, token_ids=sample.prompt.token_ids) for sample in samples]
+        samples = [replace(s, prompt=row) for s, row in zip(samples, rows, strict=True)]
         return samples, broken
 
     async def begin(self, config: RolloutConfig, tokenizer: TextTokenizer) -> None:
@@ -92,10 +106,11 @@ class _Process:
         """Have it close its agents and end."""
         self._served.cancel()
 
-    def close(self) -> None:
-        """Wait for its end after hang_up(), and kill it where that takes long."""
+    def close(self, ends_at: float) -> None:
+        """Wait for its end after hang_up(), and kill it where it has not come at `ends_at` (time
+        of time.monotonic())."""
         with suppress(subprocess.TimeoutExpired):
-            self._process.wait(CLOSE_SECONDS + _END_SECONDS)
+            self._process.wait(max(0.0, ends_at - time.monotonic()))
             return
         end_tree(self._process.pid)
         self._process.wait()
@@ -106,7 +121,18 @@ class _Process:
             code = await asyncio.to_thread(self._process.wait, _END_SECONDS)
         except subprocess.TimeoutExpired:
             return "it closed its connection"
+        if self._served.done() and not self._served.cancelled():
+            error = self._served.exception()
+            if error is not None:
+                return f"what it sent cannot be read: {reason_of(error)}"
         return how_it_ended(code)
+
+    def _watch(self) -> None:
+        """Hang up when the process ends: what an agent has forked may keep its end of the
+        connection open."""
+        with suppress(ChildProcessError):  # somebody else has waited for it
+            os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
+        self.hang_up()
 
     async def _generate(self, number: int, group: GroupRequest) -> list[Sample]:
         """A turn, for the process's endpoint, whose clocks stop while it waits."""
@@ -140,6 +166,7 @@ class AgentProcesses:
             BadInput, RunFailed: a process does not start.
         """
         self.broken: Counter[str] = Counter()
+        self._broken_in_a_row = 0
         self._processes: list[_Process] = []
         try:
             for _ in range(config.episode.processes):
@@ -158,6 +185,9 @@ class AgentProcesses:
         process = min(self._processes, key=lambda process: process.groups)
         samples, broken = await process.play(group)
         self.broken += broken
+        self._broken_in_a_row = 0 if is_whole(samples) else self._broken_in_a_row + 1
+        if self._broken_in_a_row == MOST_BROKEN_GROUPS:
+            raise broken_groups(self.broken)
         return samples
 
     def broken_metrics(self, whole: int) -> dict[str, float]:
@@ -170,8 +200,9 @@ class AgentProcesses:
         """End the processes, with their agents."""
         for process in self._processes:
             process.hang_up()
+        ends_at = time.monotonic() + CLOSE_SECONDS + _END_SECONDS
         for process in self._processes:
-            process.close()
+            process.close(ends_at)
 
     async def _begin(self, config: RolloutConfig, tokenizer: TextTokenizer) -> None:
         starting = [process.begin(config, tokenizer) for process in self._processes]
