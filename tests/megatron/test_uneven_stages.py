@@ -39,7 +39,7 @@ SPLITS = [
         ("GLM-4.5-Air", 4, None, [11, 12, 12, 11]),
         ("GLM-4.7-Flash", 2, None, [24, 23]),
         ("DeepSeek-V3", 8, None, [7, 7, 8, 8, 8, 8, 8, 7]),
-        # Of its first three layers none has experts: a stage of these alone could not be saved.
+        # Of its first three layers none has experts: the lightest ones go to the longer pieces.
         ("DeepSeek-V3", 16, None, [4] * 13 + [3] * 3),
         ("DeepSeek-V3", 4, 2, [7, 7, 8, 8, 8, 8, 8, 7]),
         ("Qwen2.5-7B", 4, None, [7, 7, 7, 7]),

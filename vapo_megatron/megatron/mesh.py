@@ -114,14 +114,6 @@ def check_model_layout(spec: ModelSpec, layout: LayoutConfig, name: str) -> None
             f"{name}.layout: pp {layout.pp} x vpp {layout.vpp or 1} = {stages} stages are more "
             f"than the model's {spec.num_layers} layers: choose a smaller pp, or vpp"
         )
-    # Megatron's distributed optimizer cannot save a rank without experts of a model that has some.
-    # Of all ranks' last layers the first rank's comes first.
-    last_of_first = stage_pieces(spec, layout)[stages - layout.pp].stop
-    if spec.num_experts and not any(layer.experts for layer in spec.layers[:last_of_first]):
-        raise BadInput(
-            f"{name}.layout: pp {layout.pp} x vpp {layout.vpp or 1} gives the first stage only "
-            "layers without experts, and Megatron cannot save that: choose a smaller pp, or vpp"
-        )
     if layout.ep > 1 and not spec.num_experts:
         raise BadInput(
             f"{name}.layout.ep={layout.ep}: a {spec.family} model has no experts, leave ep out"

@@ -50,7 +50,9 @@ def training_state(trainable: Trainable) -> dict[str, Any]:
     state = _state(trainable)
     weights = {key: value for key, value in state.items() if key.startswith("model")}
     for part, saved in _optimizer_states(trainable, state):
-        saved[_STATES] = gathered_states(part, weights)
+        # A rank that saves none has no entry: an empty one would count as common to all ranks.
+        if states := gathered_states(part, weights):
+            saved[_STATES] = states
     return state
 
 
@@ -92,7 +94,7 @@ def _state(trainable: Trainable) -> dict[str, Any]:
             _set_steps(part.optimizer)
     if len(parts) > 1:
         trainable.optimizer._synchronize_steps()
-    states = [part.state_dict() for part in parts]
+    states = _group_states(parts)
     state["optimizer"] = states[0] if len(states) == 1 else dict(enumerate(states))
     state["scheduler"] = {"num_steps": trainable.scheduler.num_steps}
     return state
@@ -129,6 +131,36 @@ def _parts(trainable: Trainable) -> list[Any]:
     """Megatron's optimizers of a model: one, or one for its dense part and one for its experts."""
     chained = getattr(trainable.optimizer, "chained_optimizers", None) or [trainable.optimizer]
     return [part for part in chained if not getattr(part, "is_stub_optimizer", False)]
+
+
+def _group_states(parts: Sequence[Any]) -> list[dict[str, Any]]:
+    """Megatron's state_dict() of each optimizer: its parameter groups, with the number of steps.
+
+    An optimizer without parameters on this rank, as the experts' on a pipeline stage of dense
+    layers, counts no steps: Megatron cannot save torch's Adam then, and saves a fused one without
+    their number. A checkpoint has the groups of rank 0, which may be such a rank, so the number is
+    that of the rank's other optimizer: both make every step.
+    """
+    states = [part.state_dict() if _has_parameters(part) else None for part in parts]
+    counted = [state["optimizer"]["param_groups"][0] for state in states if state is not None]
+    progress = {key: value for group in counted for key, value in group.items() if key == "step"}
+    return [
+        {"optimizer": {"param_groups": _empty_groups(part, progress)}} if state is None else state
+        for part, state in zip(parts, states, strict=True)
+    ]
+
+
+def _has_parameters(part: Any) -> bool:
+    return any(group["params"] for group in part.optimizer.param_groups)
+
+
+def _empty_groups(part: Any, progress: dict[str, Any]) -> list[dict[str, Any]]:
+    """The groups of an optimizer without parameters."""
+    groups = part.optimizer.state_dict()["param_groups"]
+    return [
+        {key: value for key, value in group.items() if key != "params"} | progress
+        for group in groups
+    ]
 
 
 def _set_steps(inner: Adam) -> None:
