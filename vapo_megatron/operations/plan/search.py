@@ -115,7 +115,7 @@ def _sections(plan: Plan, name: str) -> list[tuple[float, TrainableConfig]]:
                 update={"recompute": recompute, "max_tokens_per_microbatch": budget}
             )
             changed = replace(model, config=section)
-            if max(_peak(changed, stage) for stage in range(layout.pp)) <= room:
+            if all(_peak(changed, stage) <= room for stage in range(layout.pp)):
                 seconds = sum(
                     pass_seconds(plan, changed, samples, training) for training in (False, True)
                 )
