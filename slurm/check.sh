@@ -1,8 +1,20 @@
-# `bash slurm/train.sbatch [SECTION.KEY=VALUE ...]`, without a job: look at what the job would meet, as far as it can be
-# seen from this machine, and submit nothing. lib.sh sources this last where no job runs, in place of the life of one.
+# `bash slurm/train.sbatch [SECTION.KEY=VALUE ...]`, on a login node or in an allocation of salloc: look at what the job
+# would meet, as far as it can be seen from this machine, and submit nothing. lib.sh sources this last where sbatch did
+# not start the script, in place of the life of a job.
 
 asked() { sed -n "s/^#SBATCH --$1=//p" "$0" | head -n 1; }
 
+leave_allocation() { # its name, nodes and tasks are not those of the job to come; values that the user set stay
+    local name nodes
+    name=$(CONTROLLER_WAIT=0 job_field JobName "$SLURM_JOB_ID")
+    nodes=$(CONTROLLER_WAIT=0 job_field NumNodes "$SLURM_JOB_ID")
+    [[ ${RUN:-} != "$name" ]] || RUN=
+    [[ ${SLURM_JOB_NAME:-} != "$name" ]] || unset SLURM_JOB_NAME
+    [[ ${SLURM_JOB_NUM_NODES:-} != "$nodes" ]] || unset SLURM_JOB_NUM_NODES
+    unset SLURM_JOB_ID SLURM_PROCID SLURM_JOB_END_TIME
+}
+
+[[ -z ${SLURM_JOB_ID:-} ]] || leave_allocation
 SLURM_JOB_NAME=${SLURM_JOB_NAME:-$(asked job-name)}
 SLURM_JOB_NUM_NODES=${SLURM_JOB_NUM_NODES:-$(asked nodes)} # where sbatch will be given another --nodes
 SLURM_ARRAY_TASK_ID=${SLURM_ARRAY_TASK_ID:-1}
@@ -13,7 +25,7 @@ CHECKED=("$@") # of the script: sbatch gets them too
 begin_job() {
     check_settings
     MASTER_ADDR=FIRST_NODE MASTER_PORT=PORT # of the job, once it has nodes
-    say "no job runs here, and none is submitted: what $0 would meet, seen from $(hostname)"
+    say "no job is started here, and none is submitted: what $0 would meet, seen from $(hostname)"
     say "its run, whatever run.name the config has: $1"
     # Partition, account, time: Slurm says what it thinks of them, and when the job could start.
     if command -v sbatch >/dev/null; then

@@ -417,5 +417,5 @@ with_own_exclusions() { # JOB NODES: NODES and those that the job leaves out alr
     { tr , '\n' <<<"$2"; [[ -z $own ]] || scontrol show hostnames "$own"; } | sort -u | paste -sd ,
 }
 
-# Started with bash, not with sbatch.
-[[ -n ${SLURM_JOB_ID:-} ]] || source slurm/check.sh
+# Started with bash, perhaps in an allocation of salloc: what sbatch submits runs as a copy named slurm_script.
+[[ -n ${SLURM_JOB_ID:-} && $0 != *.sbatch ]] || source slurm/check.sh

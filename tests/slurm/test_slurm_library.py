@@ -575,6 +575,50 @@ def test_outside_a_job_a_script_checks_and_submits_nothing(
 
 
 @pytest.mark.parametrize(
+    ("script", "name", "more"),
+    [
+        ("train.sbatch", "aime_vapo_32b", {}),
+        ("train.sbatch", "mine", {"SLURM_JOB_NAME": "mine", "SLURM_JOB_NUM_NODES": "4"}),
+        ("evaluate.sbatch", "evaluate", {}),
+        ("array.sbatch", "gsm8k-seed1", {}),
+        ("engine.sbatch", "engine-engine", {}),
+        ("convert.sbatch", "convert", {}),
+    ],
+)
+def test_in_an_allocation_a_script_checks_and_starts_nothing(
+    job: Job, script: str, name: str, more: dict[str, str]
+) -> None:
+    """As seen with Slurm 22.05: salloc sets these, and names and nodes of the user replace its."""
+    job.stand_in("python3", f'echo "$* of ${{SLURM_PROCID-nobody}}" >>{job.asked}')
+    job.stand_in("sbatch", f'echo "sbatch $*" >>{job.asked}')
+    job.stand_in("scontrol", "echo JobId=42 JobName=interactive NumNodes=2 Reason=None")
+    environment = {
+        "PATH": f"{job.folder}/bin:{os.environ['PATH']}",
+        "VENV": "",
+        "RUNS": str(job.folder / "runs"),
+        "SLURM_JOB_ID": "42",
+        "SLURM_JOB_NAME": "interactive",
+        "SLURM_JOB_NUM_NODES": "2",
+        "SLURM_JOB_NODELIST": "ab",
+        "SLURM_NTASKS": "16",
+        "SLURM_PROCID": "0",
+        **more,
+    }
+    command = ["bash", f"slurm/{script}", "actor.optimizer.lr=2e-6"]
+    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert f"the config has: {job.folder}/runs/{name}\n" in ended.stdout
+    assert "the job would run, in every task: " in ended.stdout
+    asked = job.asked.read_text().splitlines()
+    assert not [line for line in asked if line.startswith("srun")]
+    assert all(line.endswith(" of nobody") for line in asked[1:])
+    if script == "train.sbatch":
+        nodes = 4 if more else 16
+        assert f"--nodes={nodes} " in asked[0] and f"--gpus {8 * nodes} " in asked[2]
+    assert not (job.folder / "runs").exists()
+
+
+@pytest.mark.parametrize(
     ("script", "arguments", "said"),
     [
         ("engine.sbatch", ["rollout.seed=2"], "rollout.seed=2 --port 30000 --meet FIRST_NODE:"),
