@@ -99,9 +99,10 @@ export CUTE_DSL_CACHE_DIR=$cache/cute
 set -u
 
 # The cores of its GPU's half of the node, where there are halves: memory that a task writes first is then near, too.
-# Rank 0's verifiers and each engine have them as well.
+# Rank 0's verifiers and each engine have them as well. A task that is alone on its node serves all GPUs, from all cores.
 near_cores() {
     local bus node
+    [[ ${SLURM_STEP_TASKS_PER_NODE:-1} != @(1|"1(x"*) ]] || return 1
     bus=$(nvidia-smi --id="${SLURM_LOCALID:-0}" --query-gpu=pci.bus_id --format=csv,noheader 2>/dev/null) || return 1
     bus=${bus,,} # 00000000:1B:00.0, in /sys 0000:1b:00.0
     node=$(cat "${SYS_ROOT:-/sys}/bus/pci/devices/${bus#0000}/numa_node" 2>/dev/null) || return 1

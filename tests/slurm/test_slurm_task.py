@@ -132,8 +132,14 @@ def folders_of_tries(local_tmp: Path) -> list[str]:
     return [path.name for path in local_tmp.iterdir() if not path.name.startswith("vapo-kernels-")]
 
 
-@pytest.mark.parametrize("numa", ["1", "-1", None])
-def test_a_task_runs_on_the_cores_beside_its_gpu(tmp_path: Path, numa: str | None) -> None:
+@pytest.mark.parametrize(
+    ("numa", "tasks"),
+    [("1", "8(x2)"), ("1", "12"), ("-1", "8"), (None, "8"), ("1", "1"), ("1", "1(x16)")],
+)
+def test_a_task_runs_on_the_cores_beside_its_gpu(
+    tmp_path: Path, numa: str | None, tasks: str
+) -> None:
+    """One alone on its node, as an evaluation's, has engines on all GPUs, and all cores."""
     core = min(os.sched_getaffinity(0))
     device = tmp_path / "bus/pci/devices/0000:1b:00.0"
     node = tmp_path / "devices/system/node/node1"
@@ -147,10 +153,12 @@ def test_a_task_runs_on_the_cores_beside_its_gpu(tmp_path: Path, numa: str | Non
     smi.chmod(0o755)
     code = "import os; print(sorted(os.sched_getaffinity(0)))"
     path = f"{tmp_path}:{os.environ['PATH']}"
+    variables = {"SLURM_LOCALID": "3", "SLURM_STEP_TASKS_PER_NODE": tasks}
     task = Task(
-        tmp_path, sys.executable, "-c", code, PATH=path, SYS_ROOT=str(tmp_path), SLURM_LOCALID="3"
+        tmp_path, sys.executable, "-c", code, PATH=path, SYS_ROOT=str(tmp_path), **variables
     )
-    expected = [core] if numa == "1" else sorted(os.sched_getaffinity(0))
+    is_bound = numa == "1" and not tasks.startswith("1")
+    expected = [core] if is_bound or tasks == "12" else sorted(os.sched_getaffinity(0))
     assert task.line() == str(expected) and task.process.wait(60) == 0
 
 
