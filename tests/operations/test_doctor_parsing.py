@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+import sys
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -242,6 +243,24 @@ def test_the_network_that_nccl_chose_is_read_from_its_words(
         ["printf", said + "\\n1.5e9\\n"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     assert allreduce.results([process], 30) == [Reduced(1.5e9, network="Socket")]
+
+
+def test_processes_that_say_much_are_read_side_by_side(tmp_path: Path) -> None:
+    """The first waits for the second, as in an all-reduce, which is still writing."""
+    done = tmp_path / "done"
+    much = "print('n1:1:1 [0] NCCL INFO ' * 20_000)"
+    waits = f"import os, time\nwhile not os.path.exists({str(done)!r}): time.sleep(0.02)"
+    programs = (f"{waits}\nprint(1e9)", f"{much}\nopen({str(done)!r}, 'w')\nprint(2e9)")
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", program],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for program in programs
+    ]
+    assert allreduce.results(processes, 20) == [Reduced(1e9), Reduced(2e9)]
 
 
 def test_versions_of_this_environment_are_supported() -> None:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import NamedTuple
 
@@ -77,28 +78,26 @@ def measure(
 
 def results(processes: Sequence["subprocess.Popen[str]"], deadline: float) -> list[Reduced]:
     """The result of each process; all have ended when this returns."""
-    end = time.monotonic() + deadline
-    measured = list[Reduced]()
-    try:
-        for process in processes:
-            try:
-                output, error = process.communicate(timeout=max(0.0, end - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                measured.append(Reduced(0.0, f"no answer within {deadline:g} s"))
-                continue
+
+    def result(process: "subprocess.Popen[str]") -> Reduced:
+        try:
+            output, error = process.communicate(timeout=deadline)
+        except subprocess.TimeoutExpired:
+            return Reduced(0.0, f"no answer within {deadline:g} s")
+        if process.returncode:
             last = (error.strip().splitlines() or ["no word"])[-1]
-            network = re.search(r"(?:Using network|Assigned NET plugin) (\w+)", output)
-            if process.returncode:
-                measured.append(Reduced(0.0, f"exit code {process.returncode}: {last[:200]}"))
-            else:
-                measured.append(
-                    Reduced(float(output.split()[-1]), network=network[1] if network else "")
-                )
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    return measured
+            return Reduced(0.0, f"exit code {process.returncode}: {last[:200]}")
+        network = re.search(r"(?:Using network|Assigned NET plugin) (\w+)", output)
+        return Reduced(float(output.split()[-1]), network=network[1] if network else "")
+
+    # One after another, a process whose pipe is full would keep the one that is read waiting.
+    with ThreadPoolExecutor(len(processes)) as readers:
+        try:
+            return list(readers.map(result, processes))
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
 
 
 def judge(
