@@ -83,6 +83,17 @@ def test_a_group_with_a_counter_of_its_own_is_drawn_against_it(tmp_path: Path) -
     assert scalars(tmp_path, "a/x") == [(1, 2.0)]
 
 
+def test_repeated_updates_of_value_pretraining_are_drawn_once(tmp_path: Path) -> None:
+    """An attempt resumes from updates 10, although the one before it was killed after 30."""
+    for attempt, updates in enumerate(((0, 10, 20, 30), (20, 30, 40))):
+        with recorder(tmp_path, start_step=attempt) as record:
+            for number in updates:
+                record.add({"critic/value_loss": number + attempt / 2})
+                record.write_pretraining(number, number * 8)
+    expected = [(0, 0.0), (10, 10.0), (20, 20.5), (30, 30.5), (40, 40.5)]
+    assert scalars(tmp_path, "value_pretraining/value_loss", "value_pretraining") == expected
+
+
 def test_skips_in_value_pretraining_raise_the_alarm_of_training(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

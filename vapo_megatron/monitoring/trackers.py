@@ -132,7 +132,8 @@ LAYOUT: dict[str, dict[str, list[Any]]] = {
 
 class TensorBoard:
     """Under run_dir/tensorboard: scalars against the step, alarms as text, and a layout of the most
-    used. Groups with their own counter have a separate folder."""
+    used. Groups with their own counter have a separate folder; what an earlier attempt left there
+    from an attempt's first point on is removed."""
 
     def __init__(self, run_dir: Path, start_step: int = 0) -> None:
         """start_step: points of an earlier attempt from this step on are removed; 0 for a new
@@ -152,7 +153,9 @@ class TensorBoard:
         for name, value in record.metrics.items():
             counter, place = record.place(name)
             if counter not in self._writers:
-                self._writers[counter] = self._make(str(self._folder / counter.partition("/")[0]))
+                self._writers[counter] = self._make(
+                    str(self._folder / counter.partition("/")[0]), purge_step=place
+                )
             self._writers[counter].add_scalar(name, value, place)
         for line in record.alarms:
             self._writers["step"].add_text("alarms", line, record.step)
