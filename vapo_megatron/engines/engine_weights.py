@@ -162,6 +162,10 @@ class EngineWeights:
             self._refuse_or_warn(actor, next(iter(excess.values())), worst)
             before_asking()
             excess = {}
+            served = self.session.served  # none of this rank's, where one of them was lost
+            differences_here = {
+                url: difference for url, difference in differences_here.items() if url in served
+            }
         else:
             self._trend.growth(0.0, limits.mean)
         if lost is not None:
@@ -179,7 +183,8 @@ class EngineWeights:
         """Collective: fail or warn because log-probs differ too much on all engines.
 
         It is a warning if every tensor is equal and the limit is an estimate: kernels may round
-        differently by more than the estimate.
+        differently by more than the estimate. An engine that fails meanwhile is killed and
+        restarted; if none is left to compare with, the next check decides.
 
         Args:
             actor: the model whose weights the engines have.
@@ -189,8 +194,15 @@ class EngineWeights:
         Raises:
             RunFailed: tensors differ, the limit is not an estimate, or the difference grows.
         """
-        problems = self.session.differing_tensors(self._buckets(actor, PartTimes()))
-        differing = list(dict.fromkeys(itertools.chain.from_iterable(gather_values(problems))))
+        problems: list[str] = []
+        try:
+            problems = self.session.differing_tensors(self._buckets(actor, PartTimes()))
+        except EngineLost as error:
+            self._pool.fail(str(error))
+        ranks = gather_values((problems, bool(self.session.served)))
+        if not any(is_compared for _, is_compared in ranks):
+            return
+        differing = list(dict.fromkeys(itertools.chain.from_iterable(lines for lines, _ in ranks)))
         limits = self.limits
         if differing or not limits.are_estimates or not math.isfinite(difference.largest):
             cause = shorten(differing) or "every tensor is equal, so the two compute differently"

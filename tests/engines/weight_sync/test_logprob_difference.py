@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from ranks import run_ranks
 
 from vapo_megatron.config.rollout import RolloutConfig, SyncConfig
@@ -17,6 +18,7 @@ from vapo_megatron.engines.weight_sync.logprob_difference import (
     compare_logprobs,
     limits_for,
 )
+from vapo_megatron.engines.weight_sync.session import EngineLost
 from vapo_megatron.errors import RunFailed
 from vapo_megatron.weights.fp8 import BlockFp8
 
@@ -118,7 +120,7 @@ def checks(means: list[float]) -> list[str]:
     """What becomes of weight syncs after which every tensor is equal and log-probs differ by so
     much on average."""
     limits = Limits(0.95, 0.5, 0.1, are_estimates=True)
-    sync = SimpleNamespace(differing_tensors=lambda buckets: [])
+    sync = SimpleNamespace(differing_tensors=lambda buckets: [], served=["http://engine"])
     pool = SimpleNamespace(offload_kv_cache=lambda: None, admit=lambda *_, **__: None)
     weights = SimpleNamespace(
         _pool=pool,
@@ -156,6 +158,53 @@ def test_a_difference_that_keeps_growing_is_refused() -> None:
         and "rollout.sync.tolerance" in refused
         and "\n" not in refused
     )
+
+
+class DyingSession:
+    """One engine, which differs too much and dies while its tensors are compared, if it is to."""
+
+    def __init__(self, url: str, dies: bool) -> None:
+        self.url = url
+        self.dies = dies
+        self.served = [url]
+
+    def logprob_differences(self, *_: Any) -> dict[str, LogprobDifference]:
+        return {self.url: LogprobDifference(1.0, 0.3, 0.2)}
+
+    def differing_tensors(self, buckets: Any) -> list[str]:
+        if not self.dies:
+            return []
+        self.served = []
+        raise EngineLost(f"{self.url} is gone")
+
+
+def check_with_dying_engines(dying: set[int]) -> tuple[list[str], list[str]]:
+    """Causes of the failures on this rank, and the engines that it puts into rotation."""
+    rank = dist.get_rank()
+    failed: list[str] = []
+    admitted: list[str] = []
+    pool = SimpleNamespace(
+        offload_kv_cache=lambda: None,
+        admit=lambda urls, survived: admitted.extend(urls),
+        fail=failed.append,
+    )
+    weights: Any = EngineWeights(pool, RolloutConfig(), "bfloat16")  # type: ignore[arg-type]
+    weights._session = DyingSession(f"http://engine:{rank}", rank in dying)
+    weights._buckets = lambda *_: None
+    actor: Any = SimpleNamespace(
+        score=lambda batch, temperature: torch.zeros(batch.response_tokens, 2)
+    )
+    assert weights.check(actor, [[1, 2, 3]]).largest == 1.0
+    return failed, admitted
+
+
+@pytest.mark.parametrize("dying", [{0}, {0, 1}])
+def test_engine_that_dies_in_comparison_is_replaced(dying: set[int]) -> None:
+    """The run goes on with the others, or with none until one has started again."""
+    urls = ["http://engine:0", "http://engine:1"]
+    assert run_ranks(2, check_with_dying_engines, dying, deadline=60) == [
+        ([f"{url} is gone"], []) if rank in dying else ([], [url]) for rank, url in enumerate(urls)
+    ]
 
 
 def test_means_within_their_limit_are_no_growth() -> None:
