@@ -130,8 +130,10 @@ def test_a_server_that_is_told_to_end_starts_again_when_it_may(
     wait_until(keeper, "starting")
     keeper.let_start(False)  # in the middle of its start
     assert keeper.status().state == "waiting" and ask_health(keeper.address, 1) is None
+    assert keeper.status().interrupted == 1
     keeper.let_start(True)
     wait_until(keeper, "serving")
+    assert keeper.status().interrupted == 0
 
 
 def test_failures_in_a_row_end_it(keeper: EngineKeeper, stub: Server) -> None:

@@ -1,5 +1,5 @@
-"""The only engine of a trainer that shares its device fails: it can start only where the models
-have left the device."""
+"""An engine of a trainer that shares its device fails: it can start only where the models have left
+the device."""
 
 from contextlib import nullcontext
 from pathlib import Path
@@ -29,6 +29,7 @@ class Placement:
     shares_memory = True
     is_external = False
     keeper = None
+    others: tuple[EngineStatus, ...] = ()
 
     def __init__(self, state: Any, may_start: bool) -> None:
         self.state = state
@@ -47,7 +48,8 @@ class Placement:
             if self.looks == 2:
                 self.state = "serving"
                 self.said.append("serves")
-        return [EngineStatus(URL, self.state, self.failures, 1, "gone")]
+        failed = EngineStatus(URL, self.state, self.failures, 1, "gone", self.starts_ended)
+        return [failed, *self.others]
 
     def let_start(self, allowed: bool) -> None:
         self.may_start = allowed
@@ -152,3 +154,26 @@ def test_it_starts_while_responses_are_written() -> None:
     said = on_threads(1, synced, placement, set(), 0, True)[0]
     assert said[:4] == ["rollout", "serves", "weight_sync", "version 6"]
     assert placement.starts_ended == 0
+
+
+def rollouts_of_one_look(placement: Placement, count: int) -> list[str]:
+    """The state of the engine after each of several rollouts that are shorter than its start."""
+    engines = EnginePool.__new__(EnginePool)
+    engines._placement = placement  # type: ignore[assignment]
+    engines._released = {"weights", "kv_cache"}
+    states = []
+    for _ in range(count):
+        engines.onload("weights")
+        engines.onload("kv_cache")
+        placement.engines()
+        engines.offload()
+        states.append(placement.state)
+    return states
+
+
+def test_short_rollouts_do_not_keep_it_from_starting() -> None:
+    """Others serve meanwhile, so that no weight sync waits for it."""
+    placement = Placement("waiting", may_start=False)
+    placement.others = (EngineStatus("http://engine:2", "serving", 0, 0, ""),)
+    assert on_threads(1, rollouts_of_one_look, placement, 3)[0] == ["waiting", "serving", "serving"]
+    assert placement.starts_ended == 1

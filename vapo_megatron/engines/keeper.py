@@ -46,6 +46,7 @@ class EngineStatus:
         in_a_row: the latest of them, between which the server neither survived from one sync to the
             next nor served correctly for rollout.start_timeout_s.
         cause: cause of the latest failure.
+        interrupted: starts that let_start(False) stopped, since the server last served or failed.
     """
 
     url: str
@@ -53,6 +54,7 @@ class EngineStatus:
     failures: int
     in_a_row: int
     cause: str
+    interrupted: int = 0
 
 
 class EngineKeeper:
@@ -92,6 +94,7 @@ class EngineKeeper:
         self._failures = 0
         self._in_a_row = 0
         self._cause = ""
+        self._interrupted = 0
         # Times of the latest such event (time.monotonic()).
         self._answered = 0.0
         self._started = 0.0
@@ -133,6 +136,7 @@ class EngineKeeper:
 
     def _note_serving(self) -> None:
         self._state = "serving"
+        self._interrupted = 0
         if not self._server.leads:  # the first part's keeper counts the server's failures
             self._in_a_row = 0
         self._served = time.monotonic()
@@ -142,7 +146,12 @@ class EngineKeeper:
         """State of the server."""
         with self._lock:
             return EngineStatus(
-                self.address.url, self._state, self._failures, self._in_a_row, self._cause
+                self.address.url,
+                self._state,
+                self._failures,
+                self._in_a_row,
+                self._cause,
+                self._interrupted,
             )
 
     def is_unhealthy(self) -> bool:
@@ -178,6 +187,7 @@ class EngineKeeper:
             if not allowed and self._state == "starting":
                 self._server.end("it may not start now")
                 self._state = "waiting"
+                self._interrupted += 1
 
     def stop(self) -> None:
         """Stop the server; it is not restarted."""
@@ -245,6 +255,7 @@ class EngineKeeper:
         seconds_served = time.monotonic() - self._served
         if served and self._state == "serving" and seconds_served > self._config.start_timeout_s:
             self._in_a_row = 0
+        self._interrupted = 0
         self._failures += 1
         self._in_a_row += 1
         self._cause = cause if is_named(self.address.url, cause) else f"{self.address.url}: {cause}"

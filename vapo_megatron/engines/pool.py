@@ -305,8 +305,28 @@ class EnginePool:
             )
 
     def offload(self) -> None:
-        """Collective: the engines release their GPU memory."""
+        """Collective: the engines release their GPU memory, at the end of a rollout.
+
+        A start that was interrupted before is waited for: an engine that takes longer to start than
+        a rollout lasts would never serve again.
+        """
+        if self.share_device and not self._released:
+            self._wait_for_interrupted_starts()
         self._release("kv_cache", "weights")
+
+    def _wait_for_interrupted_starts(self) -> None:
+        """Collective: until they serve or have failed, or a signal asks the run to stop."""
+        while True:
+            ranks = gather_values((self._placement.engines(), stop_requested()))
+            is_pending = any(
+                engine.interrupted and engine.state in ("starting", "waiting")
+                for engines, _ in ranks
+                for engine in engines
+            )
+            if not is_pending or first_signal([name for _, name in ranks]):
+                return
+            logs.note_progress()  # for the watchdog: keepers bound the wait
+            time.sleep(_POLL_SECONDS)
 
     @contextmanager
     def kv_cache_offloaded(self) -> Iterator[None]:
