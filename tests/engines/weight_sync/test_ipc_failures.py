@@ -4,6 +4,7 @@ import asyncio
 import pickle
 from collections.abc import Sequence
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from ranks import run_ranks
 
 from vapo_megatron.engines.server.client import LoadAnswer
+from vapo_megatron.engines.weight_sync.session import EngineLost, WeightSync
 from vapo_megatron.engines.weight_sync.transports import IpcTransport
 from vapo_megatron.errors import TryAgain
 
@@ -49,6 +51,37 @@ def feed_a_server_that_dies() -> list[list[Any]]:
     transport.serve(clients)  # it was started again
     asyncio.run(transport.deliver(None, "load", first=True, version=1))
     return server.buckets
+
+
+class Pausing:
+    """A client whose server is gone, or has not answered yet."""
+
+    address = SimpleNamespace(url="http://host:1")
+    _session = None  # of connections, to close
+
+    def __init__(self, is_gone: bool) -> None:
+        self.is_gone = is_gone
+        self.waiting = 0
+
+    async def pause(self, mode: str) -> None:
+        if self.is_gone:
+            raise TryAgain("the server is gone")
+        self.waiting += 1
+        try:
+            await asyncio.sleep(DEADLINE.total_seconds())
+        finally:
+            self.waiting -= 1
+
+
+def test_no_call_outlives_the_sync_that_a_server_failed() -> None:
+    """It would go on during the next sync, and pause or resume its server there."""
+    clients: Any = [Pausing(is_gone=False), Pausing(is_gone=True)]
+    transport = IpcTransport(None, torch.device("cpu"), None)
+    transport.serve(clients)
+    with WeightSync(transport) as sync:
+        with pytest.raises(EngineLost, match="the server is gone"):
+            sync.load([], 1)
+        assert [client.waiting for client in clients] == [0, 0]
 
 
 def test_a_failing_server_does_not_hold_up_its_ranks() -> None:

@@ -14,7 +14,12 @@ from typing_extensions import override
 from vapo_megatron.engines.inside.broadcast_group import BroadcastGroup, address_towards, backend_of
 from vapo_megatron.engines.server.client import EngineClient, LoadAnswer
 from vapo_megatron.engines.weight_sync.sent_buckets import SentBuckets
-from vapo_megatron.engines.weight_sync.transports import Transport, checked, checked_sums
+from vapo_megatron.engines.weight_sync.transports import (
+    Transport,
+    all_or_none,
+    checked,
+    checked_sums,
+)
 from vapo_megatron.errors import TryAgain
 from vapo_megatron.megatron.platform import current_platform
 from vapo_megatron.weights.bucket import Bucket, sum_of_words
@@ -93,7 +98,7 @@ class DistributedTransport(Transport):
                 )
                 for i, client in enumerate(self.clients)
             ]
-            await asyncio.gather(*joins)
+            await all_or_none(joins)
             self._group = await group
         self._sent_bytes = 0
         self._whole_bytes = 0

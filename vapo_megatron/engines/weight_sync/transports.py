@@ -89,8 +89,9 @@ class Transport(ABC):
         self.clients = tuple(clients)
 
     async def each(self, call: Callable[[EngineClient], Awaitable[T]]) -> list[T]:
-        """Call all servers concurrently and return their answers."""
-        return await asyncio.gather(*(call(client) for client in self.clients))
+        """Call all servers concurrently and return their answers. If a call fails, the others are
+        cancelled, as a later call must not find them still running."""
+        return await all_or_none([call(client) for client in self.clients])
 
     async def begin_session(self) -> None:
         """Begin the servers' sessions."""
@@ -213,6 +214,18 @@ class IpcTransport(Transport):
     def close(self) -> None:
         super().close()
         current_platform().release_ipc_memory()
+
+
+async def all_or_none(calls: Sequence[Awaitable[T]]) -> list[T]:
+    """The results of concurrent calls; if one fails, the others have ended when its error is
+    raised."""
+    tasks = [asyncio.ensure_future(call) for call in calls]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def checked(placed: Bucket | None, answers: Awaitable[list[LoadAnswer]]) -> LoadAnswer:
