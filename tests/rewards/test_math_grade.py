@@ -53,6 +53,12 @@ SAME = [
     ("125000", "After ten years she has $125,000 in her account."),
     ("2, 3", "The solutions are 2 and 3."),
     ("1", r"\boxed{\lim_{x\to 0}\frac{\sin x}{x}=1}"),
+    ("5", r"\boxed{x = 5}"),
+    ("5", r"\boxed{f(2) = 5}"),
+    ("73", r"\boxed{m+n=73}"),
+    ("5", r"\boxed{|z| = 5}"),
+    ("x = 5", r"\boxed{5}"),
+    ("y = 2x+1", r"\boxed{2x+1}"),
 ]
 DIFFERENT = [
     ("345", "The total cost is 12,345 dollars."),
@@ -78,6 +84,15 @@ DIFFERENT = [
     ("2021", r"\boxed{\pm 2021}"),
     ("A", r"\boxed{B}"),
     ("34", "Answer: 35"),
+    ("5", r"\boxed{2x = 5}"),
+    ("5", r"\boxed{x - 1 = 5}"),
+    ("5", r"\boxed{\frac{x}{2} = 5}"),
+    ("5", r"\boxed{\sqrt{x} = 5}"),
+    ("25", r"\boxed{x^2 = 25}"),
+    ("25", r"\boxed{x^2 = 9 + 16 = 25}"),
+    ("x+1", r"\boxed{2y = x+1}"),
+    ("x^2 + y^2 = 25", r"\boxed{25}"),
+    ("x+y=5", r"\boxed{5}"),
 ]
 
 

@@ -124,6 +124,24 @@ def test_an_expression_of_the_problem_is_no_answer(
     assert leaves_work(ground_truth, "5") is False
 
 
+@pytest.mark.parametrize(
+    ("problem", "ground_truth", "answer", "correct"),
+    [
+        ("Find $x^{2}$ if $3x^2 = 75$.", "25", "x^2 = 25", True),
+        ("Find a positive $x$ whose square is 25.", "25", "x^2 = 25", False),
+        ("Let $k = 4$. What is $k + 1$?", "5", "k+1 = 5", True),
+        ("Find $x + y$.", "x+y = 5", "5", True),
+        ("The sum of two numbers is 5. Write an equation.", "x+y = 5", "5", False),
+        ("Find $12x + 1$.", "5", "2x + 1 = 5", False),
+    ],
+)
+def test_an_equation_left_to_solve_is_not_its_right_side(
+    problem: str, ground_truth: str, answer: str, correct: bool
+) -> None:
+    """Unless the problem asks for its left side."""
+    assert grade_response(ground_truth, rf"\boxed{{{answer}}}", problem=problem).correct == correct
+
+
 def test_free_text_that_restates_the_problem_is_no_answer() -> None:
     problem = "Factor x^2 - 5x + 6."
     response = "It should be $x^2 - 5x + 6$."

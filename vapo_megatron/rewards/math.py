@@ -24,7 +24,7 @@ from vapo_megatron.rewards.extract import (
 )
 from vapo_megatron.rewards.grade import FAILED, Case, Grade
 from vapo_megatron.rewards.verifier import Message, Verifier
-from vapo_megatron.rewards.work_left import leaves_work, stands_in
+from vapo_megatron.rewards.work_left import is_unsolved, leaves_work, stands_in
 
 __all__ = [
     "FAILED",
@@ -135,6 +135,8 @@ def prepare(
         answer = listed
     if stands_in(problem, answer, true_answer):
         return Grade(False, "copied", answer)
+    if is_unsolved(problem, answer, true_answer):
+        return Grade(False, "different", answer)
     same = quick_comparison(true_answer, answer)
     if same is not None:
         return _compared(same, true_answer, answer)
@@ -155,6 +157,8 @@ def settle(comparison: Comparison) -> Grade:
         answer = read_answer(answer)
         if stands_in(comparison.problem, answer, true_answer):
             return Grade(False, "copied", answer)
+        if is_unsolved(comparison.problem, answer, true_answer):
+            return Grade(False, "different", answer)
     return _compared(same, true_answer, answer)
 
 

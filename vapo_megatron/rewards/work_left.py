@@ -1,8 +1,9 @@
-r"""Answers that leave the work to the reader: 33 - 4 where the reference is 29, or an expression of
-the problem itself.
+r"""Answers that leave the work to the reader: 33 - 4 where the reference is 29, an expression of
+the problem itself, or an equation that is not solved.
 
-Both have the right value, so a comparison by value rewards them, and a policy finds that restating
-the question pays (docs/verifier.md). Plain string handling; nothing here computes a value.
+The first two have the right value, so a comparison by value rewards them, and a policy finds that
+restating the question pays (docs/verifier.md). Plain string handling; nothing here computes a
+value.
 """
 
 import re
@@ -58,6 +59,10 @@ _SIDES = re.compile(
 )
 _JOINTS = re.compile(r";|\band\b|\bor\b|\\c[ua]p(?![a-zA-Z])")
 _NAME = re.compile(r"\\?[a-zA-Z]+(?:_\{?\w+\}?)?(?:\([^()]*\))?")
+# A side of letters and numbers that is no name, as xy and f(2) are.
+_ALGEBRA = re.compile(r"(?:[a-z\d\s.+\-*/^(){}]|\\(?:frac|sqrt|left|right)(?![a-zA-Z]))+")
+_COMMAND = re.compile(r"\\[a-zA-Z]+")
+_CONSTANTS = {"e", "i"}
 _BRACKETS = re.compile(r"^(?:\\\{|[(\[{])+|(?:\\\}|[)\]}])+$")
 _LONGEST_PROBLEM = 20_000  # characters; longer ones, which hold documents, are searched as they are
 _PASSAGE = 6  # words that stand in the problem one after another are no answer
@@ -95,6 +100,33 @@ def stands_in(problem: str, answer: str, ground_truth: str) -> bool:
     reference = _spelling(ground_truth)
     text = _problem_spelling(problem)
     return reference != expression and _within(expression, text) and not _within(reference, text)
+
+
+def is_unsolved(problem: str, answer: str, ground_truth: str) -> bool:
+    """Whether the answer is an equation in one unknown that is still to be solved (2x = 5 is not
+    5), or the ground truth is an equation of which the answer gives a side alone (5 is not x + y =
+    5).
+
+    Not where the problem has the left side, which it may ask for. Sums of several unknowns have no
+    other value than their right side: m + n = 5 is an answer of 5.
+    """
+    if ("=" in answer) == ("=" in ground_truth):
+        return False
+    left, letters = _unsolved_side(answer if "=" in answer else ground_truth)
+    if not letters or ("=" in answer and len(letters) > 1):
+        return False
+    return not _within(left, _problem_spelling(problem))
+
+
+def _unsolved_side(equation: str) -> tuple[str, set[str]]:
+    """The left side of an equation with its unknowns; none where it is a name, or no algebra."""
+    left, *others = [side.strip() for side in _spelling(equation).split("=")]
+    letters, known = (
+        set(re.findall("[a-z]", _COMMAND.sub("", t))) for t in (left, "".join(others))
+    )
+    if _NAME.fullmatch(left) or not _ALGEBRA.fullmatch(left) or letters & known:
+        return left, set()
+    return left, letters - _CONSTANTS
 
 
 def is_copied(problem: str, answer: str, ground_truth: str) -> bool:
