@@ -111,6 +111,8 @@ def _case(response: str, **changes: str) -> Case:
         ("At first sight **Verdict: correct**, but no.\n\n**Verdict:** incorrect.", False, -1.0),
         ("<think>Verdict: incorrect</think>VERDICT: CORRECT", True, 1.0),
         ("Score: 0.75", True, 0.5),
+        ("Score: 0,75", True, 0.5),
+        ("Score: 1, no mistakes", True, 1.0),
         ("score: 0", False, -1.0),
     ],
 )

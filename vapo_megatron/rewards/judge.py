@@ -34,7 +34,7 @@ _FIRST_PAUSE = 1.0  # seconds; each further one is twice as long
 _MOST_REMEMBERED = 200_000  # grades, some 160 MB
 _FIELD = re.compile(r"\{(problem|answer|response)\}")
 _VERDICT = re.compile(
-    r"(?:verdict|score)[*_`]*\s*:[\s*_`]*(incorrect|correct|[01](?:\.\d+)?)(?![\w.]*\w|\s*[/%])",
+    r"(?:verdict|score)[*_`]*\s*:[\s*_`]*(incorrect|correct|[01](?:[.,]\d+)?)(?![\w.]*\w|\s*[/%])",
     re.IGNORECASE,
 )
 
@@ -170,7 +170,7 @@ class Judge:
 
     def _grade(self, verdict: str) -> Grade:
         score = {"correct": 1.0, "incorrect": 0.0}.get(verdict)
-        score = float(verdict) if score is None else score
+        score = float(verdict.replace(",", ".")) if score is None else score
         if not 0 <= score <= 1:
             return Grade(False, "error", detail=f"score {verdict} is not within 0 and 1")
         return Grade(score > self._correct_above, "scored", score=score)
