@@ -4,6 +4,7 @@ import ctypes
 import json
 import os
 import secrets
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -79,6 +80,29 @@ def exchanged(first: Path, second: Path) -> bool:
         swap is not None
         and swap(_HERE, os.fsencode(first), _HERE, os.fsencode(second), _EXCHANGE) == 0
     )
+
+
+def put_in_place(folder: Path, target: Path) -> None:
+    """Rename a folder, whose files are on the disk, to `target`; a folder of that name is removed.
+    Raises OSError; both are then as they were.
+
+    Where the file system cannot swap two names at once, a kill between two renames leaves the
+    earlier folder beside target, under the new one's temporary name with ".old" at its end.
+    """
+    for parent, _, _ in os.walk(folder):
+        sync(Path(parent))
+    old = folder
+    if not target.exists():
+        folder.rename(target)
+    elif not exchanged(folder, target):
+        old = target.rename(folder.with_name(f"{folder.name}.old"))
+        try:
+            folder.rename(target)
+        except OSError:
+            old.rename(target)
+            raise
+    sync(target.parent)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def sync(path: Path) -> None:

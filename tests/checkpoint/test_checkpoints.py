@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from vapo_megatron.checkpoint import checkpoints
+from vapo_megatron import files
 from vapo_megatron.checkpoint.checkpoints import (
     CheckpointName,
     best_checkpoint,
@@ -73,7 +73,7 @@ def exchanges(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
 
     def set_ability(able: bool) -> None:
         if not able:
-            monkeypatch.setattr(checkpoints, "exchanged", lambda *_: False)
+            monkeypatch.setattr(files, "exchanged", lambda *_: False)
 
     return set_ability
 

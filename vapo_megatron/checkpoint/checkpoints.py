@@ -6,7 +6,6 @@ stale.
 """
 
 import json
-import os
 import re
 import secrets
 import shutil
@@ -17,7 +16,7 @@ from typing import Self
 
 from vapo_megatron.config.run import RetentionConfig
 from vapo_megatron.config.run_directory import HF_FOLDER
-from vapo_megatron.files import atomic_write, exchanged, parse_json, sync
+from vapo_megatron.files import atomic_write, parse_json, put_in_place
 
 CHECKPOINT_FOLDER = "checkpoints"
 # Rollouts that value pretraining has recorded; checkpoints name their files.
@@ -79,21 +78,8 @@ def open_checkpoint(run_dir: Path, name: CheckpointName) -> Path:
 def commit_checkpoint(folder: Path, name: CheckpointName) -> Path:
     """Give a written folder its name, once all of it is on the disk. A checkpoint that has the name
     is replaced by it. Raises OSError; the folder is then as it was."""
-    for parent, _, _ in os.walk(folder):
-        sync(Path(parent))
     target = folder.with_name(str(name))
-    old = folder
-    if not target.exists():
-        folder.rename(target)
-    elif not exchanged(folder, target):
-        old = target.rename(folder.with_name(f"{folder.name}.old"))
-        try:
-            folder.rename(target)  # a kill just before: see restore_replaced
-        except OSError:
-            old.rename(target)
-            raise
-    sync(target.parent)
-    shutil.rmtree(old, ignore_errors=True)
+    put_in_place(folder, target)  # a kill at it: see restore_replaced
     return target
 
 

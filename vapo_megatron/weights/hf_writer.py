@@ -1,7 +1,6 @@
 """Writes Hugging Face directories: shards of bounded size, all or nothing."""
 
 import json
-import os
 import secrets
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from vapo_megatron.errors import BadInput
-from vapo_megatron.files import cannot_write, follow_umask, sync
+from vapo_megatron.files import cannot_write, follow_umask, put_in_place, sync
 from vapo_megatron.models.model_files import check_absent
 from vapo_megatron.models.registry import family_of
 from vapo_megatron.models.spec import Head, ModelSpec
@@ -62,7 +61,6 @@ def new_directory(target: Path, replace: bool = True) -> Iterator[Path]:
     temporary = target.with_name(
         f".{target.name}.{secrets.token_hex(4)}" if replace else f"{target.name}.partial"
     )
-    old = target.with_name(f"{temporary.name}.old")
     if not replace:
         check_absent(target)
     try:
@@ -78,14 +76,7 @@ def new_directory(target: Path, replace: bool = True) -> Iterator[Path]:
         yield temporary
         if is_own(target / CARD):
             copy_carried(target, temporary, (CARD,))
-        for parent, _, _ in os.walk(temporary):
-            sync(Path(parent))
-        # It cannot be exchanged in one step: the old one moves aside for an instant
-        if target.exists():
-            os.replace(target, old)
-        os.replace(temporary, target)
-        sync(target.parent)
-        shutil.rmtree(old, ignore_errors=True)
+        put_in_place(temporary, target)
     except (SafetensorError, OSError) as error:
         raise cannot_write(target, error) from None
     finally:
@@ -124,7 +115,7 @@ class _Shards:
         places = dict[str, str]()
         for i, tensors in enumerate(self._names):
             name = SINGLE_FILE if count == 1 else f"model-{i + 1:05d}-of-{count:05d}.safetensors"
-            os.replace(self._folder / f"{i:05d}", self._folder / name)
+            (self._folder / f"{i:05d}").rename(self._folder / name)
             places |= dict.fromkeys(tensors, name)
         if count > 1:
             index = {"metadata": {"total_size": self._total}, "weight_map": places}
