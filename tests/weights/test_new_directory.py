@@ -1,14 +1,43 @@
-"""No model directory loses its name for another."""
+"""A model directory gets its name once all of it is on the disk, and none loses its name for
+another."""
 
 import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from hf_models import write_model
 
 from vapo_megatron import files
 from vapo_megatron.errors import BadInput
+from vapo_megatron.weights.convert import hf_to_megatron, megatron_to_hf
 from vapo_megatron.weights.hf_writer import new_directory
+
+
+def ignore(stage: str, total: int) -> Callable[[int], None]:
+    """No progress bar."""
+    return lambda nbytes: None
+
+
+def test_every_file_of_a_conversion_is_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = write_model(tmp_path / "model", "qwen3")
+    synced = set[tuple[int, int]]()
+    fsync = os.fsync
+
+    def noted(descriptor: int) -> None:
+        fsync(descriptor)
+        status = os.fstat(descriptor)
+        synced.add((status.st_dev, status.st_ino))
+
+    monkeypatch.setattr(os, "fsync", noted)
+    hf_to_megatron(source, tmp_path / "megatron", ignore)
+    megatron_to_hf(tmp_path / "megatron", tmp_path / "hf", ignore)
+    made = [path for name in ("megatron", "hf") for path in (tmp_path / name).rglob("*")]
+    assert {"common.pt", "metadata.json", "config.json"} <= {path.name for path in made}
+    status = {path.name: path.stat() for path in made}
+    assert [name for name, s in status.items() if (s.st_dev, s.st_ino) not in synced] == []
 
 
 def _write(target: Path, content: str) -> None:

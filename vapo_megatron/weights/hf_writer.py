@@ -76,6 +76,9 @@ def new_directory(target: Path, replace: bool = True) -> Iterator[Path]:
         yield temporary
         if is_own(target / CARD):
             copy_carried(target, temporary, (CARD,))
+        for path in temporary.rglob("*"):
+            if path.is_file():
+                sync(path)  # libraries that write some of them do not wait for the disk
         put_in_place(temporary, target)
     except (SafetensorError, OSError) as error:
         raise cannot_write(target, error) from None
