@@ -542,12 +542,30 @@ WITHOUT_TOKENS: dict[str, tuple[dict[str, Any], str]] = {
     "a tool call": ({"completion": [_CALL]}, "has tool_calls"),
     "a plain prompt": ({"prompt": "1 plus 2"}, "no list of messages"),
     "no tokens": ({"trajectory": [{"tokens": None}]}, "step 0 of its trajectory has no tokens"),
+    "no prompt in a step": (
+        {"trajectory": [_step([5], [6]), {"tokens": {"completion_ids": [7]}}]},
+        "prompt_ids of step 1 of its trajectory is None, expected a list",
+    ),
+    "no list of tokens": (
+        {"trajectory": [{"tokens": {"prompt_ids": [5], "completion_ids": "6 7"}}]},
+        "completion_ids of step 0 of its trajectory is 6 7, expected a list",
+    ),
+    "no list of masks": (
+        {"trajectory": [_step([5], [6], completion_mask="1")]},
+        "completion_mask of step 0 of its trajectory is 1, expected a list",
+    ),
     "another history": (
         {"trajectory": [_step([5], [6]), _step([5, 7], [8])]},
         "step 1 of its trajectory rewrites the history",
     ),
     "a broken episode": ({"error": "timeout"}, "an episode that broke (timeout)"),
     "two rewards": ({"completion": "3", "advantage": 1.0, "a": 1.0, "b": 0.0}, "reward, a, b"),
+    "messages for a text": (
+        {"completion": "3", "advantage": 1.0},
+        "its prompt is [{'role': 'user'",
+    ),
+    "messages for verl": ({"completion": None, "input": [5, 6]}, "no text in input"),
+    "a list that says how it ended": ({"completion": [], "is_truncated": []}, "has 0 messages"),
     "a reward of parts": (
         {"completion": None, "reward": {"a": 1, "b": 0}},
         "has a, b and no score",
@@ -597,6 +615,16 @@ def test_a_dump_is_not_run(
     code = command.exit_code("train", f"value_pretraining.from=[{tmp_path / 'dump.pt'}]")
     assert_refused(command, code, capfd.readouterr().err, "dump.pt", "without running code")
     assert not (tmp_path / "harm").exists()
+
+
+@pytest.mark.parametrize("odd", [{"tokens": "5 6 7"}, {"loss_mask": 1}])
+def test_a_sample_of_slime_without_lists_is_refused(
+    odd: dict[str, Any], command: Command, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    row = {"tokens": [5, 6, 7], "response_length": 2, "reward": 1.0, "status": "completed"}
+    torch.save({"samples": [row | odd]}, tmp_path / "dump.pt")
+    code = command.exit_code("train", f"value_pretraining.from=[{tmp_path / 'dump.pt'}]")
+    assert_refused(command, code, capfd.readouterr().err, "dump.pt:0", "is no list")
 
 
 def test_a_response_of_slime_that_did_not_end_is_refused(

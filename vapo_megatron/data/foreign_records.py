@@ -52,9 +52,14 @@ def _graded(row: Mapping[str, Any], tokens: Mapping[str, Any]) -> dict[str, Any]
             "it out"
         )
     kept = {name: row[name] for name in ("reward", "answer", "info") if name in row}
-    ends = {True: "length", False: "stop"}
-    end = ends.get(row.get("is_truncated"))  # type: ignore[arg-type]
-    return {**kept, "finish_reason": end, **tokens}
+    return {**kept, "finish_reason": _end(row.get("is_truncated")), **tokens}
+
+
+def _end(is_truncated: Any) -> str | None:
+    """The finish_reason of a trace that says whether it was truncated; None where it does not."""
+    if not isinstance(is_truncated, bool):
+        return None
+    return "length" if is_truncated else "stop"
 
 
 def _from_trajectory(steps: Sequence[Any]) -> dict[str, Any]:
@@ -66,13 +71,7 @@ def _from_trajectory(steps: Sequence[Any]) -> dict[str, Any]:
     response: list[int] = []
     mask: list[int] = []
     for number, step in enumerate(steps):
-        tokens = step.get("tokens") if isinstance(step, Mapping) else None
-        if not isinstance(tokens, Mapping) or not tokens.get("completion_ids"):
-            raise ValueError(
-                f"step {number} of its trajectory has no tokens: let the engine return token ids "
-                "when it is recorded"
-            )
-        read, wrote = list(tokens["prompt_ids"]), list(tokens["completion_ids"])
+        read, wrote, written = _tokens_of(step, number)
         if not number:
             prompt = read
         seen = [*prompt, *response]
@@ -83,12 +82,32 @@ def _from_trajectory(steps: Sequence[Any]) -> dict[str, Any]:
             )
         given = read[len(seen) :]
         response += [*given, *wrote]
-        mask += [0] * len(given) + list(tokens.get("completion_mask") or [1] * len(wrote))
+        mask += [0] * len(given) + written
     last = steps[-1]
     found: dict[str, Any] = {"prompt_ids": prompt, "response_ids": response, "loss_mask": mask}
-    if last.get("is_truncated") is not None:
-        found["finish_reason"] = "length" if last["is_truncated"] else "stop"
+    if (end := _end(last.get("is_truncated"))) is not None:
+        found["finish_reason"] = end
     return found
+
+
+def _tokens_of(step: Any, number: int) -> tuple[list[int], list[int], list[int]]:
+    """Tokens that a step of a trajectory read, those that it wrote, and their mask."""
+    tokens = step.get("tokens") if isinstance(step, Mapping) else None
+    if not isinstance(tokens, Mapping) or not tokens.get("completion_ids"):
+        raise ValueError(
+            f"step {number} of its trajectory has no tokens: let the engine return token ids when "
+            "it is recorded"
+        )
+    wrote = tokens["completion_ids"]
+    found = {"prompt_ids": tokens.get("prompt_ids"), "completion_ids": wrote}
+    found["completion_mask"] = tokens.get("completion_mask") or [1] * len(wrote)
+    for name, values in found.items():
+        if not isinstance(values, list):
+            raise ValueError(
+                f"{name} of step {number} of its trajectory is {str(values)[:40]}, expected a "
+                "list: record the step with both prompt_ids and completion_ids, or leave it out"
+            )
+    return found["prompt_ids"], wrote, found["completion_mask"]
 
 
 def _from_messages(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -122,7 +141,10 @@ def _from_trl(row: Mapping[str, Any]) -> dict[str, Any]:
             "is not in the file: add a column reward"
         )
     reward = rewards.get("reward", next(iter(rewards.values())))
-    return {PROMPT_TEXT: row.get("prompt"), "response": row["completion"], "reward": reward}
+    prompt = row.get("prompt")
+    if not isinstance(prompt, str):
+        raise ValueError(f"its prompt is {str(prompt)[:40]}, expected the text that TRL logs")
+    return {PROMPT_TEXT: prompt, "response": row["completion"], "reward": reward}
 
 
 def _one_reward(reward: Mapping[str, Any]) -> dict[str, Any]:
@@ -168,6 +190,11 @@ def slime_rows(path: Path, field: str, key: str) -> Iterator[tuple[int, dict[str
     left_out = 0
     for number, (row, tokens, begin, status) in enumerate(rows):
         mask = row.get("loss_mask")
+        if not isinstance(tokens, list) or not isinstance(mask, list | None):
+            raise BadInput(
+                f"{path}:{number}: tokens or loss_mask is no list, as slime has them: write its "
+                "samples as jsonl, with prompt_ids, response_ids and reward"
+            )
         if row.get("remove_sample") or (mask is not None and not any(mask)):
             left_out += 1
             continue

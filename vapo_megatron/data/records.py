@@ -153,7 +153,7 @@ class Records:
                 not isinstance(mask, list)
                 or len(mask) != len(ids)
                 or 1 not in mask
-                or set(mask) - {0, 1}
+                or any(value not in (0, 1) for value in mask)
             ):
                 raise ValueError(
                     f"loss_mask is no list of 0 and 1 for the {len(ids)} tokens of its response"
@@ -198,7 +198,7 @@ class Records:
         if row.get("prompt_ids") is not None:
             ids = self._checked(row, "prompt_ids")
         elif row.get("input") is not None:
-            ids = self._decoded(row["input"], "input", "verl")
+            ids = self._decoded(_text(row, "input"), "input", "verl")
         elif row.get(PROMPT_TEXT) is not None:
             ids = self._as_read(row[PROMPT_TEXT])
         elif row.get(PROMPT_MESSAGES) is not None:
