@@ -108,6 +108,18 @@ def test_responses_are_told_apart_by_all_they_depend_on(tmp_path: Path) -> None:
     assert plain == _origin(tmp_path, {}, answer="3")  # grades are made again
     assert plain != _origin(tmp_path, {"rollout": {"server_args": {"kv_cache_dtype": "fp8_e5m2"}}})
 
+    (tmp_path / "model").mkdir()
+    for name in ("config.json", "generation_config.json", "tokenizer.json", "model.safetensors"):
+        before = _origin(tmp_path, {})
+        (tmp_path / "model" / name).write_text('{"rope_theta": 10000.0}')
+        assert before != _origin(tmp_path, {}), name
+    before = _origin(tmp_path, {})
+    (tmp_path / "model" / "config.json").write_text('{"rope_theta": 1000000.0}')
+    assert before != _origin(tmp_path, {})
+    before = _origin(tmp_path, {})
+    (tmp_path / "model" / "README.md").touch()
+    assert before == _origin(tmp_path, {})
+
     agent: dict[str, Any] = {"rollout": {"agent": "module:run"}}
     above = {"reward": {"verifier": "function", "function": "module:f", "correct_above": 0.9}}
     rows: list[dict[str, Any]] = [{}, {"answer": "3"}, {"extra": {"map": "a"}}]

@@ -31,6 +31,7 @@ from vapo_megatron.evaluation.sets import numbered
 from vapo_megatron.megatron.platform import Platform
 from vapo_megatron.models.registry import read_spec
 from vapo_megatron.models.spec import ModelSpec
+from vapo_megatron.weights.hf_writer import CONFIG, carried_files
 from vapo_megatron.weights.load import check_weights
 
 
@@ -75,10 +76,16 @@ class Evaluation:
                 depends_on["before"] = before
         else:
             assert settings.model is not None
-            files = sorted(Path(settings.model.path).glob("*.safetensors"))
+            folder = Path(settings.model.path)
             depends_on["model"] = [
-                [file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files
+                [file.name, file.stat().st_size, file.stat().st_mtime_ns]
+                for file in sorted(folder.glob("*.safetensors"))
             ]
+            depends_on["model_files"] = {
+                name: hashlib.sha256((folder / name).read_bytes()).hexdigest()
+                for name in (CONFIG, *carried_files("lm"))
+                if (folder / name).is_file()
+            }
             depends_on["dtype"] = settings.model.dtype
             if settings.rollout.server_args:
                 depends_on["server_args"] = settings.rollout.server_args
