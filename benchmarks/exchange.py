@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.common import growth, in_turns, parser, publish, ratio_figure
-from vapo_megatron.training import shards
+from vapo_megatron.training import exchange as exchanges
 
 FIELDS = {
     "tokens": torch.int32,
@@ -61,18 +61,18 @@ def main() -> None:
         def exchange(
             fields: dict[str, Tensor] = fields,
             counts: dict[str, Tensor] = counts,
-            held: list[shards.Samples] = held,
-            wanted: list[shards.Samples] = wanted,
+            held: list[exchanges.Samples] = held,
+            wanted: list[exchanges.Samples] = wanted,
         ) -> None:
-            shards.exchange(fields, counts, held, wanted)
+            exchanges.exchange(fields, counts, held, wanted)
 
         def copy(fields: dict[str, Tensor] = fields) -> None:
             for field in fields.values():
                 field.clone()
 
         with (
-            patch.object(shards, "rank_and_world", lambda world=world: (0, world)),
-            patch.object(shards.dist, "all_to_all_single", arrive),
+            patch.object(exchanges, "rank_and_world", lambda world=world: (0, world)),
+            patch.object(exchanges.dist, "all_to_all_single", arrive),
         ):
             exchanging, copying = in_turns([exchange, copy], args.repeats)
         seconds = float(np.median(exchanging))

@@ -134,6 +134,7 @@ MODULES = {
         *(
             "advantages",
             "collect",
+            "exchange",
             "losses",
             "metrics",
             "rollouts",

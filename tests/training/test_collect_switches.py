@@ -21,8 +21,8 @@ from vapo_megatron.monitoring.recorder import Recorder
 from vapo_megatron.rollout.ledger import StepRule, step_rule
 from vapo_megatron.rollout.stream import StopAsked
 from vapo_megatron.training.collect import collect, spread
+from vapo_megatron.training.exchange import rank_and_world
 from vapo_megatron.training.metrics import rollout_metrics
-from vapo_megatron.training.shards import rank_and_world
 
 SIZE = BatchConfig(prompts_per_step=4, samples_per_prompt=3)
 GOOD = (RIGHT, END)

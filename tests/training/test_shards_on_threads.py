@@ -16,13 +16,8 @@ from vapo_megatron.data.balance import Cost, plan_microbatches
 from vapo_megatron.data.batch import ExperienceBatch
 from vapo_megatron.errors import BadInput
 from vapo_megatron.megatron.probe import Probe
-from vapo_megatron.training.shards import (
-    exchange,
-    partition_by_tokens,
-    rank_and_world,
-    read_local,
-    scatter,
-)
+from vapo_megatron.training.exchange import exchange, rank_and_world
+from vapo_megatron.training.shards import partition_by_tokens, read_local, scatter
 
 
 @dataclass

@@ -10,7 +10,8 @@ from batches import make_batch, spread
 from threads import on_threads
 
 from vapo_megatron.errors import RunFailed
-from vapo_megatron.training.shards import ShardedBatch, rank_and_world
+from vapo_megatron.training.exchange import rank_and_world
+from vapo_megatron.training.shards import ShardedBatch
 from vapo_megatron.training.skipped_updates import CAUSES, MOST_IN_A_ROW, SkippedUpdates
 
 NAN = float("nan")

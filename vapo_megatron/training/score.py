@@ -16,10 +16,11 @@ from vapo_megatron.megatron.probe import Probe
 from vapo_megatron.megatron.trainable import Trainable
 from vapo_megatron.monitoring import names
 from vapo_megatron.monitoring.recorder import Recorder
+from vapo_megatron.training.exchange import rank_and_world
 from vapo_megatron.training.losses import values_of
 from vapo_megatron.training.metrics import policy_metrics, reference_metrics
 from vapo_megatron.training.models import Models
-from vapo_megatron.training.shards import ShardedBatch, rank_and_world
+from vapo_megatron.training.shards import ShardedBatch
 
 
 def score(

@@ -21,11 +21,12 @@ from vapo_megatron.megatron.trainable import Trainable
 from vapo_megatron.monitoring import names
 from vapo_megatron.monitoring.recorder import Recorder
 from vapo_megatron.training.advantages import gae
+from vapo_megatron.training.exchange import rank_and_world
 from vapo_megatron.training.losses import PolicyLoss, ValueLoss, values_of
 from vapo_megatron.training.metrics import importance_metrics, mean_of
 from vapo_megatron.training.models import Models
 from vapo_megatron.training.score import record_policy
-from vapo_megatron.training.shards import ModelInput, ShardedBatch, rank_and_world
+from vapo_megatron.training.shards import ModelInput, ShardedBatch
 from vapo_megatron.training.skipped_updates import UNFINISHED
 from vapo_megatron.training.token_rewards import new_tokens, teaches_critic, token_rewards
 

@@ -34,6 +34,7 @@ from vapo_megatron.monitoring.recorder import Recorder
 from vapo_megatron.rollout.ledger import StepRule
 from vapo_megatron.training.collect import collect
 from vapo_megatron.training.credit import returns_of
+from vapo_megatron.training.exchange import rank_and_world
 from vapo_megatron.training.losses import values_of
 from vapo_megatron.training.metrics import mean_of, value_metrics
 from vapo_megatron.training.models import Models
@@ -42,7 +43,6 @@ from vapo_megatron.training.score import score_samples
 from vapo_megatron.training.shards import (
     ShardedBatch,
     partition_by_tokens,
-    rank_and_world,
     read_local,
 )
 from vapo_megatron.training.skipped_updates import SkippedUpdates
