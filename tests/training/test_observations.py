@@ -52,7 +52,7 @@ def step(
         estimate_advantages(whole, config, recorder)
         correct_for_rollout(whole, config.importance_sampling, recorder)
         row = recorder.write(1)
-    part = ModelInput(whole.local, Share([[0, 1, 2, 3]], 4), whole.table, torch.arange(4), [])
+    part = ModelInput(whole.local, Share([[0, 1, 2, 3]], 4), whole.table, torch.arange(4), [], [])
     return part, {
         name: value for name, value in row.items() if not name.startswith(("time/", "memory/"))
     }

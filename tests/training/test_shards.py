@@ -123,13 +123,11 @@ def passes(layout: LayoutConfig) -> Any:
             )
         assert part.batch.advantages is None and part.batch.entropies is None
         assert part.share.of == len(samples) and list(part.share) == list(range(len(mine)))
-        if len(samples) == whole.samples:
-            reports = model.mesh.is_output_rank and model.mesh.cp_rank == 0
-            outputs = torch.stack((part.batch.values, part.batch.old_logprobs), 1)  # type: ignore[arg-type]
-            home = batch.return_to_owner(
-                part, outputs if reports else torch.full_like(outputs, 99.0)
-            )
-            wrong += [("home")] * (not torch.equal(home[:, 0], batch.local.values))  # type: ignore[arg-type]
+        reports = model.mesh.is_output_rank and model.mesh.cp_rank == 0
+        outputs = torch.stack((part.batch.values, part.batch.old_logprobs), 1)  # type: ignore[arg-type]
+        home = batch.return_to_owner(part, outputs if reports else torch.full_like(outputs, 99.0))
+        owned = batch.owned_samples(part)
+        wrong += [("home")] * (not torch.equal(home[:, 0], owned.values))  # type: ignore[arg-type]
     first = batch.gather_on_rank0(5, "values")["values"]
     expected = whole.select(range(5 if dist.get_rank() == 0 else 0))
     wrong += ["first"] * (not torch.equal(first, expected.values))  # type: ignore[arg-type]

@@ -74,7 +74,7 @@ def step_of(settings: dict[str, Any]) -> tuple[AlgorithmConfig, ModelInput]:
         estimate_advantages(whole, config, recorder)
         correct_for_rollout(whole, config.importance_sampling, recorder)
     return config, ModelInput(
-        whole.local, Share([[0, 1, 2, 3]], 4), whole.table, torch.arange(4), []
+        whole.local, Share([[0, 1, 2, 3]], 4), whole.table, torch.arange(4), [], []
     )
 
 

@@ -9,7 +9,7 @@ sample.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TypeVar
 
@@ -41,6 +41,7 @@ class ModelInput:
         global_table: the per-sample fields of the samples of all ranks.
         local_indices: int64, the rows of `global_table` that the samples of `batch` have.
         output_samples: by rank, the numbers of the samples whose outputs it has.
+        owned: by rank, the numbers of the input's samples that it owns, ascending.
     """
 
     batch: ExperienceBatch
@@ -48,6 +49,7 @@ class ModelInput:
     global_table: SampleTable
     local_indices: Tensor
     output_samples: Sequence[Samples]
+    owned: Sequence[Samples]
 
 
 class ShardedBatch:
@@ -153,6 +155,7 @@ class ShardedBatch:
             global_table,
             local_indices,
             output_samples,
+            self._owners_of(numbers),
         )
 
     def _local_input(self, chosen: Tensor, global_table: SampleTable) -> ModelInput:
@@ -160,6 +163,7 @@ class ShardedBatch:
             chosen[(chosen >= first) & (chosen < end)].numpy()
             for first, end in pairwise(self._boundaries.tolist())
         ]
+        owned = self._owners_of(chosen.numpy())
         first = self.local_slice.start
         is_local = (chosen >= first) & (chosen < self.local_slice.stop)
         local_indices = is_local.nonzero().squeeze(1)
@@ -167,15 +171,21 @@ class ShardedBatch:
         if global_table is not self.table:
             batch = self.local.select((chosen[local_indices] - first).tolist())
         share = Share([range(len(local_indices))], global_table.samples)
-        return ModelInput(batch, share, global_table, local_indices, output_samples)
+        return ModelInput(batch, share, global_table, local_indices, output_samples, owned)
+
+    def owned_samples(self, model_input: ModelInput) -> ExperienceBatch:
+        """The samples of an input that this rank owns, ascending, without what models alone read
+        (hidden states, experts)."""
+        mine = model_input.owned[self._rank] - self.local_slice.start
+        return replace(self.local, hidden_states=None, routed_experts=None).select(mine.tolist())
 
     def return_to_owner(self, model_input: ModelInput, outputs: Tensor) -> Tensor:
-        """Collective: a model's outputs on an input of all samples, on their owners: [local T,
-        ...]."""
+        """Collective: a model's outputs on an input, on the owners of its samples: [T of
+        owned_samples, ...]."""
         reports = len(model_input.output_samples[self._rank]) > 0
         sent = {"outputs": outputs if reports else outputs[:0]}
         rows = {"outputs": self.table.response_lengths}
-        return exchange(sent, rows, model_input.output_samples, self._owned())["outputs"]
+        return exchange(sent, rows, model_input.output_samples, model_input.owned)["outputs"]
 
     def gather_on_rank0(self, count: int, *names: str) -> dict[str, Tensor]:
         """Collective: fields of the first samples on rank 0, where they are filled in; no rows on
@@ -217,6 +227,11 @@ class ShardedBatch:
 
     def _owned(self) -> list[Samples]:
         return _between(self._boundaries)
+
+    def _owners_of(self, samples: Samples) -> list[Samples]:
+        """By rank, those of some samples that it owns, ascending."""
+        ascending = np.sort(samples)
+        return np.split(ascending, np.searchsorted(ascending, self._boundaries[1:-1]))
 
 
 def _between(boundaries: Samples) -> list[Samples]:

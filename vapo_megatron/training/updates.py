@@ -1,7 +1,6 @@
 """The optimizer updates of one step: mini-batches of a scored rollout, critic first."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -37,9 +36,6 @@ _ROUNDING = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 # share of the largest number in them.
 _TARGETS_DIFFER = 1e-3
 _TARGET_ROUNDING = 1e-5
-# Fields of the first mini-batch that first_update_faults reads besides values and returns, if they
-# are filled in.
-RECOMPUTED = ("old_logprobs", "ref_logprobs", "turn_rewards")
 
 
 def update_critic(
@@ -77,8 +73,7 @@ def _critic_update(
     is_first: bool,
 ) -> StepResult:
     """is_first: the rollout's first update, which is checked for wiring faults."""
-    names_sent = ("values", "returns", *(RECOMPUTED if is_first else ()))
-    model_input = batch.model_input(critic, samples, *names_sent)
+    model_input = batch.model_input(critic, samples, "values", "returns")
     learnt = teaches_critic(model_input.global_table, config.shaping)
     loss = value_loss_of(model_input, config.value_loss, learnt)
     # Outputs are compared with the recorded values; a histogram's bins would take many times the
@@ -88,13 +83,14 @@ def _critic_update(
         model_input.batch, model_input.share, loss, keep_outputs=keep_outputs
     )
     if is_first:
-        faults = first_update_faults(critic, model_input, loss, result, config)
+        faults = first_update_faults(critic, batch, model_input, loss, result, config)
         recorder.add({f"{names.CRITIC_FAULT}{fault}": 1.0 for fault in faults})
     return result
 
 
 def first_update_faults(
     critic: Trainable | Probe,
+    batch: ShardedBatch,
     model_input: ModelInput,
     loss: ValueLoss,
     result: StepResult,
@@ -103,38 +99,37 @@ def first_update_faults(
     """Collective: checks the critic's first optimizer step on a rollout for wiring faults; names of
     those found.
 
-    The input has the values that the rollout was scored with, the result the critic's outputs
-    before the step.
+    The loss has the values that the rollout was scored with, the result the critic's outputs
+    before the step. Both return to the owners of the samples, who have them whole.
     """
-    batch = model_input.batch
-    recorded = loss.old_values
-    assert batch.returns is not None and recorded is not None, "both are sent with a mini-batch"
-    learnt = teaches_critic(batch, config.shaping)
-    counts = loss_counts(loss.weights, learnt, batch.response_cu_seqlens)
-    # Several ranks may compute a sample, each equally often: shares equal a single rank's.
-    faults = loss_faults(sum_over_ranks(counts))
+    rank, _ = rank_and_world()
+    assert loss.old_values is not None, "values are sent with a mini-batch"
+    columns = torch.stack((loss.weights, loss.targets, loss.old_values, loss.old_values), 1)
+    if result.outputs is not None and len(model_input.output_samples[rank]):
+        columns[:, 3] = values_of(result.outputs, config.value_loss)
+    weights, targets, recorded, outputs = batch.return_to_owner(model_input, columns).unbind(1)
+    recomputed = batch.owned_samples(model_input)
+    learnt = teaches_critic(recomputed, config.shaping)
+    faults = loss_faults(
+        sum_over_ranks(loss_counts(weights, learnt, recomputed.response_cu_seqlens))
+    )
 
-    recomputed = replace(batch)
+    recomputed.values = recorded
     rewards = token_rewards(recomputed, config)
     gae(recomputed, rewards, config, recomputed.response_lengths)
     assert recomputed.returns is not None
     if len(recorded):
         largest = float(recorded.abs().max())
-        largest_target = float(batch.returns.abs().max())
+        largest_target = float(targets.abs().max())
     else:
         largest = largest_target = 0.0
     allowed = _TARGETS_DIFFER + _TARGET_ROUNDING * max(largest, largest_target)
-    targets_differ = float(bool(target_faults(batch.returns, recomputed.returns, allowed)))
+    targets_differ = float(bool(target_faults(targets, recomputed.returns, allowed)))
     targets_differ, largest = largest_over_ranks(targets_differ, largest)
     if config.advantage.function is not None:
         targets_differ = 0.0  # value targets may be the user's own
     if not targets_differ and result.outputs is not None:
-        rank, _ = rank_and_world()
-        values_differ = False
-        if len(model_input.output_samples[rank]):
-            outputs = values_of(result.outputs, config.value_loss)
-            tolerance = _tolerance(critic, largest)
-            values_differ = bool(target_faults(outputs, recorded, tolerance))
+        values_differ = bool(target_faults(outputs, recorded, _tolerance(critic, largest)))
         (targets_differ,) = largest_over_ranks(float(values_differ))
     if targets_differ:
         faults.append("targets")
