@@ -93,6 +93,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "training": (
         "tests/training/test_calibrated_advantages.py",
         "tests/training/test_collect_switches.py",
+        "tests/training/test_context_parts.py::test_a_rank_computes_its_chunks_of_whole_samples",
         *(
             f"tests/training/test_doors.py::test_a_{name}"
             for name in ("mask_is_drawn_behind_the_verifier", "wrong_mask_is_refused")
@@ -137,6 +138,7 @@ MODULES = {
             "exchange",
             "losses",
             "metrics",
+            "part_exchange",
             "rollouts",
             "score",
             "shards",

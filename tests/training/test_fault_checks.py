@@ -174,6 +174,26 @@ def test_a_fault_is_named_and_a_sound_critic_has_none(
     assert found[name] == CASES[name][3]
 
 
+# At the ends of responses, in their middle and nowhere
+ON_RANKS = ("sound", "targets", "values", "end", "mask")
+
+
+def found_on_ranks(folder: Path, layout: dict[str, Any]) -> dict[str, set[str]]:
+    faults = {}
+    for name in ON_RANKS:
+        switches, *plants = CASES[name]
+        settings = switches | {"critic.layout": layout, "critic.offload": "never"}
+        with patch.dict(CASES, {name: (settings, *plants)}):
+            faults[name] = found_in(folder, name)
+    return faults
+
+
+@pytest.mark.parametrize("layout", [{}, {"cp": 2}], ids=["dp2", "cp2"])
+def test_several_ranks_find_the_same_faults(tmp_path: Path, layout: dict[str, Any]) -> None:
+    for faults in run_ranks(2, found_on_ranks, write_models(tmp_path), layout):
+        assert faults == {name: CASES[name][3] for name in ON_RANKS}
+
+
 @pytest.mark.parametrize(
     ("dtype", "fp8", "share"),
     [(torch.float32, "none", 1e-3), (torch.bfloat16, "none", 0.1), (torch.bfloat16, "hybrid", 0.2)],

@@ -146,7 +146,6 @@ def passes(layout: LayoutConfig) -> Any:
         (3, LayoutConfig()),
         (4, LayoutConfig(pp=2)),
         (4, LayoutConfig(tp=2)),
-        (4, LayoutConfig(cp=2)),
     ],
 )
 def test_each_rank_gets_what_it_computes_and_it_comes_home(

@@ -26,6 +26,7 @@ class LinedUp:
     rank reports."""
 
     tp: int
+    cp_size = 1
 
     @property
     def dp_size(self) -> int:

@@ -23,11 +23,19 @@ class Share(Sequence[int]):
     Attributes:
         microbatches: places in the batch of the samples of each micro-batch.
         of: how many samples there are on all data-parallel ranks together.
+        lengths: of a batch of parts (data/parts.py), MicroBatch.lengths of each micro-batch; None
+            where samples are whole.
     """
 
-    def __init__(self, microbatches: Sequence[Sequence[int]], of: int) -> None:
+    def __init__(
+        self,
+        microbatches: Sequence[Sequence[int]],
+        of: int,
+        lengths: Sequence[Sequence[int]] | None = None,
+    ) -> None:
         self.microbatches = microbatches
         self.of = of
+        self.lengths = lengths
         self._places = sorted(place for members in microbatches for place in members)
 
     def __len__(self) -> int:
@@ -107,6 +115,8 @@ def pack(
     cp_rank: int,
     experts_per_token: int = 0,
     for_critic: bool = False,
+    *,
+    part_of: Sequence[int] | None = None,
 ) -> MicroBatch:
     """Pack some samples of a batch, each segment of theirs as a sequence. No sample at all gives
     one sequence of padding, which weighs nothing.
@@ -114,6 +124,8 @@ def pack(
     experts_per_token: of a model that is to go through the batch's routed_experts; 0: of one that
         is not.
     for_critic: the privileged tokens of a sample stand before each of its segments.
+    part_of: of the rank's parts of samples (data/parts.py), the padded positions of each sequence
+        that two segments are chunks of.
     """
     segments = [(s, *ends) for s in samples for ends in pairwise(batch.segment_bounds(s))]
     read = batch.privileged_tokens if for_critic else None
@@ -122,7 +134,10 @@ def pack(
         s: batch.tokens[:0] if read is None else read[ends[s] : ends[s + 1]] for s in samples
     }
     positions_of = [len(privileged[s]) + end - first - 1 for s, first, end in segments]
-    lengths = padded_lengths(positions_of, alignment, total_alignment)
+    if part_of is None:
+        lengths = padded_lengths(positions_of, alignment, total_alignment)
+    else:
+        lengths = [length // (2 * cp_size) for length in part_of for _ in range(2)]
     total = sum(lengths)
     ids = torch.zeros(total, dtype=torch.int64)
     labels = torch.zeros(total, dtype=torch.int64)
@@ -160,13 +175,17 @@ def pack(
         if experts is not None and chosen is not None:
             experts[start : start + n] = chosen[first : first + n]
         start += padded
+    owners = tuple(owner_of[s] for s, *_ in segments) or (0,)
+    if part_of is not None:
+        owners = owners[::2]
+        return MicroBatch(ids, labels, response_index, tuple(part_of), owners, experts)
     local = local_positions(lengths, cp_size, cp_rank)
     return MicroBatch(
         ids[local],
         labels[local],
         response_index[local],
         tuple(lengths),
-        tuple(owner_of[s] for s, *_ in segments) or (0,),
+        owners,
         None if experts is None else experts[local],
     )
 
@@ -185,7 +204,9 @@ class Packed(Sequence[MicroBatch]):
         return len(self._share.microbatches)
 
     def __getitem__(self, index: Any) -> Any:
-        return pack(self._batch, self._share.microbatches[index], *self._how)
+        lengths = self._share.lengths
+        part_of = None if lengths is None else lengths[index]
+        return pack(self._batch, self._share.microbatches[index], *self._how, part_of=part_of)
 
 
 def local_positions(lengths: list[int], cp: int, rank: int) -> Tensor:

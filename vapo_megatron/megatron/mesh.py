@@ -53,10 +53,15 @@ class Mesh:
         """The data-parallel rank that another rank of the world has."""
         return rank // (self.tp_size * self.cp_size) % self.dp_size
 
-    def reporter(self, dp_rank: int) -> int:
-        """The world rank that has the outputs of a data-parallel rank's samples: the first of its
-        output ranks, where the parts of context-parallel ranks are brought together."""
-        return ((self.pp_size - 1) * self.dp_size + dp_rank) * self.cp_size * self.tp_size
+    def cp_rank_of(self, rank: int) -> int:
+        """The context-parallel rank that another rank of the world has."""
+        return rank // self.tp_size % self.cp_size
+
+    def reporter(self, dp_rank: int, cp_rank: int = 0) -> int:
+        """The world rank that has the outputs of a data-parallel rank's samples, or of the part of
+        them that a context-parallel rank computes: an output rank."""
+        stage = (self.pp_size - 1) * self.dp_size
+        return ((stage + dp_rank) * self.cp_size + cp_rank) * self.tp_size
 
     @property
     def is_last_stage(self) -> bool:

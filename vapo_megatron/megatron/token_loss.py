@@ -3,7 +3,7 @@ ranks."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -84,9 +84,9 @@ class StepResult:
     updated: bool = True
 
 
-def sum_over_ranks(values: Tensor, group: Any = None) -> Tensor:
-    """Collective: sum of CPU tensors over all ranks, or over a model's group."""
-    return _over_ranks(values, dist.ReduceOp.SUM, group)
+def sum_over_ranks(values: Tensor) -> Tensor:
+    """Collective: sum of CPU tensors over all ranks."""
+    return _over_ranks(values, dist.ReduceOp.SUM)
 
 
 def largest_over_ranks(*values: float) -> list[float]:
@@ -95,9 +95,9 @@ def largest_over_ranks(*values: float) -> list[float]:
     return largest
 
 
-def _over_ranks(values: Tensor, op: dist.ReduceOp.RedOpType, group: Any = None) -> Tensor:
+def _over_ranks(values: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:
     moved = values.to(current_platform().device)
-    dist.all_reduce(moved, op=op, group=group)
+    dist.all_reduce(moved, op=op)
     return moved.cpu()
 
 
@@ -110,16 +110,14 @@ def in_place(
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """Collective: outputs of micro-batches of some samples, put at their response tokens of a
-    batch, [T, width]. For a Share, on the ranks that have its outputs, and [0, width] on the
-    others."""
+    batch, [T, width]. For a Share, on the ranks that have its outputs (each context-parallel rank
+    those of its batch of parts), and [0, width] on the others."""
     if isinstance(samples, Share) and not mesh.is_output_rank:
         return torch.zeros(0, width, dtype=dtype)
     outputs = torch.zeros(batch.response_tokens, width, dtype=dtype)
     for microbatch, part in parts:
         microbatch.scatter(outputs, part.cpu())
-    if not isinstance(samples, Share):
-        return sum_over_ranks(outputs)
-    return sum_over_ranks(outputs, mesh.pg.cp) if mesh.cp_size > 1 else outputs
+    return outputs if isinstance(samples, Share) else sum_over_ranks(outputs)
 
 
 class MetricTotals:

@@ -14,7 +14,7 @@ from torch import Tensor
 from vapo_megatron.config.model import ModelConfig, TrainableConfig
 from vapo_megatron.data.balance import Cost, MicrobatchPlan, plan_microbatches
 from vapo_megatron.data.batch import ExperienceBatch
-from vapo_megatron.data.microbatch import MicroBatch, Packed, Share, planned_lengths
+from vapo_megatron.data.microbatch import MicroBatch, Packed, Share, padded_lengths, planned_lengths
 from vapo_megatron.megatron.adapters import without_adapters
 from vapo_megatron.megatron.mesh import Mesh
 from vapo_megatron.megatron.platform import current_platform
@@ -104,6 +104,10 @@ class Trainable(ShardedModel):
             total_alignment=self.config.total_alignment,
             multiple_of=layout.pp if layout.vpp else 1,
         )
+
+    def padded(self, positions: Sequence[int]) -> list[int]:
+        """Positions of the sequences of a micro-batch, with padding (padded_lengths)."""
+        return padded_lengths(positions, self.config.layout.alignment, self.config.total_alignment)
 
     def microbatches(self, batch: ExperienceBatch, samples: Sequence[int]) -> Packed:
         """This rank's part of some samples of a batch, or all of them if they are a Share; packed

@@ -12,6 +12,8 @@ from vapo_megatron.data.batch import offsets, stretches
 
 Samples = NDArray[np.int64]
 
+NO_SAMPLES: Samples = np.zeros(0, dtype=np.int64)
+
 
 def rank_and_world() -> tuple[int, int]:
     """This rank and the number of ranks; 0 and 1 without torch.distributed."""

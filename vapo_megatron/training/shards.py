@@ -2,8 +2,9 @@
 
 Every rank has the global table: rewards, lengths and every other number of all samples. The tokens
 of a sample, and all fields by token, are on its owner alone, where advantages and returns are
-computed. A model may run elsewhere: its input is sent to the ranks of its layout, and its outputs
-are returned to the owners. Sums over all samples (denominators, whitening, metrics) use per-sample
+computed. A model may run elsewhere: its input is sent to the ranks of its layout, to
+context-parallel ranks in parts (training/part_exchange.py), and its outputs are returned to the
+owners. Sums over all samples (denominators, whitening, metrics) use per-sample
 numbers gathered on every rank, in the same order, so that no result depends on which rank owns a
 sample.
 """
@@ -19,16 +20,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from vapo_megatron.collectives import broadcast_value, on_rank_zero
-from vapo_megatron.data.batch import OVER, ExperienceBatch, SampleTable
+from vapo_megatron.data.batch import OVER, ExperienceBatch, SampleTable, stretches
 from vapo_megatron.data.microbatch import Share
+from vapo_megatron.data.parts import written_out
 from vapo_megatron.megatron.probe import Probe
 from vapo_megatron.megatron.trainable import Trainable
-from vapo_megatron.training.exchange import Samples, exchange, rank_and_world
+from vapo_megatron.training.exchange import NO_SAMPLES, Samples, exchange, rank_and_world
+from vapo_megatron.training.part_exchange import ALWAYS_SENT, PartExchange, Received
 
 T = TypeVar("T")
 
 _BY_TOKENS = ("tokens", "positions", "response_tokens", "privileged")
-_NO_SAMPLES: Samples = np.zeros(0, dtype=np.int64)
 
 
 @dataclass(frozen=True)
@@ -40,8 +42,10 @@ class ModelInput:
         share: their micro-batches.
         global_table: the per-sample fields of the samples of all ranks.
         local_indices: int64, the rows of `global_table` that the samples of `batch` have.
-        output_samples: by rank, the numbers of the samples whose outputs it has.
+        output_samples: by rank, the numbers of the samples, or of parts, whose outputs it has.
         owned: by rank, the numbers of the input's samples that it owns, ascending.
+        received: with context parallelism, the parts that the samples of `batch` are; None where
+            they are whole.
     """
 
     batch: ExperienceBatch
@@ -50,6 +54,7 @@ class ModelInput:
     local_indices: Tensor
     output_samples: Sequence[Samples]
     owned: Sequence[Samples]
+    received: Received | None = None
 
 
 class ShardedBatch:
@@ -129,34 +134,46 @@ class ShardedBatch:
             lengths = global_table.lengths
         plan = model.plan(lengths, range(global_table.samples), global_table.segments)
         numbers = chosen.numpy()
-        by_dp_rank = [numbers[plan.samples_of(dp_rank)] for dp_rank in range(mesh.dp_size)]
-        sent = self._filled(
-            *("routed_experts",) * model.replays,
-            *("privileged_tokens",) * is_critic,
-            "tokens",
-            "loss_mask",
-            "segment_starts",
-            "rollout_logprobs",
-            *names,
-        )
-        wanted = [by_dp_rank[mesh.dp_rank_of(rank)] for rank in range(self._world)]
-        received = exchange(sent, _rows(self.table, sent), self._owned(), wanted)
-
+        computed = [numbers[plan.samples_of(dp_rank)] for dp_rank in range(mesh.dp_size)]
+        owned = self._owners_of(numbers)
         local_indices = torch.from_numpy(plan.samples_of(mesh.dp_rank))
         places = np.full(global_table.samples, -1, dtype=np.int64)
         places[local_indices.numpy()] = np.arange(len(local_indices))
         microbatches = [places[members].tolist() for members in plan[mesh.dp_rank]]
-        output_samples = [_NO_SAMPLES] * self._world
-        for dp_rank in range(mesh.dp_size):
-            output_samples[mesh.reporter(dp_rank)] = by_dp_rank[dp_rank]
+        received: Received | None = None
+        packed_lengths: Sequence[Sequence[int]] | None = None
+        if mesh.cp_size > 1:
+            exchange_of_parts = PartExchange(model, self.table, owned, computed)
+            source = written_out(self.local) if is_critic else self.local
+            first = self.local_slice.start
+            received = exchange_of_parts.send(source, first, microbatches, names)
+            batch = received.batch
+            packed_lengths = received.lengths
+            output_samples = received.output_parts
+        else:
+            fields = self._receive_samples(model, computed, names)
+            batch = global_table.select(local_indices).batch(**fields)
+            output_samples = [NO_SAMPLES] * self._world
+            for dp_rank in range(mesh.dp_size):
+                output_samples[mesh.reporter(dp_rank)] = computed[dp_rank]
+        share = Share(microbatches, global_table.samples, packed_lengths)
         return ModelInput(
-            global_table.select(local_indices).batch(**received),
-            Share(microbatches, global_table.samples),
-            global_table,
-            local_indices,
-            output_samples,
-            self._owners_of(numbers),
+            batch, share, global_table, local_indices, output_samples, owned, received
         )
+
+    def _receive_samples(
+        self, model: Trainable, computed: Sequence[Samples], names: Sequence[str]
+    ) -> dict[str, Tensor]:
+        """Collective: fields over tokens of the samples that this rank's replica computes."""
+        sent = self._filled(
+            *("routed_experts",) * model.replays,
+            *("privileged_tokens",) * (model.name == "critic"),
+            "segment_starts",
+            *ALWAYS_SENT,
+            *names,
+        )
+        wanted = [computed[model.mesh.dp_rank_of(rank)] for rank in range(self._world)]
+        return exchange(sent, _rows(self.table, sent), self._owned(), wanted)
 
     def _local_input(self, chosen: Tensor, global_table: SampleTable) -> ModelInput:
         output_samples = [
@@ -176,14 +193,19 @@ class ShardedBatch:
     def owned_samples(self, model_input: ModelInput) -> ExperienceBatch:
         """The samples of an input that this rank owns, ascending, without what models alone read
         (hidden states, experts)."""
-        mine = model_input.owned[self._rank] - self.local_slice.start
-        return replace(self.local, hidden_states=None, routed_experts=None).select(mine.tolist())
+        local = replace(self.local, hidden_states=None, routed_experts=None)
+        return local.select(self._mine(model_input).tolist())
 
     def return_to_owner(self, model_input: ModelInput, outputs: Tensor) -> Tensor:
         """Collective: a model's outputs on an input, on the owners of its samples: [T of
         owned_samples, ...]."""
         reports = len(model_input.output_samples[self._rank]) > 0
-        sent = {"outputs": outputs if reports else outputs[:0]}
+        reported = outputs if reports else outputs[:0]
+        if model_input.received is not None:
+            local = self.local
+            returned = model_input.received.return_to_owner(reported, local.response_tokens)
+            return stretches(returned, local.response_cu_seqlens, self._mine(model_input))
+        sent = {"outputs": reported}
         rows = {"outputs": self.table.response_lengths}
         return exchange(sent, rows, model_input.output_samples, model_input.owned)["outputs"]
 
@@ -228,6 +250,10 @@ class ShardedBatch:
     def _owned(self) -> list[Samples]:
         return _between(self._boundaries)
 
+    def _mine(self, model_input: ModelInput) -> Tensor:
+        """The places among `local` of the input's samples, int64."""
+        return torch.from_numpy(model_input.owned[self._rank] - self.local_slice.start)
+
     def _owners_of(self, samples: Samples) -> list[Samples]:
         """By rank, those of some samples that it owns, ascending."""
         ascending = np.sort(samples)
@@ -239,7 +265,7 @@ def _between(boundaries: Samples) -> list[Samples]:
 
 
 def _only_on_rank0(samples: int, world: int) -> list[Samples]:
-    return [np.arange(samples), *[_NO_SAMPLES] * (world - 1)]
+    return [np.arange(samples), *[NO_SAMPLES] * (world - 1)]
 
 
 def _rows(table: SampleTable, names: Iterable[str]) -> dict[str, Tensor]:
