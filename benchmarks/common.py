@@ -26,6 +26,7 @@ from rich.table import Table
 from vapo_megatron.config.model import ActorConfig, ModelConfig
 from vapo_megatron.data.balance import Cost, MicrobatchPlan, plan_microbatches
 from vapo_megatron.data.batch import ExperienceBatch
+from vapo_megatron.data.microbatch import padded_lengths
 from vapo_megatron.engines.weight_sync.logprob_difference import probe_batch
 from vapo_megatron.files import atomic_write
 from vapo_megatron.megatron.mesh import make_mesh
@@ -274,18 +275,23 @@ def _join(rank: int, world_size: int, folder: str) -> None:
     )
 
 
+# Padding of a sequence, for up to eight context-parallel ranks
+_ALIGNMENT = 16
+
+
 class Planner:
     """What training/shards.py asks of a model: a plan for so many data-parallel ranks, at the costs
     of 7B."""
 
+    name = "actor"
     replays = False
 
-    def __init__(self, dp_size: int, max_tokens: int = 32768) -> None:
+    def __init__(self, dp_size: int, max_tokens: int = 32768, cp_size: int = 1) -> None:
         """Not more ranks than there are in the world, unless plans alone are asked for."""
         self._max_tokens = max_tokens
         spec = SHAPES["7b"].spec()
         self._cost = Cost(float(spec.parameter_count()), float(spec.attention_width))
-        self.mesh = _Line(dp_size)
+        self.mesh = _Line(dp_size, cp_size)
 
     def plan(
         self, lengths: torch.Tensor, samples: Sequence[int], segments: torch.Tensor | None = None
@@ -294,28 +300,37 @@ class Planner:
         settings: dict[str, Any] = {
             "max_tokens": self._max_tokens,
             "cost": self._cost,
-            "alignment": 16,
+            "alignment": _ALIGNMENT,
         }
         return plan_microbatches(samples, lengths.numpy(), dp_size=self.mesh.dp_size, **settings)
+
+    def padded(self, positions: Sequence[int]) -> list[int]:
+        """As Trainable.padded."""
+        return padded_lengths(positions, _ALIGNMENT, _ALIGNMENT)
 
 
 @dataclass(frozen=True)
 class _Line:
-    """A mesh of data-parallel ranks alone."""
+    """A mesh of data-parallel and context-parallel ranks alone."""
 
     dp_size: int
+    cp_size: int
 
     @property
     def dp_rank(self) -> int:
-        return dist.get_rank()
+        return self.dp_rank_of(dist.get_rank())
 
     def dp_rank_of(self, rank: int) -> int:
-        """Each rank is its own."""
-        return rank
+        """As Mesh.dp_rank_of."""
+        return rank // self.cp_size
 
-    def reporter(self, dp_rank: int) -> int:
-        """The rank itself."""
-        return dp_rank
+    def cp_rank_of(self, rank: int) -> int:
+        """As Mesh.cp_rank_of."""
+        return rank % self.cp_size
+
+    def reporter(self, dp_rank: int, cp_rank: int = 0) -> int:
+        """As Mesh.reporter."""
+        return dp_rank * self.cp_size + cp_rank
 
 
 def sft_loss(batch: ExperienceBatch) -> Any:
