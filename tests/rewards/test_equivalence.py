@@ -138,6 +138,7 @@ CASES: list[tuple[str, str, bool | None, bool | None]] = [
     (r"x\equiv 3\pmod{12}", r"x\equiv 3\pmod{13}", None, None),
     (r"x\equiv 3\pmod 7", r"y\equiv 3\pmod{7}", None, None),
     ("3", r"3 \pmod{7}", None, None),
+    ("3", r"x\equiv 10\pmod{7}=3", None, None),
     # mixed numbers
     ("7/3", r"2 \frac{1}{3}", True, True),
     (r"-\frac{7}{3}", "-2 1/3", True, True),

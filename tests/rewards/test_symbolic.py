@@ -47,6 +47,19 @@ def _parsed_anew() -> None:
         (r"\sqrt{Aa+Bb}", r"\sqrt{Ab+Ba}", False),
         (r"\sqrt{Aa+q}", r"\sqrt{qa+A}", False),
         (r"\sqrt{(D+d)\Delta}", r"\sqrt{\Delta D+\Delta d}", True),
+        # math-verify reads products of letters, and no words
+        (r"\angle ABC", r"\angle BAC", False),
+        (r"n \text{ even}", r"n \text{ odd}", False),
+        # equations in one letter have the same solutions, complex ones too
+        ("x^2=4", "x^2-4=0", True),
+        ("x^2+2=3x", "x^2-3x+2=0", True),
+        ("2x^2=8", "x^2=4", True),
+        ("(x-1)^2=0", "x-1=0", True),
+        ("x^2-3x=2", "x^2+2=3x", False),
+        ("x^2+1=0", "x^2+4=0", False),
+        ("x^2=4", "y^2=4", False),
+        ("x+y=2", "y=2-x", True),
+        (r"\sin x=\cos x", r"\cos x=\sin x", True),
     ],
 )
 def test_formulas_are_compared_both_ways(one: str, other: str, same: bool) -> None:
@@ -54,6 +67,40 @@ def test_formulas_are_compared_both_ways(one: str, other: str, same: bool) -> No
     with ThreadPoolExecutor(1) as thread:
         assert thread.submit(equivalent, one, other, answer_is_formula=True).result() is same
         assert thread.submit(equivalent, other, one, answer_is_formula=True).result() is same
+
+
+@pytest.mark.parametrize(
+    ("rows", "other_rows", "same"),
+    [
+        (["x^2 & x>0", "1 & x=0"], ["1 & x=0", "x^2 & x>0"], True),
+        (
+            ["x^2 & x>0", "1 & x=0"],
+            [r"x \cdot x, & \text{if } x>0;", r"1 & \mbox{for } x=0."],
+            True,
+        ),
+        (["x^2 & x>0", "1 & x=0"], ["x^2 & x>0", "1 & x=0", "."], True),
+        (["x^2 & x>0", "1 & x=0"], ["x^2 & 0<x", "1 & x=0"], True),
+        (["x^2 & x>0", "1 & x=0"], ["x^2 & x>1", "1 & x=0"], False),
+        (["x^2 & x>0", "1 & x=0"], ["x^3 & x>0", "1 & x=0"], False),
+        (["x^2 & x>0", "1 & x=0"], ["x^2 & x=0", "1 & x>0"], False),
+        (["x^2 & x>0", "1 & x=0"], ["x^2 & x>0"], False),
+        ([".5 & x>0", "1 & x=0"], [r"\frac12 & x>0", "1 & x=0"], True),
+        (["2X & x>0", "1 & x=0"], ["2 & x>0", "1 & x=0"], False),
+        (["1 & x=0", "0 &"], ["1 & x=0", "2 &"], False),
+    ],
+)
+def test_cases_match_by_value_and_condition(
+    rows: list[str], other_rows: list[str], same: bool
+) -> None:
+    one, other = (
+        r"\begin{cases} " + r" \\ ".join(texts) + r" \end{cases}" for texts in (rows, other_rows)
+    )
+    for written in (f"f(x)={one}", f"y=f(x)={one}", f"${one}$"):
+        assert equivalent(written, other, answer_is_formula=True) is same
+        assert equivalent(other, written, answer_is_formula=True) is same
+    for factor in ("2", "X"):
+        assert not equivalent(one, factor + other, answer_is_formula=True)
+        assert not equivalent(factor + one, other, answer_is_formula=True)
 
 
 @pytest.mark.parametrize(
@@ -126,7 +173,11 @@ def test_a_number_and_what_varies_are_told_apart_by_two_points(
     assert not grade(r"\binom{4020}{1005}", r"\boxed{2\sin x\cos x}")
     assert not grade(r"2\log x", r"\boxed{\binom{40}{5}}")
     assert not grade("x+y+10", r"\boxed{\binom{40}{5}}")
-    monkeypatch.setattr(symbolic, "verify", lambda *_, **__: True)
+
+    def all_but_texts(one: object, other: object, **_: object) -> bool:
+        return not isinstance(one, str) and not isinstance(other, str)
+
+    monkeypatch.setattr(symbolic, "verify", all_but_texts)
     assert equivalent("f(x)", "1", answer_is_formula=True)  # cannot be evaluated
     # But for rounding
     assert equivalent(r"10^9\frac{x^{y}x^{1-y}}{x}", "10^9", answer_is_formula=True)
