@@ -5,7 +5,16 @@ from pathlib import Path
 
 import pytest
 
-from vapo_megatron.rewards.math import Comparison, Grade, grade, grade_response, prepare
+from vapo_megatron.config.reward import RewardConfig
+from vapo_megatron.rewards.grade import Case
+from vapo_megatron.rewards.math import (
+    Comparison,
+    Grade,
+    MathVerifier,
+    grade,
+    grade_response,
+    prepare,
+)
 
 SHARED_DATA = Path(__file__).parents[2].parent / "shared" / "data"
 
@@ -180,6 +189,34 @@ def test_plain_answers_are_settled_without_sympy() -> None:
 def test_mathematics_is_left_to_a_comparison() -> None:
     assert not isinstance(prepare(r"\sin 2x", r"\boxed{2\sin x\cos x}"), Grade)
     assert prepare("12", r"\boxed{12}") == Grade(True, "equal", "12", 1.0)
+
+
+@pytest.mark.parametrize(
+    ("ground_truths", "answer", "compared", "correct"),
+    [
+        (["4", "5"], "5", 0, True),
+        (["4", "5"], "6", 0, False),
+        (["4", r"\sin 2x"], "4", 0, True),
+        ([r"10\%", r"\sin 2x"], r"2\sin x\cos x", 1, True),
+        ([r"\cos 2x", r"\sin 2x"], r"2\sin x\cos x", 2, True),
+        ([r"\sin 2x", r"\cos 2x"], r"2\sin x\cos x", 2, True),
+        ([r"\sin 2x", r"\cos 2x"], r"\sin x\cos x", 2, False),
+    ],
+)
+def test_any_of_several_ground_truths_makes_it_right(
+    ground_truths: list[str], answer: str, compared: int, correct: bool
+) -> None:
+    verifier = MathVerifier(RewardConfig())
+    case = Case(json.dumps(ground_truths), rf"\boxed{{{answer}}}")
+    prepared = verifier.prepare(case)
+    reason = "equal" if correct else "different"
+    if compared == 0:
+        assert prepared == Grade(correct, reason, answer, float(correct))
+        return
+    assert isinstance(prepared, dict)
+    assert prepared["answer"] == answer, "which a grade shows if the comparison takes too long"
+    assert len(json.loads(prepared.get("comparisons", "[0]"))) == compared
+    assert verifier.grade(prepared) == {"correct": correct, "reason": reason, "extracted": answer}
 
 
 @pytest.mark.parametrize(

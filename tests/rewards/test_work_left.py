@@ -154,3 +154,10 @@ def test_a_passage_of_the_problem_is_copied_for_any_verifier() -> None:
     assert is_copied(problem, "the capital of France? Name it.", "Paris")
     assert not is_copied(problem, "Paris", "Paris")
     assert not is_copied(problem, "Paris is the capital of France.", "Paris")
+
+
+def test_a_short_expression_is_copied_for_any_verifier() -> None:
+    problem = "Factor $x^2 - 5x + 6$."
+    assert is_copied(problem, "x^2-5x+6", "(x-2)(x-3)")
+    assert not is_copied(problem, "(x-3)(x-2)", "(x-2)(x-3)")
+    assert not is_copied(problem, "x^2-5x+6", "x^2-5x+6"), "the ground truth stands there too"
