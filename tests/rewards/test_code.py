@@ -1,6 +1,7 @@
 """The verifier of code, against what a policy may write."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
@@ -125,6 +126,29 @@ def test_sleeping_answer_is_wrong_and_shares_count_passed_tests() -> None:
         ("different", -1.0),
         ("equal", 1.0),
     ]
+
+
+@pytest.mark.parametrize(
+    ("seconds_each", "limits"),
+    [(0.75, [1.5, 0.75]), (0.625, [1.5, 0.875, 0.25]), (2.0, [1.5])],
+)
+def test_tests_share_their_time_to_its_last_moment(
+    monkeypatch: pytest.MonkeyPatch, seconds_each: float, limits: list[float]
+) -> None:
+    clock = SimpleNamespace(now=100.0)
+    given: list[tuple[float, int]] = []
+
+    async def run(program: str, seconds: float, memory_mib: int) -> tuple[str, bool]:
+        given.append((seconds, memory_mib))
+        clock.now += seconds_each
+        return "1", True
+
+    monkeypatch.setattr(code, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr(code, "run_python", run)
+    tests = "assert f() == 1\n" * 3
+    graded = grade_code(tests, _block("f = lambda: 1"), 1.5, 512, share=True)
+    assert given == [(limit, 512) for limit in limits]
+    assert graded["score"] == len(limits) / 3
 
 
 @pytest.mark.parametrize(
