@@ -298,6 +298,35 @@ def test_a_worker_that_grows_too_large_is_ended(response: str) -> None:
         assert re.fullmatch(r"\d+ MiB, above reward\.memory_mib=300", grade.detail)
 
 
+def test_a_workers_own_memory_counts_while_it_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workers_module, "_LOOK_SECONDS", 0.0)
+    worker = WorkerProcess()
+    try:
+        with pytest.raises(MemoryError, match=r"^\d+ MiB, above reward\.memory_mib=1$"):
+            worker.ask(RewardConfig().model_dump(mode="json"), 60, 1)
+    finally:
+        worker.close()
+
+
+def test_a_worker_may_end_before_its_memory_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = WorkerProcess()
+    ready = worker._ready
+
+    def poll(milliseconds: float) -> list[Any]:
+        if worker.process.returncode is not None:
+            return ready.poll(milliseconds)
+        worker.process.kill()
+        worker.process.wait(timeout=240)
+        return []
+
+    monkeypatch.setattr(worker, "_ready", SimpleNamespace(poll=poll))
+    try:
+        with pytest.raises(ConnectionError):
+            worker.ask({}, 60, 2048)
+    finally:
+        worker.close()
+
+
 @pytest.mark.usefixtures("functions_importable")
 def test_only_a_case_whose_worker_was_killed_is_tried_again(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
