@@ -103,6 +103,14 @@ def test_cases_match_by_value_and_condition(
         assert not equivalent(factor + one, other, answer_is_formula=True)
 
 
+@pytest.mark.parametrize("changed", ["1+{}", "{}+1", "2{}", r"f(x)=\frac{{1}}{{2}}{}"])
+def test_cases_with_an_operation_are_another_function(changed: str) -> None:
+    cases = r"\begin{cases} 1 & x > 0 \\ 2 & x < 0 \end{cases}"
+    assert equivalent(cases, f"f(x)={cases}", answer_is_formula=True)
+    assert not equivalent(cases, changed.format(cases), answer_is_formula=True)
+    assert not equivalent(changed.format(cases), cases, answer_is_formula=True)
+
+
 @pytest.mark.parametrize(
     ("ground_truth", "answer", "same"),
     [

@@ -15,6 +15,7 @@ _MATRIX = re.compile(
     r"\\begin\{([pbvBV]?matrix|array)\}(?:\{[^{}]*\})?(?P<body>.*?)\\end\{\1\}", re.DOTALL
 )
 _CASES = re.compile(r"\\begin\{cases\}(?P<body>.*?)\\end\{cases\}", re.DOTALL)
+_OPERATION = re.compile(r"[-+*/^\d]|\\(?:cdot|times|frac|sqrt)(?![a-zA-Z])")
 _ROW_END = re.compile(r"\\\\(?:\[[^\]]*\])?|\\(?=\s)|\\cr\b")
 _DOTS = re.compile(r"\\[lc]?dots[bcmo]?(?![a-zA-Z])|\.\.\.+|…")
 _OUTER = re.compile(r"\\?[{(\[](?P<inside>.*?)\\?[})\]]", re.DOTALL)
@@ -48,6 +49,8 @@ def parts_of(ground_truth: str, answer: str) -> Parts | None:
     cases = _case_rows(answer)
     if true_cases is not None and cases is not None:
         return Parts(true_cases, cases, False)
+    if (true_cases is None) != (cases is None) and _computes_with_cases(ground_truth, answer):
+        return Parts([], [], True)
     true_entries = listed(ground_truth)
     entries = listed(answer)
     if _DOTS.search(ground_truth) or _DOTS.search(answer):
@@ -83,11 +86,24 @@ def _sequence(true_entries: list[str], entries: list[str]) -> Parts | None:
     return Parts(spelled[0], spelled[1], True)
 
 
+def _computes_with_cases(*sides: str) -> bool:
+    """Whether all are functions by cases, and one of them adds or multiplies something: math-verify
+    reads cases as 0 in a sum."""
+    return all(map(_CASES.search, sides)) and any(
+        _OPERATION.search(_beside_cases(side)) for side in sides
+    )
+
+
+def _beside_cases(text: str) -> str:
+    """What stands beside a function by cases, without a name and an equals sign before it."""
+    return _CASES.sub("", text).strip(" ${}").rpartition("=")[2].strip()
+
+
 def _case_rows(text: str) -> list[str] | None:
     """The rows of a function by cases, each as value and condition joined by a comma; None if there
     is no such."""
     match = _CASES.search(text)
-    if match is None or _CASES.sub("", text).strip(" ${}").rpartition("=")[2].strip():
+    if match is None or _beside_cases(text):
         return None
     rows = []
     for row in _ROW_END.split(match["body"]):
