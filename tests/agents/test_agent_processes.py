@@ -252,6 +252,7 @@ def test_a_cancelled_group_aborts_its_requests(others: Table) -> None:
     assert others.play(others.request("once"))[0][0].reward, "it plays the next group"
 
 
+@pytest.mark.full
 def test_a_process_that_ends_is_told(tokenizer: TextTokenizer) -> None:
     before = set(psutil.Process().children())
     table = Table(tokenizer, processes=1)

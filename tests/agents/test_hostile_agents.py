@@ -119,7 +119,12 @@ with agents_of(tokenizer, "test_hostile_agents:{name}", timeout_s=1) as group:
 
 
 @pytest.mark.parametrize(
-    "name", ["swallows_its_cancellation", "sits_in_a_thread", "blocks_the_loop"]
+    "name",
+    [
+        pytest.param("swallows_its_cancellation", marks=pytest.mark.full),
+        pytest.param("sits_in_a_thread", marks=pytest.mark.full),
+        "blocks_the_loop",
+    ],
 )
 def test_a_run_ends_although_an_agent_does_not(name: str, tmp_path: Path) -> None:
     program = PROGRAM.format(path=[str(TESTS), str(TESTS.parent)], folder=str(tmp_path), name=name)

@@ -171,7 +171,8 @@ def saved_groups(config: TrainConfig) -> int:
     return len(json.loads(content["facts"].tobytes()))
 
 
-@pytest.mark.parametrize("count", [1, pytest.param(2, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("count", [1, 2])
 def test_a_signal_costs_no_group_that_was_collected(
     count: int, shared: World, straight: Callable[[int], Path]
 ) -> None:
@@ -215,6 +216,7 @@ def test_a_signal_costs_no_group_that_was_collected(
     assert not leftovers(config)
 
 
+@pytest.mark.full
 def test_adapters_go_on_as_well_and_only_on_their_base(shared: World) -> None:
     """Of actor and critic, on one base: killed in an update and gone on with, the run equals one
     that never was. The critic reads the answer as well."""

@@ -396,6 +396,7 @@ def test_a_server_that_drips_is_given_up_in_time(tmp_path: Path, server: Server)
     assert time.monotonic() - start < 10
 
 
+@pytest.mark.full
 def test_an_evaluation_outlives_a_full_disk_under_its_output(
     tmp_path: Path, server: Server
 ) -> None:

@@ -140,7 +140,7 @@ def test_seed_gives_the_same_bytes_and_another_seed_another_task(tmp_path: Path)
 # The plan.
 
 
-@pytest.mark.parametrize("file", [SHORT, LONG])
+@pytest.mark.parametrize("file", [SHORT, pytest.param(LONG, marks=pytest.mark.full)])
 def test_every_row_is_planned_at_every_seed_after_what_it_needs(file: Path, tmp_path: Path) -> None:
     config = read_ablation(file, [], [], [])
     jobs = {job.name: job for job in plan_jobs(config, tmp_path)}

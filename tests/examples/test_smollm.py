@@ -290,6 +290,7 @@ def test_a_file_carried_in_pieces_is_whole(tmp_path: Path) -> None:
     assert (tmp_path / "whole").read_bytes() == content
 
 
+@pytest.mark.full
 def test_runs_share_the_machine_and_end_with_the_budget(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
