@@ -5,6 +5,7 @@ Megatron's side builds a layer from its kinds (megatron/layer_spec.py), and the 
 """
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import ClassVar, Literal, TypeAlias
 
 from vapo_megatron.models.rotary import Rotary
@@ -285,5 +286,11 @@ class Layer:
 
     def parameter_count(self, experts: int) -> int:
         """Parameters with so many of its experts."""
+        shared, expert = self._counts
+        return shared + experts * expert
+
+    @cached_property
+    def _counts(self) -> tuple[int, int]:
+        """Parameters without experts, and of an expert. `plan` asks for them a million times."""
         shared = sum(rule.count() for rule in self.rules)
-        return shared + experts * sum(rule.count() for rule in self.expert_rules)
+        return shared, sum(rule.count() for rule in self.expert_rules)
