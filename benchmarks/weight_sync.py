@@ -2,16 +2,20 @@
 
     python -m benchmarks.weight_sync [--shape 50m] [--dtype bfloat16] [--layouts 1x1,2x1,2x2]
                                    [--engine-tp 1] [--transport auto] [--bucket-mib 512]
-                                   [--project-32b] [--json FILE]
+                                   [--small-bucket-mib 4] [--project-32b] [--json FILE]
 
 A layout is TP x PP of the trainer. Each row is a layout and what is done:
 
-    stream      the model's shards become whole Hugging Face tensors in two buckets in turn, and
-    nothing else weight sync   the same, and a server takes them: every check of a training run is
-    on
+    stream         the model's shards become whole Hugging Face tensors in two buckets in turn, and
+                   nothing else
+    weight sync    the same, and a server takes them: every check of a training run is on
+    small buckets  the same in as many buckets of at most --small-bucket-mib as that takes
 
 Columns:
 
+    buckets     how many there were
+    ms a bucket of small buckets: what each takes more than its bytes, from the difference of both
+                syncs; vapo-megatron plan counts it
     GB/s        bytes of the Hugging Face tensors over the time of the whole, median of several; the
                 first, in which buffers are made, is not among them
     of a copy   GB/s over that of a memory copy of the same bytes, bucket by bucket, in rank 0 of
@@ -99,6 +103,11 @@ def measure(work: Callable[[], dict[str, float]]) -> dict[str, Any]:
     }
 
 
+def count_buckets(actor: Trainable, limit: int) -> int:
+    """Collective: how many buckets of at most `limit` bytes the weights are."""
+    return sum(1 for _ in stream_hf(actor.chunks, actor.spec, actor.mesh, "lm", limit))
+
+
 def stream(actor: Trainable, bucket: int) -> dict[str, Any]:
     """measure() of the stream alone."""
     slots = make_slots(current_platform().device)
@@ -117,9 +126,15 @@ def stream(actor: Trainable, bucket: int) -> dict[str, Any]:
 
 
 def sync_weights(
-    actor: Trainable, shape: Shape, sync: SyncConfig, engine_tp: int, dtype: str, logs: Path
-) -> dict[str, Any]:
-    """measure() of weight syncs to a server."""
+    actor: Trainable,
+    shape: Shape,
+    sync: SyncConfig,
+    small_mib: int,
+    engine_tp: int,
+    dtype: str,
+    logs: Path,
+) -> dict[str, dict[str, Any]]:
+    """measure() of weight syncs to a server, in buckets as they are set and in small ones."""
     model_dir = logs / "model"
     if dist.get_rank() == 0:
         config = shape.hf_config()
@@ -134,29 +149,38 @@ def sync_weights(
         max_total_tokens=4096,
         context_length=1024,
     )
-    with (
-        EnginePool(rollout, model_dir, dtype, logs) as engines,
-        EngineWeights(engines, rollout, dtype) as weights,
-    ):
+    small = rollout.model_copy(update={"sync": sync.model_copy(update={"bucket_mib": small_mib})})
+    answers = {}
+    with EnginePool(rollout, model_dir, dtype, logs) as engines:
         engines.start()
         engines.wait_until_ready()
+        for what, config in (("weight sync", rollout), ("small buckets", small)):
+            with EngineWeights(engines, config, dtype) as weights:
 
-        def run() -> dict[str, float]:
-            weights.update_weights(actor)
-            return weights.sync_seconds
+                def run(weights: EngineWeights = weights) -> dict[str, float]:
+                    weights.update_weights(actor)
+                    return weights.sync_seconds
 
-        return measure(run)
+                answers[what] = measure(run)
+    return answers
 
 
 def one_layout(
-    shape: Shape, tp: int, pp: int, sync: SyncConfig, engine_tp: int, dtype: str, logs: str
+    shape: Shape,
+    tp: int,
+    pp: int,
+    sync: SyncConfig,
+    small_mib: int,
+    engine_tp: int,
+    dtype: str,
+    logs: str,
 ) -> dict[str, Any]:
     """On every rank: the copy, the stream and the weight sync of a layout."""
     actor = random_model(
         shape, ActorConfig(layout=LayoutConfig(tp=tp, pp=pp)), dtype, optimizer=False
     )
     total = actor.spec.parameter_count() * getattr(torch, dtype).itemsize
-    bucket = sync.bucket_mib << 20
+    bucket = sync.bucket_bytes(current_platform().free_bytes())
     plain = (
         copy_seconds(total, bucket, current_platform().device) if dist.get_rank() == 0 else [0.0]
     )
@@ -164,15 +188,22 @@ def one_layout(
     return {
         "bytes": total,
         "copy": plain,
+        "buckets": {
+            "stream": count_buckets(actor, bucket),
+            "weight sync": count_buckets(actor, bucket),
+            "small buckets": count_buckets(actor, small_mib << 20),
+        },
         "stream": stream(actor, bucket),
-        "weight sync": sync_weights(actor, shape, sync, engine_tp, dtype, Path(logs)),
+        **sync_weights(actor, shape, sync, small_mib, engine_tp, dtype, Path(logs)),
     }
 
 
 def row(layout: str, what: str, answer: dict[str, Any]) -> dict[str, Any]:
     """One line of the table."""
     done, total = answer[what], answer["bytes"]
-    return {
+    more = answer["buckets"][what] - answer["buckets"]["weight sync"]
+    longer = done["seconds"] - answer["weight sync"]["seconds"]
+    cells = {
         "trainer": layout,
         "what": what,
         "GB": total / 1e9,
@@ -181,7 +212,11 @@ def row(layout: str, what: str, answer: dict[str, Any]) -> dict[str, Any]:
         "of a copy": float(np.median(answer["copy"])) / done["seconds"],
         **{part: float(done["parts"].get(part, 0.0)) for part in PARTS},
         "MiB beyond": done["mib"],
+        "buckets": answer["buckets"][what],
     }
+    if more:
+        cells["ms a bucket"] = 1e3 * longer / more
+    return cells
 
 
 def projection(answers: dict[str, dict[str, Any]]) -> str:
@@ -210,6 +245,7 @@ def main() -> None:
     arguments_of.add_argument("--engine-tp", type=int, default=1)
     arguments_of.add_argument("--transport", default="auto")
     arguments_of.add_argument("--bucket-mib", type=int, default=512)
+    arguments_of.add_argument("--small-bucket-mib", type=int, default=4)
     arguments_of.add_argument("--project-32b", action="store_true")
     arguments = arguments_of.parse_args()
     if arguments.project_32b and not current_platform().is_cuda:
@@ -228,6 +264,7 @@ def main() -> None:
                 tp,
                 pp,
                 sync,
+                arguments.small_bucket_mib,
                 arguments.engine_tp,
                 arguments.dtype,
                 logs,
@@ -235,7 +272,7 @@ def main() -> None:
     rows = [
         row(layout, what, answer)
         for layout, answer in answers.items()
-        for what in ("stream", "weight sync")
+        for what in ("stream", "weight sync", "small buckets")
     ]
     title = (
         f"{arguments.shape}, {arguments.dtype}, engine TP{arguments.engine_tp}, transport "

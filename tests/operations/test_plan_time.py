@@ -125,6 +125,21 @@ def test_buckets_of_weights_cost_their_requests() -> None:
     assert many - few == pytest.approx(0.02 * (buckets / 256 - buckets / 2048), rel=0.01)
 
 
+def test_buckets_of_weights_are_as_large_as_memory_allows() -> None:
+    chosen = plan()
+    sync = next(phase for phase in chosen.memory.phases if phase.phase == "weight_sync")
+    assert chosen.memory.bucket == 4 << 30
+    assert sync.parts["weight sync buffers"] == pytest.approx(2.125 * (4 << 30))
+    full = plan("hardware.device_memory_gib=40")
+    sync = next(phase for phase in full.memory.phases if phase.phase == "weight_sync")
+    beside = sync.total - sync.parts["weight sync buffers"]
+    free = full.hardware.usable_memory - beside
+    assert full.memory.bucket < 4 << 30
+    assert free / 8 - (64 << 20) < full.memory.bucket <= free / 8
+    apart = plan("rollout.external_urls=[http://127.0.0.1:1]")
+    assert apart.memory.bucket == 512 << 20
+
+
 def test_an_engine_is_on_one_node() -> None:
     with pytest.raises(BadInput, match=r"rollout\.tp=16 does not divide the 8 GPUs of a node"):
         plan("rollout.tp=16")

@@ -21,7 +21,6 @@ from vapo_megatron.checkpoint.sizes import (
 )
 from vapo_megatron.checks.config import check_trackers
 from vapo_megatron.checks.limits import (
-    MIB,
     SHARED_MEMORY,
     check_file_size,
     check_open_files,
@@ -118,9 +117,10 @@ def check_limits(
             )
         if name == "actor":
             needed["a file of the exported model"] = min(whole, MAX_SHARD_BYTES)
-            bucket = config.rollout.sync.bucket_mib
-            needed[f"a bucket of weights (rollout.sync.bucket_mib={bucket})"] = min(
-                whole, bucket * MIB
+            sync = config.rollout.sync
+            # Where it follows from the memory of GPUs, buckets are no files.
+            needed[f"a bucket of weights (rollout.sync.bucket_mib={sync.bucket_mib})"] = min(
+                whole, sync.bucket_bytes(free=0)
             )
     check_file_size(needed)
     if "actor" not in specs or config.rollout.external_urls:

@@ -1,6 +1,6 @@
 """Rollouts: sampling, SGLang servers, and the weight sync."""
 
-from typing import Literal
+from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
@@ -9,6 +9,15 @@ from vapo_megatron.config.base import Section, key_from_environment
 
 Dtype = Literal["float32", "bfloat16"]
 TransportName = Literal["auto", "ipc", "shared_memory", "distributed"]
+
+_MIB = 1 << 20
+# Buckets of weights where their size is not set: from MIN to MAX on GPUs that trainer and engine
+# share, by their free memory; elsewhere FIXED.
+_MIN_BUCKET = 64 * _MIB
+_MAX_BUCKET = 4096 * _MIB
+_FIXED_BUCKET = 512 * _MIB
+# A sync holds two buckets, and what is gathered or quantised for them.
+_BUCKETS_IN_FREE_MEMORY = 8
 
 
 class SamplingConfig(Section):
@@ -38,8 +47,11 @@ class SyncConfig(Section):
         "distributed: network broadcast; auto: distributed to rollout.external_urls, else "
         "ipc on GPUs and shared_memory on CPUs",
     )
-    bucket_mib: int = Field(
-        512, ge=1, description="MiB of weights sent at once; two buffers of this size are allocated"
+    bucket_mib: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
+        "auto",
+        description="MiB of weights sent at once; two buffers of this size are allocated. auto: on "
+        "GPUs that engines share with the trainer an eighth of the free memory, from 64 to 4096; "
+        "elsewhere 512",
     )
     only_changes: bool = Field(
         False,
@@ -55,6 +67,19 @@ class SyncConfig(Section):
         "1 (float32), 0.2 (bfloat16) or 0.3 (FP8) times this. none: 1e-4 in float32, 0.5 in "
         "bfloat16, 1.0 in FP8",
     )
+
+    def bucket_bytes(self, free: float) -> int:
+        """Limit of a bucket in bytes.
+
+        free: bytes that are free on the GPUs that engines share with the trainer; 0: there are no
+            such GPUs.
+        """
+        if self.bucket_mib != "auto":
+            return self.bucket_mib * _MIB
+        if not free:
+            return _FIXED_BUCKET
+        bucket = int(free / _BUCKETS_IN_FREE_MEMORY) // _MIN_BUCKET * _MIN_BUCKET
+        return max(_MIN_BUCKET, min(bucket, _MAX_BUCKET))
 
 
 class AsynchronousConfig(Section):

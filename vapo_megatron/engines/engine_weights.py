@@ -31,6 +31,8 @@ from vapo_megatron.weights.fp8 import BlockFp8
 from vapo_megatron.weights.gather import PartTimes
 
 _logger = logging.getLogger(__name__)
+# Two buckets, and what is gathered or quantised for them.
+_ROOM = 4
 
 
 class EngineWeights:
@@ -58,6 +60,7 @@ class EngineWeights:
         self._fp8 = fp8
         self._session: WeightSync | None = None
         self._slots: DeviceSlots | SharedSlots | None = None
+        self._bucket_bytes: int | None = None
         self._trend = DifferenceTrend()
         self.version = 0
         self.sync_seconds: dict[str, float] = {}
@@ -228,11 +231,23 @@ class EngineWeights:
         """Collective while it is iterated: the actor's weights in the form that engines take."""
         if self._slots is None:
             self._slots = make_slots(current_platform().device)
-        limit = self._config.sync.bucket_mib << 20
+        limit = self._bucket_limit()
         stream = stream_hf(actor.chunks, actor.spec, actor.mesh, "lm", limit, self._slots, times)
         if self._fp8 is not None and self.session.sends:
             return self._fp8.convert(stream)
         return stream
+
+    def _bucket_limit(self) -> int:
+        """Collective: bytes of a bucket, the same on all ranks. A size is kept as long as there is
+        room for it, as engines learn where the tensors of each bucket go."""
+        free = 0
+        if not self._config.external_urls:
+            free = min(gather_values(current_platform().free_bytes()))
+        limit = self._config.sync.bucket_bytes(free)
+        kept = self._bucket_bytes
+        if kept is None or (limit < kept and free < _ROOM * kept):
+            self._bucket_bytes = kept = limit
+        return kept
 
     def close(self) -> None:
         """Close the connections and release the memory of buckets."""

@@ -67,6 +67,7 @@ _MICROBATCH_BYTES = 8 * 4
 HEADROOM = 5 * GIB
 # During a weight sync: two buckets, and gathered parts of parameters above a bucket's size.
 _BUCKETS = 2 + 1 / 8
+_BUFFERS = "weight sync buffers"
 
 
 @dataclass(frozen=True)
@@ -93,6 +94,7 @@ class Memory:
         stays: the parts of models that are on the GPUs in each phase.
         problems: a line for each thing that does not fit: samples, a phase, the cache, a node's
             memory.
+        bucket: limit of a bucket of weights, in bytes.
     """
 
     phases: tuple[Holding, ...]
@@ -100,6 +102,7 @@ class Memory:
     engine: PlannedEngine
     stays: Residency
     problems: tuple[str, ...]
+    bucket: int
 
     @property
     def worst(self) -> Holding:
@@ -113,7 +116,10 @@ def plan_memory(run: PlannedRun) -> Memory:
     stays = residency(run, engine)
     phases = [fullest(run, phase, engine, stays) for phase in phases_of(run.config)]
     host = _host(run, engine)
-    return Memory(tuple(phases), host, engine, stays, tuple(_problems(run, engine, phases, host)))
+    problems = tuple(_problems(run, engine, phases, host))
+    sync = next(phase for phase in phases if phase.phase == "weight_sync")
+    bucket = _bucket_limit(run, sync.total - sync.parts[_BUFFERS])
+    return Memory(tuple(phases), host, engine, stays, problems, bucket)
 
 
 def fullest(run: PlannedRun, phase: Phase, engine: PlannedEngine, stays: Residency) -> Holding:
@@ -251,18 +257,6 @@ def _device(
         parts["chunk of logits"] = model.logits(tokens, stage, training)
         if config.has_probe and phase == "score_policy":
             parts["hidden states in passing"] = 2 * tokens * model.spec.hidden_size * 4
-    if phase == "weight_sync":
-        # A parameter above a bucket's size is a bucket alone, a small model is one bucket. For
-        # engines in FP8 its tensors are quantised, and packed into a third buffer.
-        spec = models["actor"].spec
-        width = models["actor"].width
-        largest = max(
-            config.rollout.sync.bucket_mib << 20, spec.vocab_size * spec.hidden_size * width
-        )
-        bucket = float(min(largest, spec.parameter_count() * width))
-        parts["weight sync buffers"] = (
-            _BUCKETS + 2 * (config.rollout.quantization == "fp8")
-        ) * bucket
     if not config.rollout.external_urls:
         onloaded = phase == "rollout"
         if onloaded or phase == "weight_sync":
@@ -271,7 +265,26 @@ def _device(
             parts["KV cache"] = engine.cache
         parts["engine workspace"] = engine.workspace if onloaded else hardware.engine_overhead
     parts["trainer beside tensors"] = hardware.trainer_overhead
+    if phase == "weight_sync":
+        # A parameter above a bucket's size is a bucket alone, a small model is one bucket. For
+        # engines in FP8 its tensors are quantised, and packed into a third buffer.
+        spec = models["actor"].spec
+        width = models["actor"].width
+        limit = _bucket_limit(run, sum(parts.values()))
+        largest = max(limit, spec.vocab_size * spec.hidden_size * width)
+        bucket = float(min(largest, spec.parameter_count() * width))
+        parts[_BUFFERS] = (_BUCKETS + 2 * (config.rollout.quantization == "fp8")) * bucket
     return Holding(phase, {name: size for name, size in parts.items() if size})
+
+
+def _bucket_limit(run: PlannedRun, held: float) -> int:
+    """Bytes of a bucket of weights on a GPU that holds so much beside buckets."""
+    rollout = run.config.rollout
+    if rollout.external_urls:
+        free = 0.0
+    else:
+        free = max(1.0, run.hardware.usable_memory - held)
+    return rollout.sync.bucket_bytes(free)
 
 
 def microbatches(run: PlannedRun, model: PlannedModel) -> int:

@@ -220,9 +220,9 @@ def _updated(
     return False
 
 
-def sync_seconds(run: PlannedRun, engine: PlannedEngine) -> float:
+def sync_seconds(run: PlannedRun, engine: PlannedEngine, bucket: int) -> float:
     """Seconds in which every rank gathers the whole model, bucket by bucket, and the engines copy
-    their part of it."""
+    their part of it. bucket: limit of a bucket, in bytes."""
     hardware = engine.hardware
     actor = run.models["actor"]
     size = actor.spec.parameter_count() * actor.width
@@ -238,7 +238,7 @@ def sync_seconds(run: PlannedRun, engine: PlannedEngine) -> float:
     if run.config.rollout.external_urls:  # rank 0 sends it to all of them at once
         seconds += size / (hardware.network * hardware.efficiency.network)
     seconds += (2 * size + 2 * engine.weights) / (hardware.memory_rate * hardware.efficiency.memory)
-    return seconds + _BUCKET_SECONDS * math.ceil(size / (run.config.rollout.sync.bucket_mib << 20))
+    return seconds + _BUCKET_SECONDS * math.ceil(size / bucket)
 
 
 def plan_time(run: PlannedRun, memory: Memory) -> StepTime:
@@ -291,7 +291,7 @@ def plan_time(run: PlannedRun, memory: Memory) -> StepTime:
         phases["update_critic"] = once * update.epochs * update.critic_updates_per_policy_update
     phases["update_policy"] = update.epochs * pass_seconds(run, actor, samples, True)
     phases["offload_and_onload"] = move_seconds(run, engine, memory.stays)
-    phases["weight_sync"] = sync_seconds(run, engine)
+    phases["weight_sync"] = sync_seconds(run, engine, memory.bucket)
     if config.rollout.external_urls and config.rollout.asynchronous.max_staleness:
         # Engines work ahead: the trainer waits for what takes them longer than it takes itself.
         waited = phases["rollout"] + phases.pop("verify") + phases.pop("rollout_greedy", 0.0)
