@@ -78,7 +78,7 @@ class Row(Section):
     name: str = Field(pattern=r"^[a-z0-9_]+$")
     title: str
     preset: str
-    critic: Literal["pretrained", "reward_model", "new", "none"]
+    critic: Literal["pretrained", "reward_model", "new", "regression", "none"]
     overrides: tuple[str, ...] = ()
     rate: float = Field(
         1.0, gt=0, description="learning rates of actor and critic over those of train.yaml"

@@ -2,7 +2,7 @@
 for each row."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -126,10 +126,15 @@ class _Seed:
                 overrides += [f"critic.init={init}", f"critic.init_path={folder / path}"]
             else:
                 needs = "cold_start"
+            if row.critic == "regression":
+                # The critic of train.yaml has an optimizer, which one without a model has not.
+                overrides += ["critic=null", *learning_rates(row.rate, ("actor",))]
+            else:
+                overrides += learning_rates(row.rate)
             yield self._train(
                 row.name,
                 row.preset,
-                [*overrides, *learning_rates(row.rate), *row.overrides],
+                [*overrides, *row.overrides],
                 needs,
                 steps,
                 START + STEP * steps,
@@ -256,10 +261,11 @@ def explained_before_training(run_dir: Path) -> float:
     return [row[name] for row in read_metrics(run_dir) if name in row][-1]
 
 
-def learning_rates(rate: float) -> list[str]:
-    """Overrides that multiply the learning rates of train.yaml."""
+def learning_rates(rate: float, models: Sequence[str] = ("actor", "critic")) -> list[str]:
+    """Overrides that multiply the learning rates of train.yaml; none where they stay."""
+    if rate == 1:
+        return []
     shared = yaml.safe_load((HERE / "train.yaml").read_text())
-    models = ("actor", "critic") if rate != 1 else ()
     return [
         f"{model}.optimizer.lr={rate * shared[model]['optimizer']['lr']:.6g}" for model in models
     ]

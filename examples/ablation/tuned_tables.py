@@ -124,7 +124,17 @@ def tuned_headline(setting: Figures) -> str:
     return f"measured by area over responses, `vapo_direct` {verdict}. So {consequence}"
 
 
-METHODS = ("vapo", "grpo", "dapo", "without_critic", "reinforce_direct", "direct")
+METHODS = (
+    "vapo",
+    "grpo",
+    "dapo",
+    "without_critic",
+    "reinforce_direct",
+    "direct",
+    "reinforce_regression",
+    "vapo_regression",
+    "tempo",
+)
 
 
 def for_page(tuned: Figures | None) -> dict[str, Any]:
@@ -155,7 +165,8 @@ def tuned_report(setting: Figures, steps: int) -> str:
     rows = {name: row for name, row in setting["rows"].items() if row["seeds"]}
     finished, parts = setting | {"rows": rows}, []
     methods = [name for name in METHODS if name in rows]
-    if len(methods) == len(METHODS):
+    asked = {name for _, first, second in QUESTIONS for name in (first, second)}
+    if asked <= set(methods):
         parts.append("\n".join(f"- {line}" for line in tuned_findings(finished)))
     if methods:
         compared_with = "reinforce_direct" if "reinforce_direct" in methods else methods[0]

@@ -177,9 +177,14 @@ def accuracies(rows: list[dict[str, Any]]) -> list[float]:
 
 
 def main(
-    method: Annotated[
-        str, typer.Option(help="one of the task's: turn, token, grpo, token_masked, ...; or all")
-    ] = "turn",
+    wanted: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--method",
+            help="one of the task's: turn, token, regression, grpo, token_masked, ...; or all; "
+            "repeatable; none: token",
+        ),
+    ] = None,
     task: Annotated[Literal["lookup", "compact"], typer.Option(help="what is learnt")] = "lookup",
     seeds: Annotated[
         list[int] | None,
@@ -202,11 +207,14 @@ def main(
 ) -> None:
     """Train tiny agents end to end, and print their accuracy by episodes."""
     learnt = TASKS[task]
-    if method != "all" and method not in learnt.methods:
-        known = ", ".join((*learnt.methods, "all"))
-        typer.echo(f"--method {method} with --task {task}: expected one of: {known}", err=True)
-        raise typer.Exit(2)
-    methods = list(learnt.methods) if method == "all" else [method]
+    methods = wanted or ["token"]
+    for method in methods:
+        if method != "all" and method not in learnt.methods:
+            known = ", ".join((*learnt.methods, "all"))
+            typer.echo(f"--method {method} with --task {task}: expected some of: {known}", err=True)
+            raise typer.Exit(2)
+    if "all" in methods:
+        methods = list(learnt.methods)
     folder = out or Path("runs/agents" if task == "lookup" else f"runs/agents_{task}")
     runs: dict[str, dict[int, list[dict[str, Any]]]] = {name: {} for name in methods}
 

@@ -1,4 +1,5 @@
-"""Values by regression beside methods without a critic, on the quickstart's task, paired by seed.
+"""Values by regression beside methods without a critic and critics of other kinds, on the
+quickstart's task, paired by seed.
 
     python -m examples.regression.run [--seeds 11 12 13] [--only ROW ...] [--steps 24]
     [--set SECTION.KEY=VALUE ...] [--out runs/regression]
@@ -16,7 +17,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
 from examples.ablation.intervals import interval, paired, shown
@@ -36,7 +37,13 @@ ROWS = {
     "vapo_without_critic": GROUPS,
     "tempo": GROUPS,
     "vapo_regression": GROUPS,
+    # Critics of other kinds, at the learning rates of results/critic.md.
+    "probe": (*SINGLE, "critic.kind=probe", "critic.optimizer.lr=1.0e-3"),
+    "adapter": (*SINGLE, "critic.kind=adapter", "critic.optimizer.lr=2.0e-3"),
+    "model": (*SINGLE, "critic.optimizer.lr=6.0e-4"),
 }
+# Of the rows that are not called by their preset.
+PRESET = {"probe": "vapo_direct", "adapter": "vapo_direct", "model": "vapo_direct"}
 ONE_RANK = ("cluster.ranks=1", "actor.layout.tp=1")
 
 
@@ -74,7 +81,7 @@ def train(
     run_name: str | None = None,
     overrides: Sequence[str] = (),
 ) -> Path:
-    """A run of a preset; its directory. overrides: of the config, in a run named so."""
+    """A run of a row; its directory. overrides: of the config, in a run named so."""
     run_dir = folder / (run_name or f"{name}_{seed}")
     metrics = read_metrics(run_dir) if run_dir.is_dir() else []
     is_finished = (run_dir / "hf" / "final").is_dir() and metrics[-1]["step"] >= steps
@@ -85,7 +92,7 @@ def train(
             QUICKSTART / "vapo.yaml",
             # The example's critic has a layout, which a critic without a model has not.
             "critic=null",
-            f"preset={name}",
+            f"preset={PRESET.get(name, name)}",
             f"model.path={folder / 'sft' / 'hf' / 'final' / 'actor'}",
             f"data.train={task / 'train.jsonl'}",
             f"data.eval=[{{name: unseen, path: {task / 'eval.jsonl'}, samples: 4}}]",
@@ -112,15 +119,16 @@ def read(run_dir: Path) -> dict[str, float]:
     result = {
         "mean": fmean(row[names.ACCURACY] for row in rows if names.ACCURACY in row),
         "unseen": next(row[ACCURACY] for row in reversed(rows) if ACCURACY in row),
+        "seconds": median(row[names.STEP_TIME] for row in rows if names.STEP_TIME in row),
     }
     return result | ({"explained": fmean(explained)} if explained else {})
 
 
 def table(found: Mapping[str, Mapping[int, Mapping[str, Any]]]) -> list[str]:
-    """Lines of Markdown, one a preset."""
+    """Lines of Markdown, one a row."""
     lines = [
-        f"| preset | mean accuracy from step {FIRST_STEP} on | less {BASELINE} | unseen problems "
-        "| explained |",
+        f"| preset or critic | mean accuracy from step {FIRST_STEP} on | less {BASELINE} "
+        "| unseen problems | explained |",
         "|---|---|---|---|---|",
     ]
     means = {

@@ -27,7 +27,9 @@ from vapo_megatron.rewards.math import grade_response
 from vapo_megatron.weights.adapters import check_adapter
 
 FOLDER = Path(__file__).parents[2] / "examples" / "ablation"
-SHORT, LONG, TUNED = (FOLDER / f"ablation{variant}.yaml" for variant in ("", "_long", "_tuned"))
+SHORT, LONG, TUNED, VALUES = (
+    FOLDER / f"ablation{variant}.yaml" for variant in ("", "_long", "_tuned", "_values")
+)
 
 
 # The task.
@@ -224,6 +226,21 @@ def test_tuned_row_has_own_rate_multiple_and_fitting_adapters(
         for name, job in jobs.items()
         if name != "value_critic"
     )
+
+
+def test_rows_with_values_by_regression_have_no_model_as_critic(tmp_path: Path) -> None:
+    config = read_ablation(VALUES, ["seeds=[1]"], [], [])
+    jobs = {job.name.split("/")[2]: job for job in plan_jobs(config, tmp_path)}
+    regressions = [row for row in config.rows if row.critic == "regression"]
+    assert [row.name for row in regressions] == ["reinforce_regression", "vapo_regression"]
+    for row in regressions:
+        argv = jobs[row.name].argv
+        place = argv.index("train")
+        overrides = list(argv[place + 2 :])
+        settings = load_config(TrainConfig, Path(argv[place + 1]), overrides, PRESETS)
+        assert settings.critic.kind == "regression"
+        assert settings.actor.optimizer.lr == pytest.approx(2e-4 * row.rate)
+        assert settings.samples == 128
 
 
 def test_names_choose_rows_and_settings_and_wrong_ones_refused() -> None:
