@@ -1,6 +1,7 @@
 """`vapo-megatron critic` where values are by regression: what each feature explains at fixed
 weights."""
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -145,6 +146,13 @@ def test_the_command_writes_its_page(
     page = (Path(settings.run.directory) / "critic_probes" / "regression.md").read_text()
     assert "| surprise |" in page and ("| entropy |" in page) == entropy
     assert "3 of 4 x 4 responses" in page
+    found = json.loads(
+        (Path(settings.run.directory) / "critic_probes" / "regression.json").read_text()
+    )
+    assert found["facts"]["steps"] == "3 of 4 x 4 responses, weights fixed"
+    row = found["rows"]["surprise"]
+    quarters = " ".join(f"{share:.2f}" for share in row["quarters"])
+    assert f"| surprise | {row['mean']:.3f} ± {row['margin']:.3f} | {quarters} |" in page
 
 
 def test_episodes_are_refused(config: Path) -> None:

@@ -1,6 +1,7 @@
 """Small random models in the form of ordinary Hugging Face directories, for the quickstart and for
 tests."""
 
+import threading
 from pathlib import Path
 
 import torch
@@ -60,6 +61,10 @@ CHATML_TEMPLATE = (
 )
 
 
+# transformers draws from PyTorch's one generator, which threads that make models would share.
+_DRAWING = threading.Lock()
+
+
 def hf_config(shape: TinyModel, tokenizer: PreTrainedTokenizerBase) -> PreTrainedConfig:
     """The transformers config of this shape with the tokenizer's special tokens."""
     usual = dict(
@@ -93,7 +98,7 @@ def save_tiny_model(shape: TinyModel, tokenizer: PreTrainedTokenizerBase, direct
             "least that many"
         )
     check_replaceable(directory)
-    with torch.random.fork_rng(devices=[]):
+    with _DRAWING, torch.random.fork_rng(devices=[]):
         torch.manual_seed(shape.seed)
         model = AutoModelForCausalLM.from_config(hf_config(shape, tokenizer), dtype=torch.float32)
     logging.disable_progress_bar()

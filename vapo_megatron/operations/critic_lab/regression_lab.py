@@ -2,13 +2,14 @@
 coefficients of past steps
 alone: what training would have had."""
 
+import json
 import math
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -118,7 +119,7 @@ def _explained(values: Tensor, returns: Tensor) -> float:
 
 def measure_regression(settings: ProbedRunConfig) -> None:
     """Measure the values by regression of a config; the run directory gets
-    critic_probes/regression.md.
+    critic_probes/regression.md, and regression.json beside it.
 
     The policy is hf/<critic_probes.checkpoint>/actor of the run, or model.path where that is null
     or holds none.
@@ -157,6 +158,8 @@ def measure_regression(settings: ProbedRunConfig) -> None:
     page = start.folder / "regression.md"
     with atomic_write(page) as file:
         file.write("\n".join(page_lines(report, facts, config)) + "\n")
+    with atomic_write(start.folder / "regression.json") as file:
+        json.dump(as_json(report, facts), file, indent=1)
     for name, row in report.rows.items():
         console.note(f"{name}: {row.mean:.3f} ± {row.margin:.3f}")
     console.closing(f"{config.run.name}: values by regression measured", {"page": page})
@@ -200,6 +203,17 @@ def _score(config: ProbedRunConfig, steps: Sequence[ExperienceBatch], file: Path
         scored = [policy.score(batch, on_done=advance)[:, 1].contiguous() for batch in steps]
     if is_main_rank:
         torch.save(scored, file)
+
+
+def as_json(report: RegressionReport, facts: Mapping[str, object]) -> dict[str, Any]:
+    """The report for programs: facts, the share of states that a sibling passed, and by features
+    their explained variance, half of its 95 % interval (None of a single step), and explained
+    variance by quarter."""
+    rows = {}
+    for name, row in report.rows.items():
+        margin = None if math.isnan(row.margin) else row.margin
+        rows[name] = {"mean": row.mean, "margin": margin, "quarters": row.quarters}
+    return {"facts": dict(facts), "shared": report.shared, "rows": rows}
 
 
 def page_lines(
