@@ -70,6 +70,8 @@ TASKS = {
             "turn": (),
             "token": ("algorithm.advantage.credit=token",),
             "regression": (*REGRESSION, "algorithm.advantage.credit=token"),
+            # Trust is for credit by tokens.
+            "regression_turn": (*REGRESSION, "algorithm.advantage.calibration=none"),
             "grpo": GRPO,
         },
     ),

@@ -30,6 +30,10 @@ from vapo_megatron.signals import end_with_parent
 
 ADAPTERS = ("actor.kind=adapter", "actor.optimizer.lr=3.6e-3")
 AGENT_STEPS = {"lookup": 20, "compact": 10}
+AGENT_METHODS = {
+    "lookup": ("regression", "regression_turn", "grpo", "token", "turn"),
+    "compact": ("regression", "grpo", "token"),
+}
 HELD_OUT = f"{names.EVALUATION}held_out_avg@2"
 # The tables of the tabular stage have seeds of their own, none of which was used before.
 TABULAR_SEEDS = "6000-6009"
@@ -244,11 +248,11 @@ def on_agents(out: Path, seeds: Sequence[int], as_is: bool) -> list[Line]:
     task = out.name
     if not as_is:
         options = [option for seed in seeds for option in ("--seed", str(seed))]
-        methods = ("--method", "regression", "--method", "grpo", "--method", "token")
+        methods = [option for method in AGENT_METHODS[task] for option in ("--method", method)]
         steps = ("--steps", AGENT_STEPS[task])
         program("examples.agents.learn", "--task", task, *methods, *steps, *options, "--out", out)
     sides = {}
-    for method in ("regression", "grpo", "token"):
+    for method in AGENT_METHODS[task]:
         runs = {}
         for seed in seeds:
             run_dir = out / f"seed{seed}" / method
@@ -256,7 +260,12 @@ def on_agents(out: Path, seeds: Sequence[int], as_is: bool) -> list[Line]:
                 runs[seed] = read_metrics(run_dir)
         accuracy = {seed: learn.accuracies(rows)[-1] for seed, rows in runs.items()}
         sides[method] = read_side(runs, accuracy)
-    pairs = (("regression", "grpo"), ("regression", "token"))
+    pairs = (
+        ("regression", "grpo"),
+        ("regression", "token"),
+        ("regression_turn", "grpo"),
+        ("regression_turn", "turn"),
+    )
     return compared(f"agent, {task}", "unseen problems, at the end", sides, pairs)
 
 

@@ -22,10 +22,11 @@ METHODS = TASKS["lookup"].methods
 @pytest.mark.parametrize("method", METHODS)
 def test_each_method_has_a_config(method: str) -> None:
     config = load_config(TrainConfig, FOLDER / "lookup.yaml", list(METHODS[method]), PRESETS)
-    assert config.algorithm.advantage.credit == ("turn" if method == "turn" else "token")
+    by_turns = method in ("turn", "regression_turn")
+    assert config.algorithm.advantage.credit == ("turn" if by_turns else "token")
     assert config.algorithm.uses_critic == (method != "grpo")
     assert config.value_pretraining.enabled == (method in ("turn", "token"))
-    assert (config.critic.kind == "regression") == (method == "regression")
+    assert (config.critic.kind == "regression") == method.startswith("regression")
 
 
 def test_who_follows_the_tool_arrives_at_the_answer() -> None:
