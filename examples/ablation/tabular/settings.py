@@ -98,17 +98,18 @@ class Row:
     aggregation: Literal["token_mean", "sequence_mean"] = "token_mean"
     nll: bool = True
     groups: bool = True
-    critic: Literal["pretrained", "reward_model", "zero", "noise", "none"] = (
-        "pretrained"  # noise: another at each token
+    critic: Literal["pretrained", "reward_model", "zero", "noise", "regression", "none"] = (
+        "pretrained"  # noise: another at each token; regression: on features of the prefix
     )
     dynamic_sampling: bool = False
     calibration: Literal["none", "values", "trust", "tether"] = "none"
     tracker: bool = False  # a prompt's past returns as the baseline, or as the calibration's m
     lambda_floor: float = 0.0
-    baseline: Literal["grpo", "others"] = (
+    baseline: Literal["grpo", "others", "tempo"] = (
         "grpo"  # without a critic; others: the mean of the other responses
     )
     lr: float = 1.0  # times the setting's
+    features: tuple[str, ...] = ()  # of critic.regression, for critic="regression"
 
 
 VAPO = Row("VAPO")
@@ -157,7 +158,29 @@ MORE_PRICE_ROWS: dict[str, Row] = {
         TETHER, title="TETHER, length-adaptive", lambda_policy="adaptive", lambda_floor=0.95
     ),
 }
-ALL_PRICE_ROWS = PRICE_ROWS | MORE_PRICE_ROWS
+# Values without a critic, as in the presets of these names; what they are compared with.
+REGRESSION_ROWS: dict[str, Row] = {
+    "direct": DIRECT,
+    "reinforce_direct": PRICE_ROWS["reinforce_direct"],
+    "without_critic": PRICE_ROWS["without_critic"],
+    "reinforce_regression": Row(
+        "reinforce_regression",
+        groups=False,
+        critic="regression",
+        calibration="trust",
+        lambda_floor=0.95,
+        features=("surprise", "entropy", "history", "position"),
+    ),
+    "vapo_regression": Row(
+        "vapo_regression",
+        critic="regression",
+        calibration="trust",
+        lambda_floor=0.95,
+        features=("siblings", "prefix", "surprise", "position"),
+    ),
+    "tempo": replace(ROWS["grpo"], title="TEMPO", baseline="tempo"),
+}
+ALL_PRICE_ROWS = PRICE_ROWS | MORE_PRICE_ROWS | REGRESSION_ROWS
 
 # Fixed on seeds 1000-1019.
 STEPS = Setting(

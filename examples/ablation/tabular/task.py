@@ -143,6 +143,15 @@ class Rollout:
         """From -1 to +1, [seeds * samples]."""
         return (2 * self.score - 1).flatten()
 
+    def of_seed(self, seed: int) -> tuple[slice, slice, Tensor]:
+        """A seed's responses and tokens among those of all seeds, and the bounds of its responses
+        among its tokens, int64 [samples + 1]."""
+        samples = self.group.shape[1]
+        responses = slice(seed * samples, (seed + 1) * samples)
+        bounds = self.bounds[responses.start : responses.stop + 1]
+        tokens = slice(int(bounds[0]), int(bounds[-1]))
+        return responses, tokens, bounds - bounds[0]
+
 
 @torch.no_grad()
 def sample(

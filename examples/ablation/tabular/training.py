@@ -10,6 +10,7 @@ begin with [seeds]: seeds run side by side.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -24,6 +25,7 @@ from vapo_megatron.algorithms.segments import place_terminal
 from vapo_megatron.algorithms.selection import split_minibatches
 from vapo_megatron.algorithms.value_loss import value_mse
 
+from .learnt_table import Adam, Table
 from .settings import Row, Setting
 from .task import Rollout, exact_accuracy, keep_informative, make_tasks, sample
 
@@ -40,46 +42,12 @@ class Course:
     metrics: dict[str, list[float]] = field(default_factory=dict)
 
 
-class Adam:
-    """AdamW without decay, (0.9, 0.95), gradient clipping at 1 for each seed; parameters are
-    [seeds, ...]."""
+def run_code() -> ModuleType:
+    """What rows have in common with a run's own code (regression.py). It imports Megatron, which
+    takes seconds, and which most rows do without."""
+    from . import regression
 
-    def __init__(self, parameters: list[Tensor], lr: float, warmup: int) -> None:
-        self.parameters, self.lr, self.warmup, self.count = parameters, lr, warmup, 0
-        self.first = [torch.zeros_like(p) for p in parameters]
-        self.second = [torch.zeros_like(p) for p in parameters]
-
-    @torch.no_grad()
-    def step(self, loss: Tensor) -> None:
-        """Move the parameters against the gradient of a loss that is a sum over seeds."""
-        gradients = torch.autograd.grad(loss, self.parameters)
-        norm = torch.stack([g.square().flatten(1).sum(1) for g in gradients]).sum(0).sqrt()
-        scale = (1 / norm.clamp(min=1)).view(-1, 1, 1)
-        self.count += 1
-        lr = self.lr * min(1, self.count / max(1, self.warmup))
-        correction = 1 - 0.9**self.count, 1 - 0.95**self.count
-        for p, g, m, v in zip(self.parameters, gradients, self.first, self.second, strict=True):
-            g = g * scale
-            m.mul_(0.9).add_(g, alpha=0.1)
-            v.mul_(0.95).addcmul_(g, g, value=0.05)
-            p -= lr * (m / correction[0]) / ((v / correction[1]).sqrt() + 1e-8)
-
-
-class Table:
-    """base + own + features @ shared: [seeds, rows, width], whose own and shared parts learn."""
-
-    def __init__(self, base: Tensor, features: Tensor, own: bool, lr: float, warmup: int) -> None:
-        seeds, _, width = base.shape
-        self.base, self.features = base, features
-        self.own = torch.zeros_like(base, requires_grad=True) if own else None
-        self.shared = torch.zeros(seeds, features.shape[2], width, requires_grad=True)
-        self.optimizer = Adam(
-            [self.shared] if self.own is None else [self.shared, self.own], lr, warmup
-        )
-
-    def __call__(self) -> Tensor:
-        common = self.base + self.features @ self.shared
-        return common if self.own is None else common + self.own
+    return regression
 
 
 class Training:
@@ -99,6 +67,8 @@ class Training:
         self.critic = Table(start, self.tasks.critic_features, own, critic_lr, s.warmup)
         self.past: list[calibration.Moments | None] = [None for _ in seeds]
         self.mixture = [0.0 for _ in seeds]  # TETHER's rho
+        if row.critic == "regression":
+            self.regressions = [run_code().value_regression(row.features) for _ in seeds]
         self.tracked = torch.zeros(
             2, len(seeds), s.prompts, dtype=torch.float64
         )  # sums of returns, of responses
@@ -227,6 +197,14 @@ class Training:
         losses = value_mse(self.critic().squeeze(-1), means) * counts
         self.critic.optimizer.step((losses.sum(1) / counts.sum(1)).sum())
 
+    def policy_lambda(self, rollout: Rollout) -> float | Tensor:
+        """Lambda of the advantages, by response [seeds * samples] where it adapts to lengths."""
+        row = self.row
+        if row.lambda_policy == "adaptive":
+            lengths = rollout.tokens.flatten()
+            return length_adaptive_lambda(lengths, self.s.alpha, floor=row.lambda_floor)
+        return self.s.fixed_lambda if row.lambda_policy == "fixed" else row.lambda_policy
+
     @torch.no_grad()
     def advantages(self, rollout: Rollout) -> tuple[Tensor, Tensor]:
         """Advantages of decisions [seeds, samples, steps], and value targets of tokens [T]."""
@@ -235,12 +213,7 @@ class Training:
         if row.critic == "noise":
             generator = torch.Generator().manual_seed(self.responses)
             values = torch.randn(values.shape, generator=generator)
-        if row.lambda_policy == "adaptive":
-            lam: float | Tensor = length_adaptive_lambda(
-                rollout.tokens.flatten(), s.alpha, floor=row.lambda_floor
-            )
-        else:
-            lam = s.fixed_lambda if row.lambda_policy == "fixed" else row.lambda_policy
+        lam = self.policy_lambda(rollout)
         lam_critic = s.fixed_lambda if row.lambda_critic == "fixed" else row.lambda_critic
         rewards = place_terminal(rollout.rewards, rollout.bounds, len(rollout.state))
         advantages, targets = decoupled_gae(rewards, values, rollout.bounds, lam, lam_critic)
@@ -260,11 +233,8 @@ class Training:
     ) -> tuple[Tensor, float]:
         """A = g GAE(V~) + (1 - g) (R - V~) of a seed's tokens, and g (TETHER's rho); as
         training/past_returns.py has it on ranks."""
-        samples = rollout.group.shape[1]
-        of = slice(seed * samples, (seed + 1) * samples)
-        bounds = rollout.bounds[of.start : of.stop + 1]
-        tokens = slice(int(bounds[0]), int(bounds[-1]))
-        bounds, returns = bounds - bounds[0], rollout.rewards[of]
+        of, tokens, bounds = rollout.of_seed(seed)
+        returns = rollout.rewards[of]
         siblings, others = (
             mean(returns, rollout.group[seed])
             for mean in (baselines.siblings_mean, baselines.leave_one_out)
@@ -290,6 +260,30 @@ class Training:
             rewards[tokens], baseline, bounds, lam[of], trust
         ), trust
 
+    @torch.no_grad()
+    def regressed(self, rollout: Rollout) -> Tensor:
+        """Advantages of decisions over values by regression, [seeds, samples, steps]; as
+        training/past_returns.py has it on ranks."""
+        lam = self.policy_lambda(rollout)
+        rewards = place_terminal(rollout.rewards, rollout.bounds, len(rollout.state))
+        advantages = []
+        trusts = []
+        explains = []
+        for seed, batch in enumerate(run_code().seed_batches(rollout, self.actor())):
+            past = self.regressions[seed]
+            tracked = self.track(seed, rollout) if past.config.history else None
+            values, trust, explained_variance = run_code().seed_values(batch, past, tracked)
+            if self.row.calibration != "trust":
+                trust = 1.0
+            of, tokens, bounds = rollout.of_seed(seed)
+            advantages.append(
+                calibration.trusted_advantages(rewards[tokens], values, bounds, lam[of], trust)
+            )
+            trusts.append(trust)
+            explains.append(explained_variance)
+        self.note(trust=torch.tensor(trusts), critic_explains=torch.tensor(explains))
+        return torch.cat(advantages)[rollout.decision_token]
+
     def step(self, number: int) -> None:
         """One rollout and its updates."""
         s, row = self.s, self.row
@@ -306,8 +300,10 @@ class Training:
             if row.dynamic_sampling:
                 rollout, selected = keep_informative(rollout, s.samples)
                 self.note(informative=selected.double().mean(1))
-            per_response = self.without_values(rollout).view(rollout.correct.shape)
-            advantages = per_response[..., None].expand(rollout.logprobs.shape)
+            advantages = self.without_values(rollout)
+            batch_of = self.batches(rollout, number)
+        elif row.critic == "regression":
+            advantages = self.regressed(rollout)
             batch_of = self.batches(rollout, number)
         else:
             batch_of = self.batches(rollout, number)
@@ -343,8 +339,18 @@ class Training:
         self.tracked[:, seed] = torch.where(answered, torch.stack(new), self.tracked[:, seed])
         return values
 
+    @torch.no_grad()
     def without_values(self, rollout: Rollout) -> Tensor:
-        """Advantages of responses without a critic, [seeds * samples]."""
+        """Advantages of decisions without a critic, [seeds, samples, steps]."""
+        if self.row.baseline == "tempo":
+            batches = run_code().seed_batches(rollout, self.actor())
+            by_seed = [run_code().tree_advantages(batch) for batch in batches]
+            return torch.cat(by_seed)[rollout.decision_token]
+        per_response = self.of_responses(rollout).view(rollout.correct.shape)
+        return per_response[..., None].expand(rollout.logprobs.shape)
+
+    def of_responses(self, rollout: Rollout) -> Tensor:
+        """Advantages of whole responses without a critic, [seeds * samples]."""
         if self.row.tracker:
             values = torch.cat([self.track(seed, rollout) for seed in range(len(self.seeds))])
             return (rollout.rewards - values).float()

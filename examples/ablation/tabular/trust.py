@@ -62,11 +62,8 @@ class TrustedBy(Training):
     def calibrated(
         self, seed: int, rollout: Rollout, values: Tensor, rewards: Tensor, lam: Tensor
     ) -> tuple[Tensor, float]:
-        samples = rollout.group.shape[1]
-        of = slice(seed * samples, (seed + 1) * samples)
-        bounds = rollout.bounds[of.start : of.stop + 1]
-        tokens = slice(int(bounds[0]), int(bounds[-1]))
-        bounds, returns = bounds - bounds[0], rollout.rewards[of]
+        of, tokens, bounds = rollout.of_seed(seed)
+        returns = rollout.rewards[of]
         siblings = baselines.siblings_mean(returns, rollout.group[seed])
         others = baselines.leave_one_out(returns, rollout.group[seed])
         past = self.past[seed]
