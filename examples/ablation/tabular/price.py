@@ -4,6 +4,7 @@ at its own rate.
     python -m examples.ablation.tabular.price
     python -m examples.ablation.tabular.price --setting forks --seeds 3000-3009 --out
     runs/ablation_forks.json
+    python -m examples.ablation.tabular.price --regression --setting insight --setting forks
 
 Learning rates are chosen on seeds 1000 to 1004 by the mean accuracy over the responses drawn, from
 a grid that grows until the best is not at its edge; the seeds that are reported were not run
@@ -15,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from statistics import mean
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import torch
 import typer
@@ -26,13 +27,30 @@ from vapo_megatron.monitoring.facts import environment_facts
 
 from ..intervals import interval
 from .run import change, console, parse_seeds
-from .settings import ALL_PRICE_ROWS, FORKS, FORKS_ROWS, PRICE_ROWS, SETTINGS, Setting
-from .tables import price_report
+from .settings import (
+    ALL_PRICE_ROWS,
+    FORKS,
+    FORKS_ROWS,
+    PRICE_ROWS,
+    REGRESSION_ROWS,
+    SETTINGS,
+    Setting,
+)
+from .tables import price_report, regression_table
 from .training import Course, Training
 
 GRID = (1.0, 2.0, 4.0, 8.0)
 REFERENCES = ("direct", "reinforce_direct", "without_critic")
 CHOOSING = list(range(1000, 1005))
+
+
+class Score(NamedTuple):
+    """What is compared of a course: mean accuracy over the responses drawn, accuracy after them,
+    and mean explained variance of the values of its rollouts (None without values)."""
+
+    area: float
+    final: float
+    explains: float | None
 
 
 def accuracy_at(course: Course, responses: float) -> float:
@@ -51,6 +69,14 @@ def accuracy_at(course: Course, responses: float) -> float:
 def area(course: Course, total: int) -> float:
     """Mean accuracy over the responses drawn, at a hundred points."""
     return mean(accuracy_at(course, total * (i + 1) / 100) for i in range(100))
+
+
+def score(course: Course, total: int) -> Score:
+    """The score of a course after a number of responses."""
+    explains = None
+    if "critic_explains" in course.metrics:
+        explains = mean(course.metrics["critic_explains"])
+    return Score(area(course, total), accuracy_at(course, total), explains)
 
 
 def choose_rate(score: Callable[[float], float]) -> dict[float, float]:
@@ -73,31 +99,41 @@ def compare(setting: Setting, seeds: list[int], only: list[str]) -> dict[str, An
     """Each row at the setting's learning rate and at its own: area and final accuracy, and its lead
     over references."""
     total = (setting.rollouts + setting.pretraining) * setting.samples
-    scores: dict[str, dict[str, dict[int, tuple[float, float]]]] = {"common": {}, "tuned": {}}
+    scores: dict[str, dict[str, dict[int, Score]]] = {"common": {}, "tuned": {}}
     rates: dict[str, Any] = {}
 
-    def run(name: str, rate: float, seeds: list[int]) -> list[tuple[float, float]]:
+    def run(name: str, rate: float, seeds: list[int]) -> list[Score]:
         courses = Training(setting, replace(ALL_PRICE_ROWS[name], lr=rate), seeds).run()
-        return [(area(course, total), accuracy_at(course, total)) for course in courses]
+        return [score(course, total) for course in courses]
 
     for name in only:
-        grid = choose_rate(lambda rate, name=name: mean(a for a, _ in run(name, rate, CHOOSING)))  # type: ignore[misc]
+        grid = choose_rate(
+            lambda rate, name=name: mean(found.area for found in run(name, rate, CHOOSING))  # type: ignore[misc]
+        )
         best = max(grid, key=grid.__getitem__)
         rates[name] = {"best": best, "grid": {str(rate): grid[rate] for rate in sorted(grid)}}
-        for kind, rate in (("common", 1.0), ("tuned", best)):
-            scores[kind][name] = dict(zip(seeds, run(name, rate, seeds), strict=True))
+        scores["common"][name] = dict(zip(seeds, run(name, 1.0, seeds), strict=True))
+        if best == 1.0:
+            scores["tuned"][name] = scores["common"][name]
+        else:
+            scores["tuned"][name] = dict(zip(seeds, run(name, best, seeds), strict=True))
         console.print(f"{setting.name:<8} {ALL_PRICE_ROWS[name].title:<30} learning rate x{best:g}")
     tables: dict[str, Any] = {}
     for kind, rows in scores.items():
         tables[kind] = {}
         for name, by_seed in rows.items():
-            row: dict[str, Any] = {"area": interval([a for a, _ in by_seed.values()])}
-            row["final"] = interval([final for _, final in by_seed.values()])
+            row: dict[str, Any] = {
+                "area": interval([found.area for found in by_seed.values()]),
+                "final": interval([found.final for found in by_seed.values()]),
+            }
             for other in REFERENCES:
                 if other in rows and other != name:
                     row[f"less_{other}"] = interval(
-                        [by_seed[seed][0] - rows[other][seed][0] for seed in seeds]
+                        [by_seed[seed].area - rows[other][seed].area for seed in seeds]
                     )
+            explains = [found.explains for found in by_seed.values() if found.explains is not None]
+            if explains:
+                row["explains"] = interval(explains)
             tables[kind][name] = row
     return {"responses": total, "rates": rates, "tables": tables}
 
@@ -114,6 +150,9 @@ def main(
     ] = None,
     seeds: Annotated[str, typer.Option(help="such as 3 or 2000-2009")] = "2000-2009",
     out: Annotated[Path, typer.Option(help="the JSON to write")] = Path("runs/ablation_price.json"),
+    regression: Annotated[
+        bool, typer.Option("--regression", help="values by regression beside what needs no critic")
+    ] = False,
 ) -> None:
     """Choose learning rates, run the reported seeds, write all figures, and print them as
     results/ablation.md does."""
@@ -123,12 +162,15 @@ def main(
         figures: dict[str, Any] = {"seeds": wanted, "facts": environment_facts(), "settings": {}}
         for name in settings or SETTINGS:
             setting = change((SETTINGS | {FORKS.name: FORKS})[name], overrides or [])
-            rows = FORKS_ROWS if name == FORKS.name else PRICE_ROWS
-            figures["settings"][name] = compare(setting, wanted, only or list(rows))
+            rows = list(FORKS_ROWS if name == FORKS.name else PRICE_ROWS)
+            if regression:
+                rows = list(REGRESSION_ROWS)
+            figures["settings"][name] = compare(setting, wanted, only or rows)
             out.parent.mkdir(parents=True, exist_ok=True)
             with atomic_write(out) as file:
                 json.dump(figures, file, indent=1)
-        console.print(f"\n{price_report(figures)}\n\nfigures  {out}", markup=False)
+        report = regression_table(figures) if regression else price_report(figures)
+        console.print(f"\n{report}\n\nfigures  {out}", markup=False)
 
 
 if __name__ == "__main__":

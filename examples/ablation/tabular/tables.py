@@ -202,6 +202,27 @@ def _seeds(figures: Figures) -> str:
     return "seeds " + ", ".join(f"{first} to {last}" for first, last in runs)
 
 
+def regression_table(price: Figures) -> str:
+    """Values by regression at their own learning rates beside what they are compared with, setting
+    by setting: areas, their leads, and the explained variance of values."""
+    others = ("reinforce_direct", "without_critic", "direct")
+    leads = " | ".join(f"less {ALL_PRICE_ROWS[other].title}" for other in others)
+    lines = [
+        f"| setting | | area | at the end | {leads} | explained |",
+        "|---|---|---:|---:|---:|---:|---:|---:|",
+    ]
+    for setting, figures in price["settings"].items():
+        for row, found in figures["tables"]["tuned"].items():
+            cells = [setting, ALL_PRICE_ROWS[row].title]
+            cells.append(f"{found['area'][0]:.3f} (x{figures['rates'][row]['best']:g})")
+            cells.append(f"{found['final'][0]:.3f}")
+            cells += [shown(as_interval(found.get(f"less_{other}"))) for other in others]
+            explains = found.get("explains")
+            cells.append("–" if explains is None else f"{explains[0]:.2f}")
+            lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def price_report(figures: Figures) -> str:
     """The tables of the settings and rows that were run, and findings where no row is missing."""
     settings, parts = dict(figures["settings"]), []
