@@ -37,10 +37,15 @@ AGENT_METHODS = {
 HELD_OUT = f"{names.EVALUATION}held_out_avg@2"
 # The tables of the tabular stage have seeds of their own, none of which was used before.
 TABULAR_SEEDS = "6000-6009"
-TABULAR_ROWS = ("reinforce_regression", "reinforce_direct", "vapo_regression", "without_critic")
 PAIRS = (
     ("reinforce_regression", "reinforce_direct"),
     ("vapo_regression", "vapo_without_critic"),
+    ("vapo_regression", "tempo"),
+)
+# As the ablation calls them.
+ABLATION_PAIRS = (
+    ("reinforce_regression", "reinforce_direct"),
+    ("vapo_regression", "without_critic"),
     ("vapo_regression", "tempo"),
 )
 
@@ -202,12 +207,7 @@ def on_ablation(out: Path, seeds: Sequence[int], as_is: bool) -> list[Line]:
             int(seed): found["cpu_seconds"][0] for seed, found in of_row if "cpu_seconds" in found
         }
         sides[name] = Side(area(setting, row, "responses"), *by_seed.values(), seconds)
-    pairs = (
-        ("reinforce_regression", "reinforce_direct"),
-        ("vapo_regression", "without_critic"),
-        ("vapo_regression", "tempo"),
-    )
-    return compared("ablation, steps", "area by responses", sides, pairs)
+    return compared("ablation, steps", "area by responses", sides, ABLATION_PAIRS)
 
 
 def on_tables(out: Path, seeds: Sequence[int], as_is: bool) -> list[Line]:
@@ -216,14 +216,13 @@ def on_tables(out: Path, seeds: Sequence[int], as_is: bool) -> list[Line]:
     for setting in ("insight", "forks"):
         file = out / f"{setting}.json"
         if not as_is and not file.is_file():
-            only = [option for row in TABULAR_ROWS for option in ("--only", row)]
             place = ("--setting", setting, "--seeds", TABULAR_SEEDS, "--out", file)
-            program("examples.ablation.tabular.price", *place, *only)
+            program("examples.ablation.tabular.price", "--regression", *place)
         if not file.is_file():
             continue
         figures = json.loads(file.read_text())
         rows = figures["settings"][setting]["tables"]["tuned"]
-        for method, other in (TABULAR_ROWS[:2], TABULAR_ROWS[2:]):
+        for method, other in ABLATION_PAIRS[:2]:
             row = rows[method]
             lines.append(
                 Line(
@@ -234,7 +233,7 @@ def on_tables(out: Path, seeds: Sequence[int], as_is: bool) -> list[Line]:
                     len(figures["seeds"]),
                     Interval(*row["area"]),
                     Interval(*row[f"less_{other}"]),
-                    row["explained"][0] if "explained" in row else None,
+                    row["explains"][0],
                     None,
                     None,
                     None,

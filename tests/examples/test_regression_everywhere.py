@@ -97,3 +97,22 @@ def test_every_row_is_a_config_that_can_be_trained(name: str, tmp_path: Path) ->
     assert config.samples == 64
     if name in run.PRESET:
         assert config.critic.kind == name
+
+
+def test_the_tabular_stage_is_read_from_its_figures(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of one setting, whose intervals the stage has made."""
+    single = {"area": [0.6, 0.1], "less_reinforce_direct": [0.05, 0.02], "explains": [0.3, 0.1]}
+    groups = {"area": [0.7, 0.1], "less_without_critic": [-0.05, 0.06], "explains": [0.4, 0.1]}
+    rows = {"reinforce_regression": single, "vapo_regression": groups}
+    figures = {"seeds": [1, 2], "settings": {"forks": {"tables": {"tuned": rows}}}}
+    file = tmp_path / "tabular" / "forks.json"
+    file.parent.mkdir()
+    file.write_text(json.dumps(figures))
+    assert printed(capsys, "tabular", "--out", str(tmp_path)) == [
+        "| tables, forks | `reinforce_regression` | `reinforce_direct` | area by responses | 2 "
+        "| 0.600 | **+0.050 ± 0.020** | 0.30 | – | – | – |",
+        "| tables, forks | `vapo_regression` | `without_critic` | area by responses | 2 "
+        "| 0.700 | -0.050 ± 0.060 | 0.40 | – | – | – |",
+    ]
