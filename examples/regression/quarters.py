@@ -42,6 +42,7 @@ def save_figure(reports: Mapping[str, Mapping[str, Any]], image: Path) -> None:
             draw(axes, report)
             axes.set_title(title)
         panels[0].set_ylabel("explained variance of the result")
+        panels[0].legend(fontsize=8)
         image.parent.mkdir(parents=True, exist_ok=True)
         with atomic_write(image, "wb") as file:
             figure.savefig(file, format="png", dpi=DPI)
@@ -62,7 +63,6 @@ def draw(axes: Axes, report: Mapping[str, Any]) -> None:
         )
     axes.axhline(0, color=GREY, linewidth=0.6)
     axes.set_xlabel("quarter of the response")
-    axes.legend(fontsize=8)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
