@@ -24,7 +24,7 @@ from vapo_megatron.engines.server.client import EngineClient
 from vapo_megatron.engines.server.connection import EngineWrong
 from vapo_megatron.errors import RunFailed, TryAgain
 from vapo_megatron.loop_thread import LoopThread
-from vapo_megatron.rollout.dispatcher import Dispatcher
+from vapo_megatron.rollout.dispatcher import Dispatcher, connect
 from vapo_megatron.rollout.request import GenerationRequest
 from vapo_megatron.weights.routed_experts import ExpertChoices
 
@@ -172,6 +172,17 @@ def message_of(ids: list[int], count: int = 1, **meta: Any) -> bytes:
     return columns.pack([answer] * count)
 
 
+class Pool:
+    """The engines of a run, which are ready."""
+
+    def __init__(self, addresses: list[EngineAddress]) -> None:
+        self.addresses = addresses
+        self.user: Any = None
+
+    def attach(self, user: Any) -> None:
+        self.user = user
+
+
 @pytest.mark.parametrize(
     ("content", "why"),
     [
@@ -214,8 +225,10 @@ def test_impossible_output_is_the_engines_fault_and_not_the_runs(content: bytes,
     prompts = [Prompt(str(n), "", "", (n,), cursor=n) for n in range(4)]
     request = GenerationRequest(prompts, 1, SamplingConfig(max_new_tokens=1), 0, 0)
     config = RolloutConfig(collect_timeout_s=20)
-    with Dispatcher([sick, healthy], config, [1], are_replaced=True, vocabulary=32) as dispatcher:
+    pool = Pool([sick, healthy])
+    with connect(pool, config, [1], 32) as dispatcher:  # type: ignore[arg-type]
         assert [sample.response_ids.tolist() for sample in dispatcher.collect(request)] == [[1]] * 4
+        assert pool.user is dispatcher
     assert asked.count(f"/{columns.PATH}") >= 1 and f"/{END_PATH}" in asked, (
         "its owner starts another one"
     )
@@ -227,6 +240,27 @@ def test_impossible_output_is_the_engines_fault_and_not_the_runs(content: bytes,
     assert sick.url in str(told.value)
     for server in servers:
         loop.run(server.__aexit__(None, None, None))
+    loop.close()
+
+
+def test_a_response_may_take_longer_than_any_other_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vapo_megatron.rollout.dispatcher.REQUEST_SECONDS", 0.2)
+
+    async def slow(request: web.Request) -> web.Response:
+        await asyncio.sleep(0.5)
+        return web.Response(body=columns.pack([RIGHT]), content_type=columns.MEDIA_TYPE)
+
+    loop = LoopThread()
+    server = served(slow)
+    url = loop.run(server.__aenter__())
+    sampling = SamplingConfig(max_new_tokens=1)
+    request = GenerationRequest([Prompt("", "", "", (1,))], 1, sampling, 0, 0)
+    with Dispatcher([EngineAddress(url, "no log")], RolloutConfig(), [1]) as dispatcher:
+        assert len(dispatcher.collect(request)) == 1
+        parsing = dispatcher.parse_tool_calls(url, "text", [], "qwen25")
+        with pytest.raises(TryAgain, match=r"no answer to parse_function_call within 0\.2 s"):
+            dispatcher.loop.run(parsing)
+    loop.run(server.__aexit__(None, None, None))
     loop.close()
 
 

@@ -1,121 +1,25 @@
 """Groups over several servers, without servers: who gets which, which are aborted, which go to
 others."""
 
-import asyncio
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
 from urllib.parse import parse_qs
 
-import numpy as np
 import pytest
+from stub_clients import PROMPTS, SAMPLING, dispatcher, request, stream_of
 
-from vapo_megatron.config.rollout import RolloutConfig, SamplingConfig
 from vapo_megatron.data.prompts import PromptSource
-from vapo_megatron.data.sample import FinishReason, Prompt, Sample
+from vapo_megatron.data.sample import Prompt, Sample
 from vapo_megatron.engines.inside.heartbeat import END_PATH
-from vapo_megatron.engines.server.address import EngineAddress
-from vapo_megatron.engines.server.client import Completion
 from vapo_megatron.errors import RunFailed, TryAgain
-from vapo_megatron.rollout.dispatcher import Dispatcher
 from vapo_megatron.rollout.ledger import Ledger, StepRule
 from vapo_megatron.rollout.packed_groups import pack_groups, unpack_groups
-from vapo_megatron.rollout.request import GenerationRequest, GroupRequest
+from vapo_megatron.rollout.request import GroupRequest
 from vapo_megatron.rollout.stream import GroupStream, Work
-
-SAMPLING = SamplingConfig(max_new_tokens=8)
-PROMPTS = [Prompt(str(n), "", "", (n,), cursor=n) for n in range(12)]
-
-
-class Client:
-    """A server that answers after its own delay; the first token of a response equals the
-    prompt."""
-
-    def __init__(self, address: EngineAddress, seconds: float, version: int = 0) -> None:
-        self.address = address
-        self.seconds = seconds
-        self.version = version
-        self.oldest: int | None = None  # of the first token, if not the last's
-        self.asked: list[int] = []
-        self.running: set[str] = set()
-        self.aborted: set[str] = set()
-        self.gone = asyncio.Event()
-        self.stopped = asyncio.Event()
-        self.read: list[tuple[list[int], int]] = []
-        self.refusal: RunFailed | None = None
-
-    async def generate(
-        self,
-        prompts: Sequence[Any],
-        params: Any,
-        experts: Any,
-        ids: Sequence[str],
-        unfinished: bool,
-    ) -> list[Completion]:
-        self.asked.append(prompts[0][0])
-        self.read += [
-            (list(prompt), given["max_new_tokens"])
-            for prompt, given in zip(prompts, params, strict=True)
-        ]
-        self.running |= set(ids)
-        waits = [asyncio.ensure_future(event.wait()) for event in (self.gone, self.stopped)]
-        try:
-            await asyncio.wait(waits, timeout=self.seconds, return_when=asyncio.FIRST_COMPLETED)
-            if self.gone.is_set():
-                raise TryAgain("the server is gone")
-            if self.refusal is not None:
-                raise self.refusal
-            if self.stopped.is_set() and unfinished:
-                self.stopped.clear()
-                return [
-                    self.completion(prompts[0][0], 3, "abort"),
-                    self.completion(prompts[0][0], 2, "stop"),
-                ]
-            return [self.completion(prompts[0][0], 2, "stop") for _ in ids]
-        finally:
-            for wait in waits:
-                wait.cancel()
-            self.running -= set(ids)
-
-    def completion(self, first: int, length: int, reason: FinishReason) -> Completion:
-        ids = np.array([first, *range(1, length)], dtype=np.int32)
-        version = self.version
-        return Completion(
-            ids,
-            np.full(length, -1.0 - version, np.float32),
-            reason,
-            version if self.oldest is None else self.oldest,
-            version,
-            versions=((version, length),),
-        )
-
-    async def abort(self, ids: Sequence[str]) -> None:
-        self.aborted |= set(ids)
-        self.stopped.set()
-
-    async def close(self) -> None:
-        self.gone.set()
-
-
-def dispatcher(
-    *seconds: float, urls: Sequence[str] = (), are_replaced: bool = False, **settings: Any
-) -> tuple[Dispatcher, list[Client]]:
-    """seconds: in which each server answers. urls: where they are; http://engine0 and so on by
-    default."""
-    places = urls or [f"http://engine{n}" for n in range(len(seconds))]
-    clients = {
-        url: Client(EngineAddress(url, "no log"), time)
-        for url, time in zip(places, seconds, strict=True)
-    }
-    addresses = [client.address for client in clients.values()]
-    chosen: Any = lambda address, _: clients[address.url]  # noqa: E731
-    return Dispatcher(addresses, RolloutConfig(**settings), [1], are_replaced, client=chosen), list(
-        clients.values()
-    )
 
 
 @pytest.fixture
@@ -141,10 +45,6 @@ def ends() -> Iterator[tuple[list[str], list[str]]]:
             asked,
         )
         server.shutdown()
-
-
-def request(version: int = 0) -> GenerationRequest:
-    return GenerationRequest(PROMPTS, 2, SAMPLING, 1, version)
 
 
 def test_groups_come_in_request_order_and_go_where_there_is_room() -> None:
@@ -177,7 +77,7 @@ def test_what_a_lost_server_had_goes_to_the_others_first_of_all() -> None:
 
 
 def test_dead_or_lying_server_gets_no_work_until_used_again(
-    ends: tuple[list[str], list[str]],
+    ends: tuple[list[str], list[str]], caplog: pytest.LogCaptureFixture
 ) -> None:
     urls, ended = ends
     made, clients = dispatcher(
@@ -205,6 +105,9 @@ def test_dead_or_lying_server_gets_no_work_until_used_again(
         asked = len(clients[2].asked)
         made.use([urls[0], urls[2]])
         assert len(made.collect(request())) == 24 and len(clients[2].asked) > asked
+    assert {record.levelname for record in caplog.records} == {"WARNING"}
+    for why in ("the server is gone", "of version 3 to 3, expected 0"):
+        assert any(why in message for message in caplog.messages), "the log has each cause"
 
 
 def test_without_any_server_somebody_is_called(look_every: Callable[[float], None]) -> None:
@@ -264,15 +167,13 @@ def test_a_refusal_ends_all_and_what_runs_is_aborted() -> None:
 
 
 def test_a_collection_has_a_deadline() -> None:
-    made, _ = dispatcher(0.01, 30.0, collect_timeout_s=0.5, max_running_requests=1)
-    with (
-        made,
-        pytest.raises(
-            TryAgain,
-            match=r"2\d? of 24 responses arrived, and then none for rollout.collect_timeout_s=0.5",
-        ),
-    ):
+    made, _ = dispatcher(0.01, 30.0, collect_timeout_s=0.8, max_running_requests=1)
+    with made, pytest.raises(TryAgain) as late:
         made.collect(request())
+    assert str(late.value).startswith(
+        "22 of 24 responses arrived, and then none for rollout.collect_timeout_s=0.8 s"
+    )
+    assert str(late.value).endswith("http://engine0.log")
 
 
 def test_a_collection_may_take_long_while_responses_arrive() -> None:
@@ -304,22 +205,6 @@ def test_a_response_begun_by_older_weights_is_refused(goes_on: bool) -> None:
         made.loop.run(made.generate(group))
 
 
-def stream_of(
-    made: Dispatcher,
-    rule: StepRule,
-    grade: Any,
-    useful: Any = lambda group: True,
-    timeout_s: float = 20.0,
-) -> GroupStream:
-    def ask(prompt: Prompt) -> GroupRequest:
-        return GroupRequest(prompt, 2, SAMPLING, 8, 1, 0)
-
-    prompts = PromptSource(PROMPTS, seed=1, shuffle=False)
-    return GroupStream(
-        made, prompts, Ledger(rule), Work(ask, grade, useful, 2 * rule.groups, timeout_s)
-    )
-
-
 def test_groups_are_graded_while_others_are_generated() -> None:
     made, clients = dispatcher(0.2, max_running_requests=1)  # one after another
     running_when_graded: list[int] = []
@@ -343,10 +228,13 @@ def test_what_a_step_does_not_need_is_aborted() -> None:
     made, clients = dispatcher(0.01, 30.0)
     with made:
         # Prompts alternate between a fast server and one that never answers.
-        stream = stream_of(made, StepRule(1, 1, 4.0, 12), lambda group: None)
-        groups = stream.take(lambda _: None)
-        assert [group[0].prompt.cursor for group in groups] == [0]
-        assert clients[1].aborted and not clients[1].running and stream.ledger.first == 1
+        stream = stream_of(made, StepRule(1, 2, 4.0, 12), lambda group: None)
+        for step in range(2):
+            groups = stream.take(lambda _: None)
+            assert [group[0].prompt.cursor for group in groups] == [step]
+            assert clients[1].aborted and not clients[1].running
+            assert stream.ledger.first == step + 1
+            stream.advance()
         stream.close()
 
 

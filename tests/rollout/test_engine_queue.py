@@ -86,3 +86,20 @@ def test_a_pick_does_not_look_at_every_engine(monkeypatch: pytest.MonkeyPatch) -
         queue.update(engine)
     assert queue.pick(4) is None, "every engine is full"
     assert looks == 1000, "one look for each group"
+
+
+def test_an_engine_is_busy_from_its_first_group_to_its_last() -> None:
+    (engine,) = make_engines(1)
+    group = work(1, 5)
+    assert engine.busy_seconds(9.0) == 0
+    engine.add(group, 10.0)
+    engine.add(group, 12.0)
+    assert engine.busy_seconds(13.0) == 3
+    engine.remove(group, 14.0)
+    assert engine.busy_seconds(15.0) == 5
+    engine.remove(group, 16.0)
+    assert engine.busy_seconds(20.0) == 6, "it is idle"
+    engine.add(group, 20.0)
+    assert engine.busy_seconds(20.5) == 6.5
+    engine.remove(group, 21.0)
+    assert engine.busy_seconds(30.0) == 7
