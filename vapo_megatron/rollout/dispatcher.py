@@ -368,7 +368,7 @@ class Dispatcher:
             return await waiting.engine
         except asyncio.CancelledError:
             # The group may have been given to an engine before this task ran again.
-            if waiting.engine.done() and not waiting.engine.cancelled():
+            if not waiting.engine.cancelled():
                 engine = waiting.engine.result()
                 if engine is not None:
                     engine.remove(group, self.loop.time())
