@@ -86,7 +86,7 @@ def test_a_resumed_group_that_is_finished_is_not_written_again() -> None:
 
 def test_a_resumed_group_that_is_too_old_is_aborted() -> None:
     """Otherwise it would be finished before the step is."""
-    made, clients = dispatcher(0.1, 0.3)
+    made, clients = dispatcher(0.4, 0.6)
     with made:
         stream = resumed(made, StepRule(1, 9, any_order=True, max_age=1), 3, 1, {})
         wait_until(lambda: bool(clients[0].running))
