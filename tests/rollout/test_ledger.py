@@ -213,6 +213,7 @@ def test_a_group_is_trained_in_no_more_steps_than_windows() -> None:
     for _ in range(2):
         ledger.grade(number, True)
         assert ledger.take([number]) == [number]
+        assert not ledger.surplus() and number in ledger, "its next window is to come"
         ledger.advance()
     ledger.grade(number, True)
     assert not ledger.is_ready() and ledger.room() == 1, "it is too old for a third step"
