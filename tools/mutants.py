@@ -82,10 +82,20 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "tests/rewards/test_agreement.py::test_plain_comparison_is_reflexive_and_never_raises",
     ),
     "rollout": (
-        "tests/rollout/test_dispatcher.py",
-        "tests/rollout/test_engine_queue.py",
-        "tests/rollout/test_ledger.py",
-        "tests/rollout/test_windows.py",
+        *(
+            f"tests/rollout/test_{name}.py"
+            for name in (
+                "dispatcher",
+                "engine_queue",
+                "engine_requests",
+                "engine_work",
+                "ledger",
+                "packed_groups",
+                "stream_limits",
+                "windows",
+            )
+        ),
+        "tests/rollout/test_killed_streams.py::test_a_group_that_cancels_itself_fails_the_step",
         "tests/engines/test_client.py",
         "tests/training/test_collect_switches.py",
         "tests/training/test_rollouts.py",
