@@ -387,7 +387,6 @@ class Ledger:
                 parts.append(_Part(self.taken + index + 1, start, start))
             part = parts[index]
             end = part.end
-            is_moved = part.start != start
             while part.end < start:
                 self._extend(part)
             for place in range(part.start, start):
@@ -403,8 +402,8 @@ class Ledger:
                 self._extend(part)
             part.full = self._is_full(part)
             index += 1
-            if part.end == end and not is_moved and index < len(parts):
-                return
+            if part.end == end and index < len(parts):
+                return  # the next part begins where it did
 
     def _extend(self, part: _Part) -> None:
         record = self._order[part.end]
