@@ -63,6 +63,10 @@ def test_the_least_loaded_engine_with_room_is_picked(seed: int) -> None:
                 running.append((choice, group))
                 picked += 1
     assert picked > 300
+    for engine in engines:
+        groups = [group for owner, group in running if owner is engine]
+        assert engine.requests == sum(group.samples for group in groups)
+        assert engine.tokens == sum(group.max_tokens for group in groups)
 
 
 def test_a_pick_does_not_look_at_every_engine(monkeypatch: pytest.MonkeyPatch) -> None:
