@@ -285,6 +285,7 @@ class Planner:
 
     name = "actor"
     replays = False
+    shares_prompts = False
 
     def __init__(self, dp_size: int, max_tokens: int = 32768, cp_size: int = 1) -> None:
         """Not more ranks than there are in the world, unless plans alone are asked for."""
@@ -294,7 +295,11 @@ class Planner:
         self.mesh = _Line(dp_size, cp_size)
 
     def plan(
-        self, lengths: torch.Tensor, samples: Sequence[int], segments: torch.Tensor | None = None
+        self,
+        lengths: torch.Tensor,
+        samples: Sequence[int],
+        segments: torch.Tensor | None = None,
+        shared: None = None,
     ) -> MicrobatchPlan:
         """As Trainable.plan."""
         settings: dict[str, Any] = {

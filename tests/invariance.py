@@ -228,7 +228,7 @@ def _train_case(
     for _ in range(STEPS):
         result = trainable.train_step(batch, range(batch.samples), loss)
         steps.append(result.metrics | {"grad_norm": result.grad_norm})
-        gradients = _gradients(trainable)
+        gradients = named_gradients(trainable)
         if split.offload == "always":
             trainable.offloader.onload_only()
     scores = trainable.score(batch).numpy()
@@ -262,7 +262,7 @@ def gather_gradients(trainable: Trainable) -> None:
 
 
 @torch.no_grad()
-def _gradients(trainable: Trainable) -> dict[str, np.ndarray]:
+def named_gradients(trainable: Trainable) -> dict[str, np.ndarray]:
     """Gradients of the last step by the names of the weights: they stand in for the weights in an
     export."""
     chunks = trainable.chunks

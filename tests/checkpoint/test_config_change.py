@@ -35,7 +35,11 @@ def checkpoint(tmp_path: Path) -> Path:
         {},
         {"run": {"steps": 500, "resume": "auto", "overwrite": True}},
         {
-            "actor": {"layout": {"tp": 4}, "max_tokens_per_microbatch": 1000},
+            "actor": {
+                "layout": {"tp": 4},
+                "max_tokens_per_microbatch": 1000,
+                "share_prompts": True,
+            },
             "cluster": {"ranks": 8},
         },
         {"evaluation": {"every": 3}, "export": {"every": 5}, "monitoring": {"tensorboard": False}},

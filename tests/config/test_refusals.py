@@ -10,7 +10,7 @@ from vapo_megatron.config.algorithm import AlgorithmConfig
 from vapo_megatron.config.base import Section, known_keys
 from vapo_megatron.config.data import EvalSet, EvaluationDataConfig, PromptTemplate, ServerConfig
 from vapo_megatron.config.evaluate import EvaluateConfig
-from vapo_megatron.config.model import CriticConfig, LayoutConfig, OptimizerSettings
+from vapo_megatron.config.model import ActorConfig, CriticConfig, LayoutConfig, OptimizerSettings
 from vapo_megatron.config.rollout import RolloutConfig
 from vapo_megatron.config.run import SftDataConfig
 from vapo_megatron.config.tiny_model import TinyModel
@@ -42,6 +42,15 @@ SERVER: dict[str, Any] = {"url": "http://host", "model": "m"}
             LayoutConfig,
             {"tp": 2, "ep": 3, "sequence_parallel": True},
             "ep=3 and tp=2: one must divide the other",
+        ),
+        *(
+            (
+                section,
+                {"share_prompts": True, "layout": {"cp": 2}},
+                "share_prompts with layout.cp=2: a context-parallel rank has chunks of sequences "
+                "and no whole prompt, set layout.cp=1 or share_prompts=false",
+            )
+            for section in (ActorConfig, CriticConfig)
         ),
         (OptimizerSettings, {"decay": "cosine"}, "decay=cosine needs decay_steps"),
         (

@@ -118,6 +118,24 @@ def test_the_longest_sample_of_a_layout_just_fits(
         plan(longest + 2)
 
 
+@pytest.mark.parametrize(("cp", "shares"), [(1, True), (2, False)])
+def test_a_context_parallel_reference_shares_no_prompts(cp: int, shares: bool) -> None:
+    config = TrainConfig.model_validate(
+        {
+            "model": {"path": "m"},
+            "data": {"train": "t"},
+            "sampling": {"max_new_tokens": 16},
+            "algorithm": {"kl": {"placement": "reward", "coef": 0.1}},
+            "actor": {"share_prompts": True},
+            "critic": {"share_prompts": False},
+            "reference": {"layout": {"cp": cp}},
+        }
+    )
+    assert config.trainable("reference").share_prompts == shares
+    assert config.trainable("actor").share_prompts
+    assert not config.trainable("critic").share_prompts
+
+
 @pytest.mark.parametrize("key", ["hardware.kind=h200-141g", "plan.gpus=8"])
 def test_what_only_plan_reads_is_refused_with_where_it_belongs(key: str) -> None:
     with pytest.raises(

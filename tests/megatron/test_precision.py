@@ -120,6 +120,12 @@ OLD_CUDA = Chip("cuda", "nccl", "spawn", cuda=(12, 8))
             {},
             "CUDA 12.9 or later, this one is for 12.8",
         ),
+        (
+            H100,
+            {"share_prompts": True},
+            {},
+            "actor.share_prompts=true: Transformer Engine's attention knows no prompt",
+        ),
         *(
             (
                 H100,
@@ -146,6 +152,21 @@ def test_what_cannot_work_is_refused_by_name(
             platform,
         )
     assert words in str(refusal.value) and "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "told"), [("reference", "actor"), ("critic", "critic"), ("actor", "actor")]
+)
+def test_delta_nets_share_no_prompts(name: str, told: str) -> None:
+    section = TrainableConfig(share_prompts=True)
+    sdpa = ModelConfig(path="m", attention="sdpa")
+    with pytest.raises(BadInput) as refusal:
+        check_trainable(spec_of("qwen3_next"), sdpa, section, name, BARE)
+    said = str(refusal.value)
+    assert f"{told}.share_prompts=true: the delta nets of qwen3_next" in said
+    assert said.endswith(f"set {told}.share_prompts=false") and "\n" not in said
+    for platform in (BARE, H100):
+        check_trainable(spec_of("deepseek_v3"), sdpa, section, name, platform)
 
 
 @pytest.mark.parametrize("kind", ["model", "adapter"])

@@ -58,6 +58,8 @@ class Ranks:
 class Planner:
     """What ShardedBatch.model_input asks of a model."""
 
+    shares_prompts = False
+
     def __init__(self, tp: int, cp: int, name: str = "actor", replays: bool = False) -> None:
         self.name = name
         self.replays = replays
@@ -65,7 +67,11 @@ class Planner:
         self.alignment = 2 * cp if cp > 1 else 1
 
     def plan(
-        self, lengths: torch.Tensor, samples: Any, segments: torch.Tensor | None = None
+        self,
+        lengths: torch.Tensor,
+        samples: Any,
+        segments: torch.Tensor | None = None,
+        shared: None = None,
     ) -> Any:
         aligned: Any = {"alignment": self.alignment, "total_alignment": self.alignment * 3}
         return plan_microbatches(

@@ -79,12 +79,17 @@ class Planner:
 
     name = "actor"
     replays = False
+    shares_prompts = False
 
     def __init__(self, layout: LayoutConfig) -> None:
         self.mesh = make_mesh(layout)
 
     def plan(
-        self, lengths: torch.Tensor, samples: Any, segments: torch.Tensor | None = None
+        self,
+        lengths: torch.Tensor,
+        samples: Any,
+        segments: torch.Tensor | None = None,
+        shared: None = None,
     ) -> Any:
         cost = Cost(1.0, 0.01)
         return plan_microbatches(

@@ -47,13 +47,18 @@ class Planner:
     """What ShardedBatch.part asks of a model."""
 
     name = "actor"
+    shares_prompts = False
 
     def __init__(self, tp: int, replays: bool) -> None:
         self.mesh = LinedUp(tp)
         self.replays = replays
 
     def plan(
-        self, lengths: torch.Tensor, samples: Any, segments: torch.Tensor | None = None
+        self,
+        lengths: torch.Tensor,
+        samples: Any,
+        segments: torch.Tensor | None = None,
+        shared: None = None,
     ) -> Any:
         cost = Cost(1.0, 0.01)
         return plan_microbatches(

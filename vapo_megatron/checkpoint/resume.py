@@ -191,8 +191,9 @@ _HARMLESS = (
         "monitoring",
         "checkpoint",
     ),
-    *("actor.layout", "actor.recompute", "actor.max_tokens_per_microbatch"),
-    *("critic.layout", "critic.recompute", "critic.max_tokens_per_microbatch", "reference.layout"),
+    *("actor.layout", "actor.recompute", "actor.max_tokens_per_microbatch", "actor.share_prompts"),
+    *("critic.layout", "critic.recompute", "critic.max_tokens_per_microbatch"),
+    *("critic.share_prompts", "reference.layout"),
     *(
         "rollout.num_engines",
         "rollout.tp",

@@ -206,11 +206,26 @@ class TrainableConfig(Section):
     max_tokens_per_microbatch: int = Field(
         16384, ge=1, description="padded tokens per packed micro-batch, at most"
     )
+    share_prompts: bool = Field(
+        False,
+        description="compute the prompt of a group once for its responses in a micro-batch, in "
+        "scoring and updates (docs/parallelism.md); needs PyTorch's attention and layout.cp=1. "
+        "`plan` does not count what this saves",
+    )
     offload: Literal["auto", "always", "never"] = Field(
         "auto",
         description="move model parts that a phase does not use to host memory; auto: on GPUs, "
         "those that `plan` sees no room for beside engine and activations",
     )
+
+    @model_validator(mode="after")
+    def _prompts_are_whole(self) -> "TrainableConfig":
+        if self.share_prompts and self.layout.cp > 1:
+            raise ValueError(
+                f"share_prompts with layout.cp={self.layout.cp}: a context-parallel rank has "
+                "chunks of sequences and no whole prompt, set layout.cp=1 or share_prompts=false"
+            )
+        return self
 
     @property
     def total_alignment(self) -> int:

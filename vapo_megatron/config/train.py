@@ -443,13 +443,19 @@ class TrainConfig(Section):
     def trainable(self, name: str) -> ActorConfig | CriticConfig:
         """The section of a model, "actor", "critic" or "reference".
 
-        The reference has the actor's settings, as a whole model with its own layout.
+        The reference has the actor's settings, as a whole model with its own layout; it shares
+        prompts unless that is context-parallel.
         """
         if name == "reference":
             layout = self.reference.layout or self.actor.layout
-            return self.actor.model_copy(
-                update={"kind": "model", "layout": layout, "recompute": RecomputeConfig()}
-            )
+            shares_prompts = self.actor.share_prompts and layout.cp == 1
+            changes = {
+                "kind": "model",
+                "layout": layout,
+                "recompute": RecomputeConfig(),
+                "share_prompts": shares_prompts,
+            }
+            return self.actor.model_copy(update=changes)
         if name == "critic":
             return self.critic
         return self.actor

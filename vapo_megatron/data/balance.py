@@ -1,7 +1,7 @@
 """Which data-parallel rank computes which samples, in which micro-batch."""
 
 import heapq
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, overload
 
@@ -48,19 +48,22 @@ class MicrobatchPlan(Sequence[list[list[int]]]):
 
     Attributes:
         microbatches: how many each rank has.
+        heaviest: work of the rank that has most.
     """
 
     def __init__(
         self,
-        samples: NDArray[np.int64],
+        samples_at: Callable[[list[int]], NDArray[np.int64]],
         work: _Loads,
         tokens: _Loads,
         ranks: _Bins,
         count: int,
         budget: int,
     ) -> None:
+        """samples_at: the samples of some places in work and tokens."""
         self.microbatches = count
-        self._samples = samples
+        self.heaviest = max((float(work[rank].sum()) for rank in ranks), default=0.0)
+        self._samples_at = samples_at
         self._work = work
         self._tokens = tokens
         self._ranks = ranks
@@ -72,7 +75,7 @@ class MicrobatchPlan(Sequence[list[list[int]]]):
 
     def samples_of(self, dp_rank: int) -> NDArray[np.int64]:
         """All samples of a data-parallel rank, ascending."""
-        return np.sort(self._samples[self._ranks[dp_rank]])
+        return np.sort(self._samples_at(self._ranks[dp_rank]))
 
     def __getitem__(self, dp_rank: Any) -> Any:
         even = _packed(
@@ -83,7 +86,7 @@ class MicrobatchPlan(Sequence[list[list[int]]]):
         )
         even = _even_out(even, self._work, tokens=self._tokens, budget=self._budget)
         even.sort(key=lambda members: -self._work[members].sum())
-        return [sorted(self._samples[members].tolist()) for members in even]
+        return [sorted(self._samples_at(members).tolist()) for members in even]
 
 
 def plan_microbatches(
@@ -119,11 +122,22 @@ def plan_microbatches(
     Raises:
         BadInput: a single sample is longer than max_tokens.
     """
-    budget = max_tokens // total_alignment * total_alignment
     chosen = np.asarray(samples, dtype=np.int64)
     sizes = np.asarray(lengths, dtype=np.int64)[chosen]
     work = cost(sizes.astype(np.float64))
     tokens = -(-np.maximum(sizes - 1, 1) // alignment) * alignment
+    budget = token_budget(tokens, max_tokens, total_alignment)
+    return level_plan(
+        chosen.__getitem__, work, tokens, dp_size=dp_size, budget=budget, multiple_of=multiple_of
+    )
+
+
+def token_budget(tokens: NDArray[np.int64], max_tokens: int, total_alignment: int) -> int:
+    """The most padded tokens of a micro-batch, a multiple of total_alignment.
+
+    tokens: of each sample, padded. Raises BadInput: a single one is longer than max_tokens.
+    """
+    budget = max_tokens // total_alignment * total_alignment
     longest = int(tokens.max(initial=0))
     if longest > budget or not budget:
         needed = -(-max(longest, 1) // total_alignment) * total_alignment
@@ -131,25 +145,41 @@ def plan_microbatches(
             f"max_tokens_per_microbatch={max_tokens} is below the {needed} tokens of the longest "
             "sample, padding included: raise it, or shorten the samples"
         )
+    return budget
+
+
+def level_plan(
+    samples_at: Callable[[list[int]], NDArray[np.int64]],
+    work: NDArray[np.float64],
+    tokens: NDArray[np.int64],
+    *,
+    dp_size: int,
+    budget: int,
+    multiple_of: int,
+) -> MicrobatchPlan:
+    """As plan_microbatches, of items with their work and tokens, none above the budget.
+
+    samples_at: the samples of some items, given their places in work and tokens.
+    """
     level = work.sum() / dp_size * (1 + _TOLERANCE)
-    ranks = _even_out(_least_first(range(len(chosen)), work, dp_size), work, enough=level)
+    ranks = _even_out(least_first(range(len(work)), work, dp_size), work, enough=level)
     count = max(1, *(-(-int(tokens[rank].sum()) // budget) for rank in ranks))
     count = -(-count // multiple_of) * multiple_of
     while any(_packed(rank, work, tokens, count, budget) is None for rank in ranks):
         count += multiple_of
-    return MicrobatchPlan(chosen, work, tokens, ranks, count, budget)
+    return MicrobatchPlan(samples_at, work, tokens, ranks, count, budget)
 
 
 def _packed(rank: list[int], work: _Loads, tokens: _Loads, count: int, budget: int) -> _Bins | None:
     """A rank's samples in `count` micro-batches within the budget: of level work, changed until
     none is above it, else by best fit; None where both leave one above it."""
-    even = _even_out(_least_first(rank, work, count), tokens, enough=budget)
+    even = _even_out(least_first(rank, work, count), tokens, enough=budget)
     if max(tokens[members].sum() for members in even) <= budget:
         return even
     return _best_fit(rank, tokens, count, budget)
 
 
-def _least_first(places: Iterable[int], work: _Loads, count: int) -> _Bins:
+def least_first(places: Iterable[int], work: _Loads, count: int) -> _Bins:
     """Longest processing time first: by falling work, each to the bin with least (Graham, 1969)."""
     bins: _Bins = [[] for _ in range(count)]
     heap = [(0.0, b) for b in range(count)]

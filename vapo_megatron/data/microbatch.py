@@ -5,15 +5,17 @@ cp, is split into 2 * cp chunks, and rank r holds chunks r and 2 * cp - 1 - r, s
 attention costs every rank the same.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from vapo_megatron.data.batch import ExperienceBatch
+from vapo_megatron.data.shared_prompts import first_tokens
 
 
 class Share(Sequence[int]):
@@ -45,22 +47,39 @@ class Share(Sequence[int]):
         return self._places[index]
 
 
+class Prefix(NamedTuple):
+    """Positions at the beginning of a packed sequence that the micro-batch has in another one.
+
+    start: where they begin in the pack. length: how many; 0: it has all positions itself.
+    """
+
+    start: int
+    length: int
+
+
+NO_PREFIX = Prefix(0, 0)
+
+
 @dataclass(frozen=True)
 class MicroBatch:
     """Packed sequences of one forward pass, the part that a context-parallel rank holds (t tokens).
 
     Position j of a sequence reads token j and predicts token j + 1: its log-prob, or the value of
-    the state in which it is chosen. A sequence of n tokens has n - 1 positions.
+    the state in which it is chosen. A sequence of n tokens has n - 1 positions. With shared
+    prompts, the first of the sequences that begin alike has all its positions, and the others those
+    from the last prompt token on.
 
     Attributes:
         ids, labels: int64 [t].
         response_index: int64 [t], index of the position's label among the batch's response tokens;
             -1 elsewhere.
-        lengths: positions of each packed sequence over all CP ranks, padding included.
+        lengths: positions of each packed sequence over all CP ranks, padding included, without
+            those that it has in another one.
         owners: the number, among the micro-batch's samples, of the one that each packed sequence is
             a segment of.
         experts: uint8 or int16 [t, layers * experts per token], the experts that each position is
             to go through; None lets the model choose.
+        prefixes: of each packed sequence; None where all have all their positions.
     """
 
     ids: Tensor
@@ -69,6 +88,7 @@ class MicroBatch:
     lengths: tuple[int, ...]
     owners: tuple[int, ...]
     experts: Tensor | None = None
+    prefixes: tuple[Prefix, ...] | None = None
 
     @property
     def response_rows(self) -> Tensor:
@@ -115,6 +135,7 @@ def pack(
     cp_rank: int,
     experts_per_token: int = 0,
     for_critic: bool = False,
+    share_prompts: bool = False,
     *,
     part_of: Sequence[int] | None = None,
 ) -> MicroBatch:
@@ -124,6 +145,8 @@ def pack(
     experts_per_token: of a model that is to go through the batch's routed_experts; 0: of one that
         is not.
     for_critic: the privileged tokens of a sample stand before each of its segments.
+    share_prompts: samples of one segment that begin alike have the positions of their prompt once.
+        Not with context parallelism.
     part_of: of the rank's parts of samples (data/parts.py), the padded positions of each sequence
         that two segments are chunks of.
     """
@@ -134,6 +157,15 @@ def pack(
         s: batch.tokens[:0] if read is None else read[ends[s] : ends[s + 1]] for s in samples
     }
     positions_of = [len(privileged[s]) + end - first - 1 for s, first, end in segments]
+    trunks: list[int | None] = [None] * len(segments)
+    if share_prompts:
+        assert cp_size == 1, "the chunks of a context-parallel rank have no prompt of their own"
+        trunks = _trunks(batch, [s for s, *_ in segments], for_critic)
+    shared_of = [
+        0 if trunk is None else len(privileged[s]) + int(batch.prompt_lengths[s]) - 1
+        for (s, *_), trunk in zip(segments, trunks, strict=True)
+    ]
+    positions_of = [n - shared for n, shared in zip(positions_of, shared_of, strict=True)]
     if part_of is None:
         lengths = padded_lengths(positions_of, alignment, total_alignment)
     else:
@@ -159,26 +191,36 @@ def pack(
     places_of = {s: batch.response_places(s) for s in samples}
     experts_of = {s: batch.sample_experts(s) for s in samples}
     start = 0
-    for (sample, first, end), n, padded in zip(segments, positions_of, lengths, strict=False):
+    starts = []
+    for (sample, first, end), n, shared, padded in zip(
+        segments, positions_of, shared_of, lengths, strict=False
+    ):
+        starts.append(start)
         offset = offsets[sample]
         tokens = torch.cat((privileged[sample], batch.tokens[offset + first : offset + end])).long()
-        ids[start : start + n] = tokens[:-1]
-        labels[start : start + n] = tokens[1:]
+        ids[start : start + n] = tokens[shared:-1]
+        labels[start : start + n] = tokens[shared + 1 :]
         places = places_of[sample]
         # Places grow: those within the segment are one run.
         begin, stop = torch.searchsorted(places, torch.tensor([first, end])).tolist()
-        before = start + len(privileged[sample]) - 1
+        before = start + len(privileged[sample]) - 1 - shared
         response_index[before - first + places[begin:stop]] = torch.arange(
             numbers[sample] + begin, numbers[sample] + stop
         )
         chosen = experts_of[sample]
         if experts is not None and chosen is not None:
-            experts[start : start + n] = chosen[first : first + n]
+            experts[start : start + n] = chosen[first + shared : first + shared + n]
         start += padded
     owners = tuple(owner_of[s] for s, *_ in segments) or (0,)
     if part_of is not None:
         owners = owners[::2]
         return MicroBatch(ids, labels, response_index, tuple(part_of), owners, experts)
+    prefixes = None
+    if any(shared_of):
+        prefixes = tuple(
+            NO_PREFIX if trunk is None else Prefix(starts[trunk], shared)
+            for trunk, shared in zip(trunks, shared_of, strict=True)
+        )
     local = local_positions(lengths, cp_size, cp_rank)
     return MicroBatch(
         ids[local],
@@ -187,7 +229,24 @@ def pack(
         tuple(lengths),
         owners,
         None if experts is None else experts[local],
+        prefixes,
     )
+
+
+def _trunks(batch: ExperienceBatch, samples: Sequence[int], for_critic: bool) -> list[int | None]:
+    """For each packed sequence the earlier one that has the positions of its prompt, None where it
+    has them itself. samples: of each sequence; one that is there more than once has segments, which
+    share nothing."""
+    trunks: list[int | None] = []
+    seen: dict[bytes, int] = {}
+    sequences_of = Counter(samples)
+    for place, sample in enumerate(samples):
+        trunk = None
+        if sequences_of[sample] == 1:
+            tokens = first_tokens(batch, sample, for_critic).numpy().tobytes()
+            trunk = seen.setdefault(tokens, place)
+        trunks.append(None if trunk == place else trunk)
+    return trunks
 
 
 class Packed(Sequence[MicroBatch]):

@@ -16,7 +16,13 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from vapo_megatron.data.microbatch import natural_order
-from vapo_megatron.megatron.packed_attention import attend_packed, packed_segments
+from vapo_megatron.megatron.packed_attention import (
+    attend_packed,
+    packed_segments,
+    prefixes_of,
+    segments_after,
+    with_prefixes,
+)
 from vapo_megatron.megatron.rotary import RotaryTables
 from vapo_megatron.megatron.sharded_parameters import cut_by_heads
 from vapo_megatron.models.layers import SelfAttention
@@ -113,14 +119,20 @@ class SDPACoreAttention(MegatronModule):
         if cu is None:
             cu = packed_seq_params.cu_seqlens_q
         lengths = (cu[1:] - cu[:-1]).tolist()
+        prefixes = prefixes_of(packed_seq_params)
         if self.rotary is not None:
-            query, key = self.rotary.turn(query, key, cu, self.turned_factor)
+            query, key = self.rotary.turn(query, key, cu, self.turned_factor, prefixes)
         if size > 1:
             widths = (key.shape[-1], value.shape[-1])
             joined = _GatherSequence.apply(torch.cat((key, value), dim=-1), self.cp)
             joined = joined[natural_order(lengths, size).to(joined.device)]
             key, value = joined.split(widths, -1)
-        segments = packed_segments(lengths, size, rank)
+        if prefixes is None:
+            segments = packed_segments(lengths, size, rank)
+        else:
+            key = with_prefixes(key, lengths, prefixes)
+            value = with_prefixes(value, lengths, prefixes)
+            segments = segments_after(lengths, prefixes)
         channels = value.shape[-1]
         query, key, value = _of_one_width(query, key, value)
         out = attend_packed(

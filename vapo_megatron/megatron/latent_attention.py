@@ -19,6 +19,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from vapo_megatron.megatron.attention import SDPACoreAttention
+from vapo_megatron.megatron.packed_attention import prefixes_of
 from vapo_megatron.megatron.rotary import RotaryTables, rotate
 from vapo_megatron.models.layers import LatentAttention
 
@@ -154,7 +155,7 @@ class LatentSelfAttention(MegatronModule):
         cu = packed.cu_seqlens_q_padded
         if cu is None:
             cu = packed.cu_seqlens_q
-        cos, sin = self.rotary.of(cu, dtype)
+        cos, sin = self.rotary.of(cu, dtype, prefixes_of(packed))
         factor = self.attention.turned_factor
         if factor == 1.0:
             return cos, sin

@@ -1,13 +1,18 @@
 """Causal attention over packed sequences, by segments of queries and keys: in padded batches, or in
 runs that bound the memory of masks."""
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from vapo_megatron.data.microbatch import Prefix
 from vapo_megatron.models.layers import SINK_CHANNELS
 
 # Mean tokens of packed sequences from which each is attended to on its own rather than in a padded
@@ -44,6 +49,45 @@ def packed_segments(lengths: list[int], cp: int, rank: int) -> list[Segment]:
                 q += chunk
         k += n
     return segments
+
+
+@dataclass
+class PackedSequences(PackedSeqParams):
+    """Megatron's description of packed sequences, and MicroBatch.prefixes."""
+
+    prefixes: Sequence[Prefix] | None = None
+
+
+def prefixes_of(packed: Any) -> Sequence[Prefix] | None:
+    """The prefixes of packed sequences; None without."""
+    return packed.prefixes if isinstance(packed, PackedSequences) else None
+
+
+def segments_after(lengths: Sequence[int], prefixes: Sequence[Prefix]) -> list[Segment]:
+    """Causal segments of packed sequences of which some have their first positions in another one.
+    Keys are those of with_prefixes."""
+    segments = []
+    q = 0
+    k = 0
+    for n, prefix in zip(lengths, prefixes, strict=True):
+        keys = prefix.length + n
+        segments.append(Segment(q, n, k, keys))
+        q += n
+        k += keys
+    return segments
+
+
+def with_prefixes(x: Tensor, lengths: Sequence[int], prefixes: Sequence[Prefix]) -> Tensor:
+    """Rows of packed sequences [t, ...] with those of its prefix before each of them, [t', ...]."""
+    own = x.split(list(lengths))
+    starts = [0, *accumulate(lengths)]
+    sequence_at = dict(zip(starts, own, strict=False))
+    # Cut once for all sequences with it: the backward pass of each cut makes a tensor as large as
+    # what it was cut from.
+    cut = {prefix: sequence_at[prefix.start][: prefix.length] for prefix in set(prefixes)}
+    return torch.cat(
+        [rows for prefix, piece in zip(prefixes, own, strict=True) for rows in (cut[prefix], piece)]
+    )
 
 
 def _batches(segments: list[Segment]) -> list[list[int]]:

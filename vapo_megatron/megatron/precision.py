@@ -86,6 +86,8 @@ def check_trainable(
             raise BadInput(f"{key} is above {told}: lower it")
         if any(piece % block for piece in pieces):
             raise BadInput(f"{key} does not divide {told}: choose a divisor")
+    if section.share_prompts:
+        check_shared_prompts(spec, name, fused=fused)
     check_precision(spec, model, section, name, platform)
     if fused:
         check_fused_layers(spec)
@@ -96,12 +98,32 @@ def check_trainable(
         )
 
 
+def check_shared_prompts(spec: ModelSpec, name: str, *, fused: bool) -> None:
+    """Raises BadInput where layers cannot go on from another sequence's prompt."""
+    switch = f"{_section(name)}.share_prompts"
+    if spec.delta_nets:
+        raise BadInput(
+            f"{switch}=true: the delta nets of {spec.family} have a state after each token and "
+            f"continue none of another sequence, set {switch}=false"
+        )
+    if fused:
+        raise BadInput(
+            f"{switch}=true: Transformer Engine's attention knows no prompt that sequences share, "
+            f"set model.attention=sdpa or {switch}=false"
+        )
+
+
+def _section(name: str) -> str:
+    """The config section with a model's settings: the reference has the actor's."""
+    return "actor" if name == "reference" else name
+
+
 def check_precision(
     spec: ModelSpec, model: ModelConfig, section: TrainableConfig, name: str, platform: Platform
 ) -> None:
     """Raises BadInput where a section's precision is not possible; name is the config section."""
     precision = section.precision
-    switch = f"{'actor' if name == 'reference' else name}.precision.fp8"
+    switch = f"{_section(name)}.precision.fp8"
     key = f"{switch}={precision.fp8}"
     if precision.fp8 == "none":
         return

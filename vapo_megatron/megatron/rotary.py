@@ -1,12 +1,13 @@
 """Rotary position embedding of packed sequences."""
 
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from vapo_megatron.data.microbatch import local_positions
+from vapo_megatron.data.microbatch import Prefix, local_positions
 from vapo_megatron.models.rotary import PositionScale
 
 
@@ -75,26 +76,37 @@ class RotaryTables:
         self._tables: tuple[Tensor, Tensor] | None = None
 
     def turn(
-        self, query: Tensor, key: Tensor, cu_seqlens: Tensor, factor: float = 1.0
+        self,
+        query: Tensor,
+        key: Tensor,
+        cu_seqlens: Tensor,
+        factor: float = 1.0,
+        prefixes: Sequence[Prefix] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Queries [t, heads, d] and keys [t, kv_heads, d] at their positions in the sequences.
-        factor: of their turned channels."""
-        cos, sin = self.of(cu_seqlens, query.dtype)
+        factor: of their turned channels. prefixes: as in of()."""
+        cos, sin = self.of(cu_seqlens, query.dtype, prefixes)
         if factor != 1.0:
             cos, sin = cos * factor, sin * factor
         query = rotate(query, cos, sin, self.interleaved)
         key = rotate(key, cos, sin, self.interleaved)
         return query if self._factors is None else query * self._factors, key
 
-    def of(self, cu_seqlens: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def of(
+        self, cu_seqlens: Tensor, dtype: torch.dtype, prefixes: Sequence[Prefix] | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Both [t, 1, n] in dtype, on the device of cu_seqlens [sequences + 1]. They are cached for
-        as long as cu_seqlens is the same tensor, which must not be changed."""
+        as long as cu_seqlens is the same tensor, which must not be changed, nor given with other
+        prefixes. prefixes: positions before the first one of each sequence; None: nowhere."""
         last = self._key() if self._key is not None else None
         if last is not cu_seqlens or self._tables is None or self._tables[0].dtype != dtype:
             lengths = (cu_seqlens[1:] - cu_seqlens[:-1]).tolist()
-            positions = torch.cat([torch.arange(n) for n in lengths])[
-                local_positions(lengths, *self._cp)
-            ]
+            before = [0] * len(lengths)
+            if prefixes is not None:
+                before = [prefix.length for prefix in prefixes]
+            positions = torch.cat(
+                [torch.arange(first, first + n) for first, n in zip(before, lengths, strict=True)]
+            )[local_positions(lengths, *self._cp)]
             angles = torch.outer(positions.float(), self._inv_freq)[:, None]
             device = cu_seqlens.device
             self._tables = angles.cos().to(device, dtype), angles.sin().to(device, dtype)

@@ -8,34 +8,37 @@ from functools import partial
 from typing import Any
 
 import torch
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from torch import Tensor
 
 from vapo_megatron.config.model import LayoutConfig
-from vapo_megatron.data.microbatch import MicroBatch, Packed
+from vapo_megatron.data.microbatch import MicroBatch, Packed, Prefix
 from vapo_megatron.logs import note_progress
 from vapo_megatron.megatron.mesh import Mesh
 from vapo_megatron.megatron.moe import replay_experts, replaying
+from vapo_megatron.megatron.packed_attention import PackedSequences
 from vapo_megatron.megatron.platform import current_platform
 from vapo_megatron.models.spec import Head, ModelSpec
 from vapo_megatron.weights.mapping import unwrapped
 
 
-def packed_sequences(lengths: Sequence[int], device: torch.device) -> PackedSeqParams:
+def packed_sequences(
+    lengths: Sequence[int], device: torch.device, prefixes: Sequence[Prefix] | None = None
+) -> PackedSequences:
     """Packed sequences for attention and rotary embedding. lengths: tokens of each over all
-    context-parallel ranks, padding included."""
+    context-parallel ranks, padding included. prefixes: as of MicroBatch."""
     starts = torch.tensor((0, *lengths), dtype=torch.int32, device=device).cumsum(
         0, dtype=torch.int32
     )
     longest = max(lengths)
-    return PackedSeqParams(
+    return PackedSequences(
         qkv_format="thd",
         cu_seqlens_q=starts,
         cu_seqlens_kv=starts,
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
+        prefixes=prefixes,
     )
 
 
@@ -104,7 +107,7 @@ class Schedule:
                 experts = experts.unflatten(1, (self.spec.num_layers, self.spec.experts_per_token))
             replay_experts(core, experts, self.mesh.tp_rank % parts, parts)
         ids = microbatch.ids[None].to(device)
-        packed = packed_sequences(microbatch.lengths, device)
+        packed = packed_sequences(microbatch.lengths, device, microbatch.prefixes)
         # Rotary embeddings know positions
         output: Tensor = model(ids, None, None, packed_seq_params=packed)
         return output

@@ -15,6 +15,12 @@ from vapo_megatron.config.model import ModelConfig, TrainableConfig
 from vapo_megatron.data.balance import Cost, MicrobatchPlan, plan_microbatches
 from vapo_megatron.data.batch import ExperienceBatch
 from vapo_megatron.data.microbatch import MicroBatch, Packed, Share, padded_lengths, planned_lengths
+from vapo_megatron.data.shared_prompts import (
+    SharedPrompts,
+    plan_shared_prompts,
+    prompt_numbers,
+    shared_prompts,
+)
 from vapo_megatron.megatron.adapters import without_adapters
 from vapo_megatron.megatron.mesh import Mesh
 from vapo_megatron.megatron.platform import current_platform
@@ -87,13 +93,34 @@ class Trainable(ShardedModel):
             float(self.spec.attention_width),
         )
 
+    @property
+    def shares_prompts(self) -> bool:
+        """Whether samples that begin alike compute their prompt once."""
+        return self.config.share_prompts
+
     def plan(
-        self, lengths: Tensor, samples: Sequence[int], segments: Tensor | None = None
+        self,
+        lengths: Tensor,
+        samples: Sequence[int],
+        segments: Tensor | None = None,
+        shared: SharedPrompts | None = None,
     ) -> MicrobatchPlan:
         """Assigns samples to data-parallel ranks and micro-batches. lengths: int64 [S], of all
         samples by number;
-        segments: int64 [S], sequences per sample, each padded on its own; None: one each."""
+        segments: int64 [S], sequences per sample, each padded on its own; None: one each.
+        shared: of the same samples; None: each has its prompt itself."""
         layout = self.config.layout
+        if shared is not None:
+            return plan_shared_prompts(
+                samples,
+                planned_lengths(lengths, segments, layout.alignment).numpy(),
+                shared,
+                dp_size=self.mesh.dp_size,
+                max_tokens=self.config.max_tokens_per_microbatch,
+                cost=self.cost,
+                total_alignment=self.config.total_alignment,
+                multiple_of=layout.pp if layout.vpp else 1,
+            )
         return plan_microbatches(
             samples,
             planned_lengths(lengths, segments, layout.alignment).numpy(),
@@ -114,10 +141,14 @@ class Trainable(ShardedModel):
         on demand."""
         share = samples
         if not isinstance(share, Share):
-            lengths = batch.table().critic_lengths if self.name == "critic" else batch.lengths
-            share = Share(
-                self.plan(lengths, samples, batch.segments)[self.mesh.dp_rank], len(samples)
-            )
+            for_critic = self.name == "critic"
+            lengths = batch.table().critic_lengths if for_critic else batch.lengths
+            shared = None
+            if self.shares_prompts:
+                numbers = prompt_numbers(batch, for_critic)
+                shared = shared_prompts(numbers, batch.table(), for_critic)
+            plan = self.plan(lengths, samples, batch.segments, shared)
+            share = Share(plan[self.mesh.dp_rank], len(samples))
         layout = self.config.layout
         total = self.config.total_alignment
         replayed = self.spec.experts_per_token if self.replays else 0
@@ -128,6 +159,7 @@ class Trainable(ShardedModel):
             self.mesh.cp_rank,
             replayed,
             self.name == "critic",
+            self.shares_prompts,
         )
         return Packed(batch, share, *how)
 

@@ -23,6 +23,7 @@ from vapo_megatron.collectives import broadcast_value, on_rank_zero
 from vapo_megatron.data.batch import OVER, ExperienceBatch, SampleTable, stretches
 from vapo_megatron.data.microbatch import Share
 from vapo_megatron.data.parts import written_out
+from vapo_megatron.data.shared_prompts import prompt_numbers, shared_prompts
 from vapo_megatron.megatron.probe import Probe
 from vapo_megatron.megatron.trainable import Trainable
 from vapo_megatron.training.exchange import NO_SAMPLES, Samples, exchange, rank_and_world
@@ -71,6 +72,7 @@ class ShardedBatch:
         self.local = local
         self._boundaries = boundaries
         self._rank, self._world = rank_and_world()
+        self._prompt_numbers: dict[bool, Tensor] = {}
 
     @property
     def samples(self) -> int:
@@ -132,7 +134,11 @@ class ShardedBatch:
             lengths = global_table.critic_lengths
         else:
             lengths = global_table.lengths
-        plan = model.plan(lengths, range(global_table.samples), global_table.segments)
+        shared = None
+        if model.shares_prompts:
+            prompts = self._prompts_of_all(is_critic)[chosen]
+            shared = shared_prompts(prompts, global_table, is_critic)
+        plan = model.plan(lengths, range(global_table.samples), global_table.segments, shared)
         numbers = chosen.numpy()
         computed = [numbers[plan.samples_of(dp_rank)] for dp_rank in range(mesh.dp_size)]
         owned = self._owners_of(numbers)
@@ -160,6 +166,14 @@ class ShardedBatch:
         return ModelInput(
             batch, share, global_table, local_indices, output_samples, owned, received
         )
+
+    def _prompts_of_all(self, for_critic: bool) -> Tensor:
+        """Collective in the first call: prompt_numbers of all samples, whose groups are whole on
+        their owners: int64 [S]."""
+        if for_critic not in self._prompt_numbers:
+            local = prompt_numbers(self.local, for_critic) + self.local_slice.start
+            self._prompt_numbers[for_critic] = self.gather_samples(local)
+        return self._prompt_numbers[for_critic]
 
     def _receive_samples(
         self, model: Trainable, computed: Sequence[Samples], names: Sequence[str]
