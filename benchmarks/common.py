@@ -74,6 +74,8 @@ SHAPES = {
     "tiny": Shape(64, 2, 4, 2, 128, 512, tied=True),
     "10m": Shape(256, 8, 8, 4, 768, 4096, tied=True),
     "50m": Shape(512, 12, 8, 4, 1536, 8192, tied=True),
+    # As wide and deep as SmolLM2-135M.
+    "135m": Shape(576, 30, 9, 3, 1536, 49152, tied=True),
     "0.7b": Shape(1024, 28, 16, 4, 5632, 151936, tied=True),
     "1.5b": Shape(1536, 28, 12, 2, 8960, 151936, tied=True),
     "7b": Shape(3584, 28, 28, 4, 18944, 152064),
