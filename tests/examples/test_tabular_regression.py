@@ -176,8 +176,8 @@ def test_one_command_compares_values_by_regression(
     figures = json.loads((tmp_path / "f.json").read_text())["settings"]["steps"]
     tuned = figures["tables"]["tuned"]
     assert list(tuned) == list(REGRESSION_ROWS)
-    with_values = {"direct", "reinforce_regression", "vapo_regression"}
-    assert {name for name in tuned if "explains" in tuned[name]} == with_values
+    without = {"reinforce_direct", "without_critic", "tempo"}
+    assert {name for name in tuned if "explains" not in tuned[name]} == without
     said = capsys.readouterr().out
     for name, row in REGRESSION_ROWS.items():
         assert said.count(f"| steps | {row.title} | {tuned[name]['area'][0]:.3f} (x2) ") == 1

@@ -158,26 +158,33 @@ MORE_PRICE_ROWS: dict[str, Row] = {
         TETHER, title="TETHER, length-adaptive", lambda_policy="adaptive", lambda_floor=0.95
     ),
 }
-# Values without a critic, as in the presets of these names; what they are compared with.
+REINFORCE_REGRESSION = Row(
+    "reinforce_regression",
+    groups=False,
+    critic="regression",
+    calibration="trust",
+    lambda_floor=0.95,
+    features=("surprise", "entropy", "history", "position"),
+)
+VAPO_REGRESSION = Row(
+    "vapo_regression",
+    critic="regression",
+    calibration="trust",
+    lambda_floor=0.95,
+    features=("siblings", "prefix", "surprise", "position"),
+)
+# Values without a critic, as in the presets of these names, and as baselines alone (lambda 1); what
+# they are compared with.
 REGRESSION_ROWS: dict[str, Row] = {
     "direct": DIRECT,
     "reinforce_direct": PRICE_ROWS["reinforce_direct"],
     "without_critic": PRICE_ROWS["without_critic"],
-    "reinforce_regression": Row(
-        "reinforce_regression",
-        groups=False,
-        critic="regression",
-        calibration="trust",
-        lambda_floor=0.95,
-        features=("surprise", "entropy", "history", "position"),
+    "reinforce_regression": REINFORCE_REGRESSION,
+    "reinforce_baseline": replace(
+        REINFORCE_REGRESSION, title="reinforce_regression, lambda 1", lambda_policy=1.0
     ),
-    "vapo_regression": Row(
-        "vapo_regression",
-        critic="regression",
-        calibration="trust",
-        lambda_floor=0.95,
-        features=("siblings", "prefix", "surprise", "position"),
-    ),
+    "vapo_regression": VAPO_REGRESSION,
+    "vapo_baseline": replace(VAPO_REGRESSION, title="vapo_regression, lambda 1", lambda_policy=1.0),
     "tempo": replace(ROWS["grpo"], title="TEMPO", baseline="tempo"),
 }
 ALL_PRICE_ROWS = PRICE_ROWS | MORE_PRICE_ROWS | REGRESSION_ROWS

@@ -265,6 +265,8 @@ class Training:
         """Advantages of decisions over values by regression, [seeds, samples, steps]; as
         training/past_returns.py has it on ranks."""
         lam = self.policy_lambda(rollout)
+        if not isinstance(lam, Tensor):
+            lam = torch.full((len(rollout.rewards),), lam)
         rewards = place_terminal(rollout.rewards, rollout.bounds, len(rollout.state))
         advantages = []
         trusts = []
