@@ -151,7 +151,7 @@ class GroupStream:
     def close(self) -> None:
         """Abort running requests."""
         self._dispatcher.loop.run(self._close())
-        self._graders.shutdown(wait=False, cancel_futures=True)
+        self._graders.shutdown(wait=False)  # the aborted tasks took back what waited for a thread
 
     async def _close(self) -> None:
         self._closed = True
