@@ -73,6 +73,17 @@ def test_a_sample_names_its_engine_if_one_wrote_all_of_it(before: str, after: st
     assert sample.engine == after
 
 
+def test_a_sample_has_the_versions_that_wrote_it() -> None:
+    """Not that of its request, which newer weights may overtake."""
+    group = GroupRequest(PROMPTS[1], 1, SAMPLING, 8, 1, weight_version=4, goes_on=True)
+    made, (client,) = dispatcher(0.0)
+    client.oldest = 5
+    client.version = 6
+    with made:
+        (sample,) = made.loop.run(made.generate(group))
+    assert (sample.weight_version_oldest, sample.weight_version) == (5, 6)
+
+
 @pytest.mark.parametrize(
     ("reason", "longest", "expected"),
     [("length", 4, "length"), ("length", 5, "abort"), ("stop", 5, "stop")],
