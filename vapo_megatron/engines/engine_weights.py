@@ -240,9 +240,11 @@ class EngineWeights:
     def _bucket_limit(self) -> int:
         """Collective: bytes of a bucket, the same on all ranks. A size is kept as long as there is
         room for it, as engines learn where the tensors of each bucket go."""
+        platform = current_platform()
         free = 0
-        if not self._config.external_urls:
-            free = min(gather_values(current_platform().free_bytes()))
+        if platform.is_cuda and not self._config.external_urls:
+            # A full GPU is no machine without GPUs, which 0 stands for.
+            free = max(1, min(gather_values(platform.free_bytes())))
         limit = self._config.sync.bucket_bytes(free)
         kept = self._bucket_bytes
         if kept is None or (limit < kept and free < _ROOM * kept):

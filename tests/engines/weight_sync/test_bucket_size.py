@@ -41,6 +41,7 @@ def sizes(free_gib: list[tuple[float, float]], urls: tuple[str, ...] = ()) -> li
     for by_rank in free_gib:
 
         class Platform:
+            is_cuda = True
             free_bytes = staticmethod(lambda by_rank=by_rank: int(by_rank[dist.get_rank()] * GIB))
 
         engine_weights.current_platform = Platform  # type: ignore[assignment, misc]
@@ -52,6 +53,10 @@ def test_ranks_agree_on_a_size_and_keep_it_while_it_fits() -> None:
     free = [(16.0, 8.0), (60.0, 60.0), (5.0, 40.0), (16.0, 3.0), (60.0, 60.0)]
     for chosen in run_ranks(2, sizes, free):
         assert chosen == [1024, 1024, 1024, 384, 384]
+
+
+def test_a_full_gpu_gets_the_smallest_buckets() -> None:
+    assert run_ranks(2, sizes, [(60.0, 0.0)]) == [[64], [64]]
 
 
 def test_memory_of_engines_elsewhere_is_not_known() -> None:
