@@ -31,19 +31,29 @@ BASELINE = "reinforce_direct"
 FIRST_STEP = 5
 SINGLE = ("batch.prompts_per_step=64", "batch.samples_per_prompt=1")
 GROUPS = ("batch.prompts_per_step=8", "batch.samples_per_prompt=8")
+LAMBDA_1 = "algorithm.advantage.lambda_policy=1.0"
 ROWS = {
     "reinforce_direct": SINGLE,
     "reinforce_regression": SINGLE,
     "vapo_without_critic": GROUPS,
     "tempo": GROUPS,
     "vapo_regression": GROUPS,
+    # The same values as baselines: nothing is bootstrapped. As the tabular stage calls them.
+    "reinforce_baseline": (*SINGLE, LAMBDA_1),
+    "vapo_baseline": (*GROUPS, LAMBDA_1),
     # Critics of other kinds, at the learning rates of results/critic.md.
     "probe": (*SINGLE, "critic.kind=probe", "critic.optimizer.lr=1.0e-3"),
     "adapter": (*SINGLE, "critic.kind=adapter", "critic.optimizer.lr=2.0e-3"),
     "model": (*SINGLE, "critic.optimizer.lr=6.0e-4"),
 }
 # Of the rows that are not called by their preset.
-PRESET = {"probe": "vapo_direct", "adapter": "vapo_direct", "model": "vapo_direct"}
+PRESET = {
+    "reinforce_baseline": "reinforce_regression",
+    "vapo_baseline": "vapo_regression",
+    "probe": "vapo_direct",
+    "adapter": "vapo_direct",
+    "model": "vapo_direct",
+}
 ONE_RANK = ("cluster.ranks=1", "actor.layout.tp=1")
 
 

@@ -79,7 +79,7 @@ class Read:
 def read_request(body: Any, before: Sequence[Read] = ()) -> tuple[list[Read], list[Message] | None]:
     """Messages and tools of a request. Raises Refused for what cannot be honoured.
 
-    before: messages of another request, taken over as far as they are sent again.
+    before: messages of another request, taken over up to the first that is not sent again.
     """
     if (
         not isinstance(body, dict)

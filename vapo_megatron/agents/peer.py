@@ -21,7 +21,7 @@ class Peer:
     """The other end of a socket.
 
     The two processes trust each other: a message is a pickle of its kind, the number of its call
-    and what belongs to it. The coroutines belong to one event loop, that of serve().
+    and what belongs to it. The coroutines run in the event loop of serve().
     """
 
     def __init__(self, methods: Mapping[str, Callable[..., Awaitable[Any]]]) -> None:

@@ -1,7 +1,7 @@
 """A process that plays a share of the episodes: `python -m vapo_megatron.agents.process SOCKET
 TRAINER_PID PYTHONPATH`, started by agents.processes alone.
 
-It has an endpoint, templates and the user's agent of its own. The engines are rank 0's: each turn
+It has its own endpoint, templates and copy of the user's agent. The engines are rank 0's: each turn
 is a call to its dispatcher.
 """
 
@@ -117,7 +117,7 @@ class Player:
 
     def load(self) -> None:
         """Load the agent once begin() is called. For the main thread, in which rank 0 loads it:
-        the user's module may start a loop of its own, or take long."""
+        the user's module may start its own loop, or take long."""
         wanted = self._wanted.get()
         if wanted is None:
             return

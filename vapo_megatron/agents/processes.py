@@ -1,4 +1,4 @@
-"""Episodes in processes of their own: thousands at once take more than the one core that a process
+"""Episodes in separate processes: thousands at once take more than the one core that a process
 of Python uses."""
 
 import asyncio
@@ -124,7 +124,7 @@ class _Process:
         if self._served.done() and not self._served.cancelled():
             error = self._served.exception()
             if error is not None:
-                return f"what it sent cannot be read: {reason_of(error)}"
+                return f"its message cannot be read: {reason_of(error)}"
         return how_it_ended(code)
 
     def _watch(self) -> None:

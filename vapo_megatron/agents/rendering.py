@@ -1,4 +1,4 @@
-"""Prompts of an episode's requests: the tokens recorded up to now, and those of new messages.
+"""Prompts of an episode's requests: the tokens recorded up to now, and the new messages' tokens.
 
 The chat template decides whether the recorded tokens still hold. A short conversation stands in for
 the one that is asked about; the whole of it is written where none can.
@@ -37,7 +37,7 @@ class Prepared:
     """A request before its response.
 
     Attributes:
-        segment: what it continues; a new one has no turns.
+        segment: the one that it continues; a new one has no turns.
         observed: tokens of the messages after the policy's last answer.
         messages, shown, outlines: see Segment, which gets them with the response.
     """
@@ -75,7 +75,7 @@ class Renderer:
         may_take_long: bool = True,
     ) -> Prepared | None:
         """The request that these messages are, which continues the segment, or a new one where
-        there is none or the template rewrites what is recorded.
+        there is none or the template rewrites recorded messages.
 
         may_take_long: whether the template may write the whole conversation; if not, None where it
             has to.

@@ -10,8 +10,8 @@ Each step's returns say which mixture would have predicted them best, which late
     rho <- d rho + (1 - d) rho'                                         (equation 17)
 
 Sums are over tokens. rho begins at 0, the group's mean. A response influences neither its own B nor
-the rho of its own step, so that b adds no bias to the policy gradient where lambda is 1.
-calibration.py fits more: an intercept and a coefficient of its own for V and for the mean, by
+its step's rho, so that b adds no bias to the policy gradient where lambda is 1.
+calibration.py fits more: an intercept and separate coefficients for V and for the mean, by
 position, and how far differences of values may be trusted.
 """
 

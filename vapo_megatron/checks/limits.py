@@ -70,5 +70,5 @@ def check_shared_memory(engines: int, tp: int) -> None:
     if state.f_files and state.f_favail < files:
         raise BadInput(
             f"{SHARED_MEMORY} has room for {state.f_favail} more files (df -i), the run needs at "
-            f"least {files}: remove what was left there, or mount it with a larger nr_inodes"
+            f"least {files}: remove leftover files there, or mount it with a larger nr_inodes"
         )

@@ -16,7 +16,7 @@ _MIB = 1 << 20
 _MIN_BUCKET = 64 * _MIB
 _MAX_BUCKET = 4096 * _MIB
 _FIXED_BUCKET = 512 * _MIB
-# A sync holds two buckets, and what is gathered or quantised for them.
+# A sync holds two buckets, and tensors gathered or quantised for them.
 _BUCKETS_IN_FREE_MEMORY = 8
 
 

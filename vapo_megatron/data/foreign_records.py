@@ -78,7 +78,7 @@ def _from_trajectory(steps: Sequence[Any]) -> dict[str, Any]:
         if read[: len(seen)] != seen:
             raise ValueError(
                 f"step {number} of its trajectory rewrites the history before it, so it is no "
-                "single sequence; give its steps as records of their own, or leave it out"
+                "single sequence; give each step as a record, or leave it out"
             )
         given = read[len(seen) :]
         response += [*given, *wrote]

@@ -159,7 +159,7 @@ def pack(
     positions_of = [len(privileged[s]) + end - first - 1 for s, first, end in segments]
     trunks: list[int | None] = [None] * len(segments)
     if share_prompts:
-        assert cp_size == 1, "the chunks of a context-parallel rank have no prompt of their own"
+        assert cp_size == 1, "the chunks of a context-parallel rank have no whole prompt"
         trunks = _trunks(batch, [s for s, *_ in segments], for_critic)
     shared_of = [
         0 if trunk is None else len(privileged[s]) + int(batch.prompt_lengths[s]) - 1

@@ -31,7 +31,7 @@ from vapo_megatron.weights.fp8 import BlockFp8
 from vapo_megatron.weights.gather import PartTimes
 
 _logger = logging.getLogger(__name__)
-# Two buckets, and what is gathered or quantised for them.
+# Two buckets, and tensors gathered or quantised for them.
 _ROOM = 4
 
 

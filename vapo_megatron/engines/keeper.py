@@ -221,7 +221,7 @@ class EngineKeeper:
         is_ready = self._state == "starting" and self._server.is_ready()
         with self._lock:
             if self._state != "given up" and self._server.is_closed():
-                self._give_up("its part on another node has ended for good")
+                self._give_up("its part on another node has ended and will not be started again")
             elif self._state == "waiting" and self._may_start:
                 self._start_again()
             elif self._state == "starting":

@@ -25,7 +25,7 @@ class ProblemResult:
 
     digest tells it from another problem with the same id; majority is the answer with the most
     votes (on a tie the one that came first), None where none was read out. If the verifier reads
-    out none, each response is an answer of its own, and maj_at_k the share of correct ones.
+    out none, each response counts as a different answer, and maj_at_k the share of correct ones.
     """
 
     id: str

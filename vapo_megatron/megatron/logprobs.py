@@ -188,7 +188,7 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 @functools.cache
 def _writes_narrow_products(device: torch.device) -> bool:
-    """Whether a product of bfloat16 matrices can be written to fp32 memory that is there."""
+    """Whether a product of bfloat16 matrices can be added to existing fp32 memory."""
     product = torch.zeros(16, 16, device=device)
     ones = torch.ones(16, 16, dtype=torch.bfloat16, device=device)
     try:

@@ -200,7 +200,7 @@ def _gpt_model(
 ) -> GPTModel:
     """Megatron's own model of a virtual pipeline stage (None: there are none).
 
-    rotary: of Transformer Engine's attention; other layers have tables of their own.
+    rotary: of Transformer Engine's attention; other layers compute their own tables.
     """
     vpp = config.virtual_pipeline_model_parallel_size
     return GPTModel(

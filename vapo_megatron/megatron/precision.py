@@ -99,7 +99,7 @@ def check_trainable(
 
 
 def check_shared_prompts(spec: ModelSpec, name: str, *, fused: bool) -> None:
-    """Raises BadInput where layers cannot go on from another sequence's prompt."""
+    """Raises BadInput where layers cannot continue another sequence's prompt."""
     switch = f"{_section(name)}.share_prompts"
     if spec.delta_nets:
         raise BadInput(

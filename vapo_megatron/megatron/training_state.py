@@ -139,7 +139,7 @@ def _group_states(parts: Sequence[Any]) -> list[dict[str, Any]]:
     An optimizer without parameters on this rank, as the experts' on a pipeline stage of dense
     layers, counts no steps: Megatron cannot save torch's Adam then, and saves a fused one without
     their number. A checkpoint has the groups of rank 0, which may be such a rank, so the number is
-    that of the rank's other optimizer: both make every step.
+    the other optimizer's on this rank: both make every step.
     """
     states = [part.state_dict() if _has_parameters(part) else None for part in parts]
     counted = [state["optimizer"]["param_groups"][0] for state in states if state is not None]

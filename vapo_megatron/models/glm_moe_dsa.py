@@ -1,4 +1,4 @@
-"""GLM-5: DeepSeek-V3.2's latent attention, experts and indexers with sizes of its own. Layers may
+"""GLM-5: DeepSeek-V3.2's latent attention, experts and indexers with its own sizes. Layers may
 share the tokens that the indexer of an earlier one chose."""
 
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt

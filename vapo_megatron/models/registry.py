@@ -161,7 +161,7 @@ def config_alone(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def engine_config_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """config.json as SGLang is given it: of what is trained, in the form that its family says.
+    """config.json for SGLang: of the trained part, in the form that its family says.
     Raises BadConfig where a vision-language one has no language model, or SGLang cannot represent
     it."""
     alone = config_alone(config)

@@ -48,7 +48,7 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class LongRope(RopeScaling):
-    """Each pair of channels has a divisor of its own (arXiv 2402.13753), those of inputs up to the
+    """Each pair of channels has its own divisor (arXiv 2402.13753): a short one for inputs up to the
     original context. Queries and keys are stretched as for the extended one.
 
     Attributes:

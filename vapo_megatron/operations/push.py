@@ -187,6 +187,6 @@ def _send(folder: Path, repository: str, message: str, private: bool, update: bo
     except (OSError, httpx.HTTPError) as error:
         raise TryAgain(
             f"hub:{repository}: cannot be reached ({reason_of(error)[:200]}): try again; nothing "
-            "or all of the commit is there"
+            "or the whole commit is there"
         ) from None
     return str(commit.commit_url)

@@ -160,7 +160,7 @@ def _asserts(source: str) -> list[tuple[str, str, Any]]:
 
 def _passes(code: str, test: tuple[str, str, Any], seconds: float, memory_mib: int) -> bool:
     after, fed, expected = test
-    # As a text of its own: `from __future__ import` has to come first.
+    # As a separate text: `from __future__ import` has to come first.
     program = f"{_INPUT.format(fed)}exec({code!r})\n{after}"
     printed, ended_well = asyncio.run(run_python(program, seconds, memory_mib))
     if not ended_well:

@@ -1,7 +1,7 @@
 """Advantages over values that the returns of past steps have set right, by the config.
 
-The formulas are in algorithms/calibration.py, tether.py and regression.py; what is known of past
-steps is the run's ReturnHistory.
+The formulas are in algorithms/calibration.py, tether.py and regression.py; the statistics of past
+steps are the run's ReturnHistory.
 """
 
 import torch

@@ -96,7 +96,7 @@ def _without_values(config: TrainConfig, export: Path) -> str:
     if not config.algorithm.uses_critic:
         return f"algorithm.advantage.estimator={config.algorithm.advantage.estimator} has no critic"
     if not config.has_critic_model:
-        return f"critic.kind={config.critic.kind} is not a model of its own"
+        return f"critic.kind={config.critic.kind} is not a separate model"
     if config.critic.privileged_field is not None:
         return (
             f"its critic also reads the field {config.critic.privileged_field} of a row, which a "

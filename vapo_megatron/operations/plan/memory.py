@@ -160,7 +160,7 @@ def residency(run: PlannedRun, engine: PlannedEngine) -> Residency:
 
 
 def _with_base(parts: dict[str, frozenset[Part]]) -> dict[str, frozenset[Part]]:
-    """Weights that actor and critic share are counted as the actor's, and are there for either."""
+    """Weights that actor and critic share are counted as the actor's, and present for either."""
     shared = {part for name in ("actor", "critic") for part in parts.get(name, ())} & WEIGHTS
     return parts | {"base": frozenset(shared)}
 
