@@ -31,16 +31,16 @@ BASELINE = "reinforce_direct"
 FIRST_STEP = 5
 SINGLE = ("batch.prompts_per_step=64", "batch.samples_per_prompt=1")
 GROUPS = ("batch.prompts_per_step=8", "batch.samples_per_prompt=8")
-LAMBDA_1 = "algorithm.advantage.lambda_policy=1.0"
+BOOTSTRAPPED = "algorithm.advantage.lambda_policy=length_adaptive"
 ROWS = {
     "reinforce_direct": SINGLE,
     "reinforce_regression": SINGLE,
     "vapo_without_critic": GROUPS,
     "tempo": GROUPS,
     "vapo_regression": GROUPS,
-    # The same values as baselines: nothing is bootstrapped. As the tabular stage calls them.
-    "reinforce_baseline": (*SINGLE, LAMBDA_1),
-    "vapo_baseline": (*GROUPS, LAMBDA_1),
+    # The same values in GAE, with lambda at the presets' floor for responses as short as here.
+    "reinforce_bootstrapped": (*SINGLE, BOOTSTRAPPED),
+    "vapo_bootstrapped": (*GROUPS, BOOTSTRAPPED),
     # Critics of other kinds, at the learning rates of results/critic.md.
     "probe": (*SINGLE, "critic.kind=probe", "critic.optimizer.lr=1.0e-3"),
     "adapter": (*SINGLE, "critic.kind=adapter", "critic.optimizer.lr=2.0e-3"),
@@ -48,8 +48,8 @@ ROWS = {
 }
 # Of the rows that are not called by their preset.
 PRESET = {
-    "reinforce_baseline": "reinforce_regression",
-    "vapo_baseline": "vapo_regression",
+    "reinforce_bootstrapped": "reinforce_regression",
+    "vapo_bootstrapped": "vapo_regression",
     "probe": "vapo_direct",
     "adapter": "vapo_direct",
     "model": "vapo_direct",

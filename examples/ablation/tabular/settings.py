@@ -163,6 +163,7 @@ REINFORCE_REGRESSION = Row(
     groups=False,
     critic="regression",
     calibration="trust",
+    lambda_policy=1.0,
     lambda_floor=0.95,
     features=("surprise", "entropy", "history", "position"),
 )
@@ -170,21 +171,24 @@ VAPO_REGRESSION = Row(
     "vapo_regression",
     critic="regression",
     calibration="trust",
+    lambda_policy=1.0,
     lambda_floor=0.95,
     features=("siblings", "prefix", "surprise", "position"),
 )
-# Values without a critic, as in the presets of these names, and as baselines alone (lambda 1); what
-# they are compared with.
+# Values without a critic, as in the presets of these names, and bootstrapped with the lambda of
+# VAPO; what they are compared with.
 REGRESSION_ROWS: dict[str, Row] = {
     "direct": DIRECT,
     "reinforce_direct": PRICE_ROWS["reinforce_direct"],
     "without_critic": PRICE_ROWS["without_critic"],
     "reinforce_regression": REINFORCE_REGRESSION,
-    "reinforce_baseline": replace(
-        REINFORCE_REGRESSION, title="reinforce_regression, lambda 1", lambda_policy=1.0
+    "reinforce_bootstrapped": replace(
+        REINFORCE_REGRESSION, title="reinforce_regression, bootstrapped", lambda_policy="adaptive"
     ),
     "vapo_regression": VAPO_REGRESSION,
-    "vapo_baseline": replace(VAPO_REGRESSION, title="vapo_regression, lambda 1", lambda_policy=1.0),
+    "vapo_bootstrapped": replace(
+        VAPO_REGRESSION, title="vapo_regression, bootstrapped", lambda_policy="adaptive"
+    ),
     "tempo": replace(ROWS["grpo"], title="TEMPO", baseline="tempo"),
 }
 ALL_PRICE_ROWS = PRICE_ROWS | MORE_PRICE_ROWS | REGRESSION_ROWS
