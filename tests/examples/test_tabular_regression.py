@@ -136,20 +136,22 @@ def test_seeds_have_regressions_of_their_own() -> None:
 
 
 def test_tempo_compares_siblings_with_the_same_decisions() -> None:
-    training, (rollout, *_) = start("tempo")
-    found = training.without_values(rollout)
-    z = grpo(rollout.rewards, rollout.group.flatten()).view(rollout.group.shape).double()
+    training, rollouts = start("tempo")
     branches = 0
-    for seed, response, step in rollout.decided.nonzero().tolist():
-        group = rollout.group[seed] == rollout.group[seed, response]
-        actions = rollout.action[seed]
-        alike = (actions == actions[response]) & rollout.decided[seed]
-        passed = group & alike[:, :step].all(1) & rollout.decided[seed, :, step]
-        followed = passed & alike[:, step]
-        branches += bool(passed.sum() > followed.sum())
-        expected = z[seed, response] + z[seed, followed].mean() - z[seed, passed].mean()
-        assert float(found[seed, response, step]) == pytest.approx(float(expected), abs=1e-5)
-    assert branches > 20
+    for rollout in rollouts:
+        advantages = training.without_values(rollout)
+        z = grpo(rollout.rewards, rollout.group.flatten()).view(rollout.group.shape).double()
+        for seed, response, step in rollout.decided.nonzero().tolist():
+            group = rollout.group[seed] == rollout.group[seed, response]
+            actions = rollout.action[seed]
+            alike = (actions == actions[response]) & rollout.decided[seed]
+            passed = group & alike[:, :step].all(1) & rollout.decided[seed, :, step]
+            followed = passed & alike[:, step]
+            branches += bool(passed.sum() > followed.sum())
+            expected = z[seed, response] + z[seed, followed].mean() - z[seed, passed].mean()
+            found = float(advantages[seed, response, step])
+            assert found == pytest.approx(float(expected), abs=1e-5)
+    assert branches > 60
 
 
 @pytest.mark.parametrize("name", ["reinforce_regression", "vapo_regression"])
@@ -174,6 +176,7 @@ def test_one_command_compares_values_by_regression(
     small = ["steps=4", "prompts=10", "prompts_per_step=4", "rollouts=2", "pretraining=1"]
     price.main([*small, "minibatches=4"], ["steps"], None, "0-1", tmp_path / "f.json", True)
     figures = json.loads((tmp_path / "f.json").read_text())["settings"]["steps"]
+    assert list(figures["tables"]) == ["tuned"], "no table shows the setting's learning rate"
     tuned = figures["tables"]["tuned"]
     assert list(tuned) == list(REGRESSION_ROWS)
     without = {"reinforce_direct", "without_critic", "tempo"}

@@ -95,11 +95,15 @@ def choose_rate(score: Callable[[float], float]) -> dict[float, float]:
     return scores
 
 
-def compare(setting: Setting, seeds: list[int], only: list[str]) -> dict[str, Any]:
-    """Each row at the setting's learning rate and at its own: area and final accuracy, and its lead
-    over references."""
+def compare(
+    setting: Setting, seeds: list[int], only: list[str], common: bool = True
+) -> dict[str, Any]:
+    """Each row at the setting's learning rate (unless common is False) and at its own: area and
+    final accuracy, and its lead over references."""
     total = (setting.rollouts + setting.pretraining) * setting.samples
-    scores: dict[str, dict[str, dict[int, Score]]] = {"common": {}, "tuned": {}}
+    scores: dict[str, dict[str, dict[int, Score]]] = {"tuned": {}}
+    if common:
+        scores = {"common": {}, "tuned": {}}
     rates: dict[str, Any] = {}
 
     def run(name: str, rate: float, seeds: list[int]) -> list[Score]:
@@ -112,11 +116,11 @@ def compare(setting: Setting, seeds: list[int], only: list[str]) -> dict[str, An
         )
         best = max(grid, key=grid.__getitem__)
         rates[name] = {"best": best, "grid": {str(rate): grid[rate] for rate in sorted(grid)}}
-        scores["common"][name] = dict(zip(seeds, run(name, 1.0, seeds), strict=True))
-        if best == 1.0:
-            scores["tuned"][name] = scores["common"][name]
-        else:
-            scores["tuned"][name] = dict(zip(seeds, run(name, best, seeds), strict=True))
+        scores["tuned"][name] = dict(zip(seeds, run(name, best, seeds), strict=True))
+        if common and best == 1.0:
+            scores["common"][name] = scores["tuned"][name]
+        elif common:
+            scores["common"][name] = dict(zip(seeds, run(name, 1.0, seeds), strict=True))
         console.print(f"{setting.name:<8} {ALL_PRICE_ROWS[name].title:<30} learning rate x{best:g}")
     tables: dict[str, Any] = {}
     for kind, rows in scores.items():
@@ -165,7 +169,7 @@ def main(
             rows = list(FORKS_ROWS if name == FORKS.name else PRICE_ROWS)
             if regression:
                 rows = list(REGRESSION_ROWS)
-            figures["settings"][name] = compare(setting, wanted, only or rows)
+            figures["settings"][name] = compare(setting, wanted, only or rows, not regression)
             out.parent.mkdir(parents=True, exist_ok=True)
             with atomic_write(out) as file:
                 json.dump(figures, file, indent=1)
