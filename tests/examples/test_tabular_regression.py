@@ -184,5 +184,8 @@ def test_one_command_compares_values_by_regression(
     said = capsys.readouterr().out
     for name, row in REGRESSION_ROWS.items():
         assert said.count(f"| steps | {row.title} | {tuned[name]['area'][0]:.3f} (x2) ") == 1
-    less = shown(tables.as_interval(tuned["tempo"]["less_reinforce_direct"]))
-    assert "±" in less and f"| {less} |" in said
+    areas = {name: found["area"][0] for name, found in tuned.items()}
+    less = tables.as_interval(tuned["tempo"]["less_reinforce_direct"])
+    assert less is not None
+    assert less.mean == pytest.approx(areas["tempo"] - areas["reinforce_direct"])
+    assert f"| {shown(less)} |" in said
