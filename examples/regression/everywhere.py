@@ -213,7 +213,7 @@ def on_ablation(out: Path, seeds: Sequence[int], as_is: bool) -> list[Line]:
 def on_tables(out: Path, seeds: Sequence[int], as_is: bool) -> list[Line]:
     """The tabular stage, each row at its own learning rate: area by responses."""
     lines = []
-    for setting in ("insight", "forks"):
+    for setting in ("steps", "insight", "forks"):
         file = out / f"{setting}.json"
         if not as_is and not file.is_file():
             place = ("--setting", setting, "--seeds", TABULAR_SEEDS, "--out", file)

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
+import torch
 from omegaconf import OmegaConf
 from pydantic import ValidationError
 
@@ -13,6 +14,7 @@ from vapo_megatron.config import algorithm as config
 from vapo_megatron.config.algorithm import AlgorithmConfig
 from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.config.value import ValuePretrainingConfig
+from vapo_megatron.training.credit import policy_lambda
 
 PRESETS = Path(config.__file__).parent / "presets"
 NAMES = sorted(path.stem for path in PRESETS.glob("*.yaml"))
@@ -103,6 +105,12 @@ def test_presets_say_what_the_papers_say() -> None:
         "reinforce_regression",
     )
     assert not any(load(name).uses_critic for name in NAMES if not name.startswith(with_critic))
+
+
+@pytest.mark.parametrize("name", ["reinforce_regression", "vapo_regression"])
+def test_values_by_regression_bootstrap_nothing(name: str) -> None:
+    lengths = torch.tensor([1, 50, 5000, 100_000])
+    assert policy_lambda(lengths, load(name).advantage).tolist() == [1.0] * 4
 
 
 def test_every_choice_has_its_function() -> None:
