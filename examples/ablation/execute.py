@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from examples.ablation.forked import Forked, SharedEngine, engine_key
+from examples.ablation.forked import Forked, SharedEngine, of_engine
 from examples.ablation.plan import Job
 from vapo_megatron.files import atomic_write
 
@@ -114,11 +114,7 @@ def _start(
     engine = None
     if job.engine:
         engine = next(each for each in engines if each not in taken)
-        arguments = (
-            *arguments,
-            f"rollout.external_urls=[{engine.serving(job.engine)}]",
-            engine_key(),
-        )
+        arguments = (*arguments, *of_engine(engine.serving(job.engine)))
     process = Forked((*job.argv, *arguments), out / "logs" / f"{job.name.replace('/', '-')}.log")
     return _Running(job, process, time.monotonic(), engine, engine.cpu_seconds() if engine else 0.0)
 

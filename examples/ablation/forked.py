@@ -114,6 +114,11 @@ def engine_key() -> str:
     return f"rollout.api_key_variable={_KEY_VARIABLE}"
 
 
+def of_engine(url: str) -> tuple[str, ...]:
+    """The overrides that send a job's requests to a shared engine."""
+    return (f"rollout.external_urls=[{url}]", engine_key())
+
+
 class SharedEngine:
     """An engine that serves one job after another; another one takes its place where a job needs
     another kind."""

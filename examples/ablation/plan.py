@@ -289,9 +289,10 @@ def is_finished(run_dir: Path, wanted: Section, steps: int) -> bool:
 
 
 def _comparable(config: Section) -> dict:
-    """All values but whether a run was told to take the place of an earlier one, and where its
-    engine listened."""
+    """All values but whether a run was told to take the place of an earlier one, where its engine
+    listened and where its key was."""
     values = config.model_dump(mode="json")
     values["run"].pop("overwrite")
-    values.get("rollout", {}).pop("external_urls", None)
+    for of_engine in ("external_urls", "api_key_variable"):
+        values.get("rollout", {}).pop(of_engine, None)
     return values

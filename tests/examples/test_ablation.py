@@ -11,7 +11,7 @@ import pytest
 from examples.ablation import execute as execution
 from examples.ablation import transformer_tables, tuned_tables
 from examples.ablation.ablation_config import Task, read_ablation
-from examples.ablation.forked import SharedEngine
+from examples.ablation.forked import SharedEngine, of_engine
 from examples.ablation.page import MEASURED, ROOT, TABULAR, render, render_pages
 from examples.ablation.plan import EVALUATION, PRESETS, Job, plan_jobs
 from examples.ablation.results import accuracy_at, collect, reached, read_figures
@@ -277,8 +277,8 @@ def test_a_run_is_finished_by_its_last_step_and_its_config(tmp_path: Path) -> No
     assert not job.finished(), "the model is not there"
     (job.directory / "hf" / "final").mkdir(parents=True)
     assert job.finished()
-    write(["rollout.external_urls=[http://127.0.0.1:9]"], 2)
-    assert job.finished(), "the engine's address is no part of the request"
+    write([*of_engine("http://127.0.0.1:9")], 2)
+    assert job.finished(), "a shared engine's address and key are no part of the request"
     write(["actor.optimizer.lr=1.0e-5"], 2)
     assert not job.finished()
 
