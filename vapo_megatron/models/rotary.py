@@ -48,8 +48,8 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class LongRope(RopeScaling):
-    """Each pair of channels has its own divisor (arXiv 2402.13753): a short one for inputs up to the
-    original context. Queries and keys are stretched as for the extended one.
+    """Each pair of channels has its own divisor (arXiv 2402.13753): a short one for inputs up to
+    the original context. Queries and keys are stretched as for the extended one.
 
     Attributes:
         short_factor: a divisor for each pair.
