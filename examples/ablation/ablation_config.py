@@ -13,6 +13,7 @@ from vapo_megatron.config.run import RunConfig
 from vapo_megatron.errors import BadInput
 
 SETTINGS_FILE = "task.json"
+EVALUATED = 4  # steps between evaluations, as in train.yaml: a run ends with one
 
 
 class Task(Section):
@@ -84,7 +85,10 @@ class Row(Section):
         1.0, gt=0, description="learning rates of actor and critic over those of train.yaml"
     )
     more_steps: int = Field(
-        0, ge=0, description="than other rows: to draw as many responses as VAPO in all"
+        0,
+        ge=0,
+        multiple_of=EVALUATED,
+        description="than other rows: to draw as many responses as VAPO in all",
     )
     paper: float | None = Field(
         None, description="AIME 2024 avg@32 in percent (arXiv 2504.05118, table 1)"
@@ -105,7 +109,9 @@ class AblationConfig(Section):
     """ablation.yaml."""
 
     seeds: tuple[int, ...] = Field(min_length=1)
-    steps: int = Field(ge=1, description="iterations of every run")
+    steps: int = Field(
+        ge=1, multiple_of=EVALUATED, description="iterations of every run, evaluated at its last"
+    )
     workers: int = Field(2, ge=1, description="runs at once; each keeps about one core busy")
     least_explained: float = Field(
         0.2,

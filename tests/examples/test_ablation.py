@@ -1,4 +1,5 @@
-"""Task, planning, resuming, figures and page of examples/ablation; nothing is trained here."""
+"""Task, planning, resuming, figures and page of examples/ablation; what is trained is a long
+test."""
 
 import json
 import random
@@ -7,13 +8,14 @@ from pathlib import Path
 
 import psutil
 import pytest
+import yaml
 
 from examples.ablation import execute as execution
-from examples.ablation import transformer_tables, tuned_tables
-from examples.ablation.ablation_config import Task, read_ablation
+from examples.ablation import forked, transformer_tables, tuned_tables
+from examples.ablation.ablation_config import EVALUATED, Task, read_ablation
 from examples.ablation.forked import SharedEngine, of_engine
 from examples.ablation.page import MEASURED, ROOT, TABULAR, render, render_pages
-from examples.ablation.plan import EVALUATION, PRESETS, Job, plan_jobs
+from examples.ablation.plan import EVALUATION, POLICY, PRESETS, Job, plan_jobs
 from examples.ablation.results import accuracy_at, collect, reached, read_figures
 from examples.ablation.run import present
 from examples.ablation.task import LOST, PROMPT_TOKENS, Problems, longest_sequence, make_task
@@ -255,8 +257,14 @@ def test_names_choose_rows_and_settings_and_wrong_ones_refused() -> None:
             read_ablation(SHORT, [], *arguments)
 
 
+def test_every_run_ends_with_an_evaluation() -> None:
+    assert yaml.safe_load((FOLDER / "train.yaml").read_text())["evaluation"]["every"] == EVALUATED
+    with pytest.raises(BadInput, match="steps is 13; expected a multiple of 4"):
+        read_ablation(SHORT, ["steps=13"], [], [])
+
+
 def test_a_run_is_finished_by_its_last_step_and_its_config(tmp_path: Path) -> None:
-    config = read_ablation(SHORT, ["seeds=[1]", "steps=2"], ["vapo"], [])
+    config = read_ablation(SHORT, ["seeds=[1]", "steps=4"], ["vapo"], [])
     job = next(job for job in plan_jobs(config, tmp_path) if job.name == "steps/seed1/vapo")
     arguments = job.argv[job.argv.index("train") + 1 :]
 
@@ -271,15 +279,15 @@ def test_a_run_is_finished_by_its_last_step_and_its_config(tmp_path: Path) -> No
 
     job.directory.mkdir(parents=True)
     assert not job.finished()
-    write([], 1)
+    write([], 3)
     assert not job.finished()
-    write(["run.overwrite=true"], 2)
+    write(["run.overwrite=true"], 4)
     assert not job.finished(), "the model is not there"
     (job.directory / "hf" / "final").mkdir(parents=True)
     assert job.finished()
-    write([*of_engine("http://127.0.0.1:9")], 2)
+    write([*of_engine("http://127.0.0.1:9")], 4)
     assert job.finished(), "a shared engine's address and key are no part of the request"
-    write(["actor.optimizer.lr=1.0e-5"], 2)
+    write(["actor.optimizer.lr=1.0e-5"], 4)
     assert not job.finished()
 
 
@@ -320,6 +328,29 @@ def test_jobs_run_once_and_failures_stop_dependents_only(tmp_path: Path) -> None
     )
     again = execution.execute([jobs[0], jobs[3]], 2, tmp_path, said.append)
     assert again.skipped == ["steps/seed1/a", "steps/seed1/needs_a"] and not again.done
+
+
+@pytest.mark.full
+def test_a_run_on_a_shared_engine_counts_as_finished(tmp_path: Path) -> None:
+    """A row of the ablation, on its engine, from a random model."""
+    task = Task(fewest_steps=2, most_steps=3, cold_start_rows=64)
+    sizes = ["batch.prompts_per_step=2", "batch.samples_per_prompt=2"]
+    setting = {
+        "name": "steps",
+        "about": "small",
+        "task": task.model_dump(mode="json"),
+        "overrides": [*sizes, "algorithm.update.minibatch_size=2"],
+    }
+    overrides = ["seeds=[1]", "steps=4", f"settings=[{json.dumps(setting)}]"]
+    jobs = plan_jobs(read_ablation(SHORT, overrides, ["grpo"], []), tmp_path)
+    folder = tmp_path / "steps" / "seed1"
+    make_task(task, 1, folder / "task")
+    shutil.copytree(folder / "task" / "model", folder / POLICY)
+    grpo = [job for job in jobs if job.name == "steps/seed1/grpo"]
+    forked.import_program()
+    outcome = execution.execute(grpo, 1, tmp_path, print)
+    assert outcome.done == ["steps/seed1/grpo"] and not outcome.failed
+    assert execution.execute(grpo, 1, tmp_path, print).skipped == ["steps/seed1/grpo"]
 
 
 def test_what_stands_on_a_job_that_runs_again_runs_again(tmp_path: Path) -> None:
