@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from hf_models import read_tensors
+from matrices import others_in_full
 from ranks import one_rank_in_process, run_ranks
 from step_formulas import AdamW, State
 from switch_formulas import ADAM, Iteration
@@ -182,6 +183,30 @@ CASES = [
     Case("algorithm.filter_function", "switch_functions:keep"),
 ]
 
+# What these compute shows in the gradients of models. test_steps_without_models.py, all of which
+# `make test` runs, trains with every case on recorded outputs in place of models.
+WITH_MODELS = (
+    "advantage.estimator=grpo",
+    "advantage.off_policy=vtrace",
+    "policy_loss.kind=ppo_clip",
+    "policy_loss.kind=reinforce",
+    "policy_loss.kind=gspo,aggregation=sequence_mean,clip_low=0.02",
+    "policy_loss.kind=cispo",
+    "policy_loss.kind=sao",
+    "policy_loss.kind=dppo",
+    "policy_loss.dual_clip=1.03,clip_high=0.01,epochs=2",
+    "policy_loss.entropy_coef=0.3",
+    "value_loss.kind=clipped",
+    "value_loss.bins=21,kind=hl_gauss",
+    "value_loss.squash=arctan",
+    "kl.placement=reward,placement=reward,coef=0.3,estimator=grpo",
+    "kl.estimator=k3,placement=loss,estimator=k3,coef=0.5",
+    "importance_sampling.kind=tis",
+    "shaping.truncated=bootstrap",
+)
+IN_TEST = [case for case in CASES if case.name in WITH_MODELS]
+assert len(IN_TEST) == len(WITH_MODELS)
+
 # How a rollout of 12 responses is cut: switches, responses of each optimizer step of one pass,
 # passes of actor, critic.
 CUTS: dict[str, tuple[dict[str, Any], list[int], int, int]] = {
@@ -283,7 +308,7 @@ def check_weights(folder: Path, switches: dict[str, Any], seen: Seen) -> dict[st
     return wanted
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", others_in_full(CASES, IN_TEST), ids=lambda case: case.name)
 def test_weights_are_those_of_the_formula_and_of_no_other(
     folder: Path, failed: dict[str, str], case: Case
 ) -> None:
