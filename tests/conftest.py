@@ -29,6 +29,20 @@ os.register_at_fork(after_in_child=gc.freeze)
 pytest_plugins = ["engine_server", "stand_ins"]
 
 
+# Imports make half a million objects, hardly any of them garbage.
+gc.disable()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[Any]:
+    """Has the garbage collector pass over all that imports have made."""
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Long files first; otherwise in the order of the folders. Of a slice, its files alone."""
     left_out = in_order(items, os.environ.get(SLICE) or None)
