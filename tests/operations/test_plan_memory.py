@@ -1,6 +1,7 @@
 """Planned bytes against the bytes of real tensors: what a Trainable holds, and what autograd
 keeps."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 from family_table import FAMILIES
 from hf_models import write_model
+from matrices import others_in_full
 from ranks import run_ranks
 
 from vapo_megatron.config.model import (
@@ -94,16 +96,21 @@ def is_moment(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.dim() > 0
 
 
+_in_full = partial(pytest.param, marks=pytest.mark.full)
+
+
 @pytest.mark.parametrize(
     ("layout", "ranks", "dtype", "head", "tied", "kind"),
     [
         (LayoutConfig(), 1, "float32", "lm", False, "model"),
         (LayoutConfig(), 2, "bfloat16", "lm", True, "model"),
-        (LayoutConfig(tp=2, sequence_parallel=True), 4, "bfloat16", "value", False, "model"),
+        _in_full(
+            LayoutConfig(tp=2, sequence_parallel=True), 4, "bfloat16", "value", False, "model"
+        ),
         (LayoutConfig(tp=2, pp=2), 4, "bfloat16", "lm", True, "model"),
-        (LayoutConfig(pp=3), 3, "bfloat16", "lm", True, "model"),
-        (LayoutConfig(), 2, "bfloat16", "lm", True, "adapter"),
-        (LayoutConfig(tp=2, pp=2), 4, "float32", "value", False, "adapter"),
+        _in_full(LayoutConfig(pp=3), 3, "bfloat16", "lm", True, "model"),
+        _in_full(LayoutConfig(), 2, "bfloat16", "lm", True, "adapter"),
+        _in_full(LayoutConfig(tp=2, pp=2), 4, "float32", "value", False, "adapter"),
         (LayoutConfig(pp=2, ep=2), 4, "bfloat16", "value", False, "adapter"),
     ],
 )
@@ -130,7 +137,11 @@ def test_weights_gradients_and_optimizer(
             assert least <= size <= expected + padding, (part, stage)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+# Each kind of attention, and experts or none.
+IN_TEST = ("qwen2", "gpt_oss", "gemma3_text", "glm4_moe", "deepseek_v32", "qwen3_5_moe_text")
+
+
+@pytest.mark.parametrize("family", others_in_full(FAMILIES, IN_TEST))
 def test_every_family_holds_what_is_planned(tmp_path: Path, family: str) -> None:
     directory = write_model(tmp_path, family, **SHAPE)
     section = section_of(LayoutConfig(), "lm", "model")

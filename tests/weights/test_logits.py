@@ -96,7 +96,7 @@ def logits(layout: LayoutConfig, sources: list[Path]) -> list[np.ndarray]:
     return results
 
 
-@pytest.mark.parametrize("tp_size", [1, 2])
+@pytest.mark.parametrize("tp_size", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_logits_equal_those_of_transformers(tmp_path: Path, tp_size: int) -> None:
     sources = [write_model(tmp_path / name, **case) for name, case in CASES.items()]
     answers = run_ranks(tp_size, logits, LayoutConfig(tp=tp_size), sources)

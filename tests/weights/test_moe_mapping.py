@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from hf_models import megatron, read_tensors, write_model, write_tensors
+from matrices import others_in_full
 from ranks import run_ranks
 from torch.nn import Module, Parameter
 
@@ -30,6 +31,8 @@ LAYOUTS = [
     (4, LayoutConfig(pp=2, vpp=2, ep=2)),
     (8, LayoutConfig(cp=2, pp=2, ep=4)),
 ]
+# Experts over more ranks than tensors, over fewer, and both on stages of two pieces.
+IN_TEST = [LAYOUTS[3], LAYOUTS[4], LAYOUTS[5]]
 DTYPES = ("float32", "bfloat16")
 
 
@@ -66,7 +69,9 @@ def convert(
 
 
 @pytest.mark.parametrize(
-    ("world_size", "layout"), LAYOUTS, ids=[layout.describe(n) for n, layout in LAYOUTS]
+    ("world_size", "layout"),
+    others_in_full(LAYOUTS, IN_TEST),
+    ids=[layout.describe(n) for n, layout in LAYOUTS],
 )
 def test_experts_come_back_bit_by_bit_from_every_layout(
     sources: dict[str, Path], tmp_path: Path, world_size: int, layout: LayoutConfig

@@ -1,12 +1,14 @@
 """Keys and places in a torch_dist checkpoint are those of Megatron's own sharded state dicts, at
 every layout."""
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 from family_table import FAMILIES, WITH_EXPERTS
 from hf_models import megatron, write_model
+from matrices import others_in_full
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
 from ranks import run_ranks
@@ -45,15 +47,19 @@ def parts(layout: LayoutConfig, sources: list[Path], head: Head) -> list[list[Pa
     return found
 
 
-@pytest.mark.parametrize("head", ["lm", "value"])
+LAYOUTS = {
+    "tp1": (1, LayoutConfig()),
+    "tp2_pp2_vpp2": (4, LayoutConfig(tp=2, pp=2, vpp=2)),
+    "ep2": (2, LayoutConfig(ep=2)),
+}
+IN_TEST: list[tuple[str, Head]] = [("tp1", "value"), ("tp2_pp2_vpp2", "lm"), ("ep2", "lm")]
+
+
 @pytest.mark.parametrize(
-    ("world_size", "layout"),
-    [(1, LayoutConfig()), (4, LayoutConfig(tp=2, pp=2, vpp=2)), (2, LayoutConfig(ep=2))],
-    ids=["tp1", "tp2_pp2_vpp2", "ep2"],
+    ("cut", "head"), others_in_full(product(LAYOUTS, ("lm", "value")), IN_TEST)
 )
-def test_places_are_megatrons_own(
-    tmp_path: Path, world_size: int, layout: LayoutConfig, head: Head
-) -> None:
+def test_places_are_megatrons_own(tmp_path: Path, cut: str, head: Head) -> None:
+    world_size, layout = LAYOUTS[cut]
     families = WITH_EXPERTS if layout.ep > 1 else sorted(FAMILIES)
     sources = [
         write_model(tmp_path / family, family, tie_word_embeddings=family == "qwen3")
