@@ -11,6 +11,7 @@ from batches import random_sequences
 from family_table import FAMILIES, WITH_EXPERTS
 from hf_models import VOCAB, read_tensors, write_model
 from invariance import gather_gradients
+from matrices import others_in_full
 from ranks import run_ranks
 
 from vapo_megatron.config.model import ActorConfig, LayoutConfig, ModelConfig, OptimizerSettings
@@ -75,6 +76,18 @@ SPLIT = LayoutConfig(tp=2, sequence_parallel=True)
 EXPERTS_SPLIT = LayoutConfig(pp=2, ep=2)
 # Delta nets exchange tokens for heads over context-parallel ranks.
 CONTEXT = LayoutConfig(cp=2)
+# Of families alike in attention, MLP and experts one; their logits, all of them, are compared in
+# tests/weights/test_logits.py.
+SPLIT_IN_TEST = [
+    (case, 2, SPLIT)
+    for case in (
+        *("qwen2", "qwen3-tied", "ministral3", "gpt_oss", "granite", "gemma3_text"),
+        *("glm4", "deepseek_v3", "deepseek_v32", "qwen3_5_moe_text"),
+    )
+]
+EXPERTS_IN_TEST = [
+    (family, 4, EXPERTS_SPLIT) for family in ("glm4_moe", "minimax_m2", "glm4_moe_lite")
+]
 HYBRID = [
     pytest.param("qwen3_5_text", 2, CONTEXT),
     *(
@@ -94,8 +107,8 @@ HYBRID = [
 @pytest.mark.parametrize(
     ("case", "world_size", "layout"),
     [
-        *((case, 2, SPLIT) for case in CASES),
-        *((family, 4, EXPERTS_SPLIT) for family in WITH_EXPERTS),
+        *others_in_full(((case, 2, SPLIT) for case in CASES), SPLIT_IN_TEST),
+        *others_in_full(((family, 4, EXPERTS_SPLIT) for family in WITH_EXPERTS), EXPERTS_IN_TEST),
         *(
             pytest.param(case, 2, layout, marks=pytest.mark.full)
             for case, layout in (

@@ -82,7 +82,7 @@ def train(model_dir: Path, dtype: str, optimizer: dict[str, Any], sleeps: bool) 
 @pytest.mark.parametrize(
     "dtype,optimizer",
     [
-        ("bfloat16", {}),
+        pytest.param("bfloat16", {}, marks=pytest.mark.full),
         ("float32", {"overlap": True}),
     ],
 )

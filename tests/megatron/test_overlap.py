@@ -49,9 +49,11 @@ def train(model_dir: Path, layout: LayoutConfig, head: Any, overlap: bool) -> An
 @pytest.mark.parametrize(
     "world_size,layout,head",
     [
-        (2, LayoutConfig(), "lm"),
+        pytest.param(2, LayoutConfig(), "lm", marks=pytest.mark.full),
         (4, LayoutConfig(pp=2, vpp=2), "lm"),
-        (4, LayoutConfig(tp=2, cp=2, sequence_parallel=True), "value"),
+        pytest.param(
+            *(4, LayoutConfig(tp=2, cp=2, sequence_parallel=True), "value"), marks=pytest.mark.full
+        ),
     ],
 )
 def test_overlap_changes_no_bit(

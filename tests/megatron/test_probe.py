@@ -92,9 +92,9 @@ def reference(model_dir: Path) -> Any:
 @pytest.mark.parametrize(
     ("ranks", "layout"),
     [
-        (3, {}),
+        pytest.param(3, {}, marks=pytest.mark.full),
         (2, {"cp": 2}),
-        (4, {"pp": 2, "vpp": 2}),
+        pytest.param(4, {"pp": 2, "vpp": 2}, marks=pytest.mark.full),
         (4, {"tp": 2, "sequence_parallel": True}),
     ],
 )
@@ -143,11 +143,11 @@ def tapped(model_dir: Path, layout: dict[str, Any], layer: int) -> Any:
 @pytest.mark.parametrize(
     ("ranks", "layout", "layer"),
     [
-        (1, {}, 1),
+        pytest.param(1, {}, 1, marks=pytest.mark.full),
         (2, {"cp": 2}, 3),
         (4, {"pp": 2, "vpp": 2}, 4),
-        (2, {"pp": 2}, 3),
-        (4, {"tp": 2, "sequence_parallel": True}, 2),
+        pytest.param(2, {"pp": 2}, 3, marks=pytest.mark.full),
+        pytest.param(4, {"tp": 2, "sequence_parallel": True}, 2, marks=pytest.mark.full),
     ],
 )
 def test_it_reads_the_layer_that_it_is_told_to(

@@ -52,7 +52,7 @@ def scored(
     return outputs, norm
 
 
-@pytest.mark.parametrize("head", ["lm", "value"])
+@pytest.mark.parametrize("head", ["lm", pytest.param("value", marks=pytest.mark.full)])
 def test_segments_are_read_alone_at_any_layout(tmp_path: Path, head: str) -> None:
     model_dir = write_model(tmp_path / "model", "qwen3")
     ((outputs, norm),) = run_ranks(1, scored, model_dir, head, True, LayoutConfig())

@@ -2,6 +2,7 @@
 reference is transformers with torch's AdamW, written out sample by sample."""
 
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 import transformers
 from batches import LENGTHS, make_batch
 from hf_models import write_model
+from matrices import others_in_full
 from ranks import run_ranks
 from trainables import loss_of, make_trainable, small_logit_chunks
 
@@ -190,16 +192,20 @@ LAYOUTS = [
     (2, LayoutConfig(cp=2), 1000),
     (4, LayoutConfig(tp=2, pp=2), 40),
     (4, LayoutConfig(pp=2, vpp=2), 40),
-    pytest.param(4, LayoutConfig(tp=2, cp=2, sequence_parallel=True), 40, marks=pytest.mark.full),
-    pytest.param(8, LayoutConfig(), 1000, marks=pytest.mark.full),  # more ranks than samples
+    (4, LayoutConfig(tp=2, cp=2, sequence_parallel=True), 40),
+    (8, LayoutConfig(), 1000),  # more ranks than samples
 ]
+# One rank, which test_invariance.py compares with other splits.
+IN_TEST = [(LAYOUTS[0], "lm"), (LAYOUTS[0], "value"), (LAYOUTS[1], "value")]
 
 
-@pytest.mark.parametrize("head", ["lm", "value"])
-@pytest.mark.parametrize("world_size,layout,max_tokens", LAYOUTS)
+@pytest.mark.parametrize(
+    ("cut", "head"), others_in_full(product(LAYOUTS, ("lm", "value")), IN_TEST)
+)
 def test_training_equals_transformers_and_adamw(
-    model_dir: Path, world_size: int, layout: LayoutConfig, max_tokens: int, head: str
+    model_dir: Path, cut: tuple[int, LayoutConfig, int], head: str
 ) -> None:
+    world_size, layout, max_tokens = cut
     expected_steps, expected_sum = reference(model_dir, head)
     for steps, total in run_ranks(world_size, train, model_dir, layout, max_tokens, head):
         for (loss, norm), (expected_loss, expected_norm) in zip(steps, expected_steps, strict=True):
