@@ -104,7 +104,7 @@ def two_steps_on_two_bases(folder: Path, switches: dict[str, Any]) -> dict[str, 
     return two_steps(folder, switches)
 
 
-@pytest.mark.parametrize("offload", ["always", "never"])
+@pytest.mark.parametrize("offload", ["always", pytest.param("never", marks=pytest.mark.full)])
 def test_one_base_serves_actor_and_critic(folder: Path, offload: str) -> None:
     """To the bit as two would, in less memory, asleep and awake."""
     switches = BOTH | KL | {"actor.offload": offload, "critic.offload": offload}

@@ -188,7 +188,9 @@ def found_on_ranks(folder: Path, layout: dict[str, Any]) -> dict[str, set[str]]:
     return faults
 
 
-@pytest.mark.parametrize("layout", [{}, {"cp": 2}], ids=["dp2", "cp2"])
+@pytest.mark.parametrize(
+    "layout", [pytest.param({}, marks=pytest.mark.full), {"cp": 2}], ids=["dp2", "cp2"]
+)
 def test_several_ranks_find_the_same_faults(tmp_path: Path, layout: dict[str, Any]) -> None:
     for faults in run_ranks(2, found_on_ranks, write_models(tmp_path), layout):
         assert faults == {name: CASES[name][3] for name in ON_RANKS}

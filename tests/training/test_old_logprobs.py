@@ -58,8 +58,10 @@ def one_step(model_dir: Path, layout: LayoutConfig, how: str, algorithm: dict[st
 @pytest.mark.parametrize(
     "world_size,layout,algorithm",
     [
-        (1, LayoutConfig(), {}),
-        (4, LayoutConfig(tp=2, cp=2, sequence_parallel=True), {}),
+        pytest.param(1, LayoutConfig(), {}, marks=pytest.mark.full),
+        pytest.param(
+            4, LayoutConfig(tp=2, cp=2, sequence_parallel=True), {}, marks=pytest.mark.full
+        ),
         (4, LayoutConfig(pp=2), {"policy_loss": {"kind": "gspo", "aggregation": "sequence_mean"}}),
         (2, LayoutConfig(), {"policy_loss": {"kind": "cispo"}}),
     ],
@@ -180,7 +182,12 @@ def skipped_pass(
 
 
 @pytest.mark.parametrize(
-    ("world_size", "layout"), [(1, LayoutConfig()), (2, LayoutConfig()), (2, LayoutConfig(tp=2))]
+    ("world_size", "layout"),
+    [
+        pytest.param(1, LayoutConfig(), marks=pytest.mark.full),
+        (2, LayoutConfig()),
+        pytest.param(2, LayoutConfig(tp=2), marks=pytest.mark.full),
+    ],
 )
 def test_log_probs_of_engines_that_agree_spare_the_pass(
     model_dir: Path, world_size: int, layout: LayoutConfig

@@ -157,7 +157,12 @@ def test_the_actor_is_the_same_to_the_bit(folder: Path, seen: dict[str, Any]) ->
 
 
 @pytest.mark.parametrize(
-    "layout", [{"tp": 2, "sequence_parallel": True}, {"cp": 2}, {}], ids=["tp2", "cp2", "dp2"]
+    "layout",
+    [
+        pytest.param({"tp": 2, "sequence_parallel": True}, id="tp2", marks=pytest.mark.full),
+        pytest.param({"cp": 2}, id="cp2"),
+        pytest.param({}, id="dp2", marks=pytest.mark.full),
+    ],
 )
 def test_layouts_agree(folder: Path, seen: dict[str, Any], layout: dict[str, Any]) -> None:
     for found in run_ranks(

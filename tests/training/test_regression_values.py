@@ -168,7 +168,7 @@ def three_steps(observed: bool) -> Any:
     return found, json.dumps(history.state()), history.tracked_state()()
 
 
-@pytest.mark.parametrize("observed", [False, True])
+@pytest.mark.parametrize("observed", [pytest.param(False, marks=pytest.mark.full), True])
 def test_every_number_of_ranks_gives_the_same_to_the_bit(observed: bool) -> None:
     alone = three_steps(observed)
     for steps, state, tracked in (

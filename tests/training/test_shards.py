@@ -149,8 +149,8 @@ def passes(layout: LayoutConfig) -> Any:
     [
         (1, LayoutConfig()),
         (3, LayoutConfig()),
-        (4, LayoutConfig(pp=2)),
-        (4, LayoutConfig(tp=2)),
+        pytest.param(4, LayoutConfig(pp=2), marks=pytest.mark.full),
+        pytest.param(4, LayoutConfig(tp=2), marks=pytest.mark.full),
     ],
 )
 def test_each_rank_gets_what_it_computes_and_it_comes_home(

@@ -137,7 +137,11 @@ SOME = ["policy, masked", "policy, no advantage", "critic, unfinished"]
 
 @pytest.mark.parametrize(
     ("count", "layout", "cases"),
-    [(1, {}, list(CASES)), (2, {}, [*SOME, "nothing"]), (2, {"tp": 2}, SOME)],
+    [
+        (1, {}, list(CASES)),
+        (2, {}, [*SOME, "nothing"]),
+        pytest.param(2, {"tp": 2}, SOME, marks=pytest.mark.full),
+    ],
 )
 def test_a_minibatch_that_teaches_nothing_makes_no_step(
     tmp_path: Path, count: int, layout: dict[str, Any], cases: list[str]

@@ -5,6 +5,7 @@ import hashlib
 import math
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from attempts import End, World, config_of, live, make_world, metrics
 from batches import make_batch
 from hf_models import write_model
+from matrices import others_in_full
 from ranks import run_ranks
 from trainables import make_trainable, policy_loss, weights_digest
 
@@ -86,13 +88,16 @@ SECTIONS: list[tuple[int, dict[str, Any]]] = [
     (2, {"layout": {"tp": 2}}),
     (2, {"layout": {"tp": 1}, "optimizer": {"clip_grad": 0.0}}),
 ]
+IN_TEST = [(SECTIONS[1], INF), (SECTIONS[2], NAN), (SECTIONS[3], NAN)]
 
 
-@pytest.mark.parametrize("value", [NAN, INF])
-@pytest.mark.parametrize(("count", "section"), SECTIONS)
+@pytest.mark.parametrize(
+    ("section_of_ranks", "value"), others_in_full(product(SECTIONS, (NAN, INF)), IN_TEST)
+)
 def test_a_skipped_update_leaves_no_trace(
-    model_dir: Path, count: int, section: dict[str, Any], value: float
+    model_dir: Path, section_of_ranks: tuple[int, dict[str, Any]], value: float
 ) -> None:
+    count, section = section_of_ranks
     skipped = run_ranks(count, train, model_dir, section, 2, value, True, True)
     without = run_ranks(count, train, model_dir, section, -2, value, True, True)
     assert [made for made, _ in skipped] == [[True, True, False, True]] * count
@@ -106,7 +111,9 @@ def test_without_a_judge_it_ruins_the_weights(model_dir: Path) -> None:
     assert digest != run_ranks(1, train, model_dir, {}, -2, NAN, True, True)[0][1]
 
 
-@pytest.mark.parametrize(("count", "section"), SECTIONS[:3])
+@pytest.mark.parametrize(
+    ("count", "section"), others_in_full(SECTIONS[:3], [SECTIONS[1], SECTIONS[2]])
+)
 def test_healthy_updates_are_those_of_megatrons_own_step(
     model_dir: Path, count: int, section: dict[str, Any]
 ) -> None:
