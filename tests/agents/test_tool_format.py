@@ -131,7 +131,10 @@ def test_a_parser_of_another_format_is_refused_with_those_that_fit(
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("odd", "('please use look_up on heron'), nor does any other parser of SGLang"),
+        pytest.param(
+            *("odd", "('please use look_up on heron'), nor does any other parser of SGLang"),
+            marks=pytest.mark.full,
+        ),
         ("without", "leaves tool calls out of an assistant's message (it writes '')"),
         ("raises", "raises on a message with a tool call (TemplateError: no calls)"),
     ],

@@ -228,7 +228,13 @@ def test_more_tokens_never_need_less(small: Path, changes: tuple[str, ...]) -> N
 
 @pytest.mark.parametrize(
     ("model", "world", "overrides"),
-    [(SMALL, 8, ()), (SMALL, 1, ()), (LARGE, 128, LONG), (LARGE, 32, LONG), (MIXTURE, 32, LONG)],
+    [
+        (SMALL, 8, ()),
+        (SMALL, 1, ()),
+        pytest.param(LARGE, 128, LONG, marks=pytest.mark.full),
+        pytest.param(LARGE, 32, LONG, marks=pytest.mark.full),
+        (MIXTURE, 32, LONG),
+    ],
 )
 def test_a_proposal_fits_and_is_no_slower(
     tmp_path: Path, model: str, world: int, overrides: tuple[str, ...]
