@@ -4,7 +4,7 @@ time."""
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 
 from vapo_megatron.config.algorithm import DynamicSamplingConfig
 from vapo_megatron.config.model import LayoutConfig, RecomputeConfig
@@ -47,7 +47,7 @@ class PlannedEngine:
             return 1 + 4 / 128**2
         return float(self.width)
 
-    @property
+    @cached_property
     def cache_bytes_per_token(self) -> float:
         """Bytes of what attention keeps of one token on each GPU that has it."""
         channels = sum(
