@@ -318,6 +318,7 @@ def test_a_finished_run_has_nothing_to_do(
     assert before == {path: path.stat().st_mtime_ns for path in straight(1).rglob("*")}
 
 
+@pytest.mark.full
 def test_a_full_disk_loses_nothing(shared: World, straight: Callable[[int], Path]) -> None:
     config = config_of(
         shared, "full", LAYOUTS[1], RESUME, "checkpoint.every_minutes=null", "run.steps=4"
@@ -771,7 +772,7 @@ def test_lost_disk_interrupts_the_run_and_its_state_is_kept(
     assert [row["step"] for row in metrics(run_dir)][-6:] == [1, 2, 3, 4, 5, 6]
 
 
-@pytest.mark.parametrize("steps", [3, 2])
+@pytest.mark.parametrize("steps", [3, pytest.param(2, marks=pytest.mark.full)])
 def test_the_final_model_is_made_up_for(
     shared: World, straight: Callable[[int], Path], steps: int
 ) -> None:

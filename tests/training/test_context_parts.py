@@ -182,7 +182,10 @@ def passes(kind: str, tp: int, cp: int) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("ranks", "tp", "cp"), [(2, 1, 2), (4, 1, 4), (8, 2, 2), (9, 1, 3)])
+@pytest.mark.parametrize(
+    ("ranks", "tp", "cp"),
+    [(2, 1, 2), pytest.param(4, 1, 4, marks=pytest.mark.full), (8, 2, 2), (9, 1, 3)],
+)
 def test_a_rank_computes_its_chunks_of_whole_samples(
     kind: str, ranks: int, tp: int, cp: int
 ) -> None:
@@ -208,7 +211,7 @@ def received_bytes(tp: int, cp: int, replays: bool) -> int:
     return sum(exchanged)
 
 
-@pytest.mark.parametrize("replays", [False, True])
+@pytest.mark.parametrize("replays", [pytest.param(False, marks=pytest.mark.full), True])
 def test_a_rank_is_sent_its_chunks_alone(replays: bool) -> None:
     whole = run_ranks(4, received_bytes, 4, 1, replays)
     assert len(set(whole)) == 1, "a replica's ranks get the same"
