@@ -17,8 +17,14 @@ def test_what_begins_after_the_end_is_left_out_aloud() -> None:
     test = "test_evidence.py"
     done = subprocess.run(
         [
-            *(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"),
-            *(*WITHOUT_ENGINES, str(HERE / test)),
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            *WITHOUT_ENGINES,
+            str(HERE / test),
         ],
         env={**os.environ, "TESTS_END_AT": str(time.time() - 1)},
         cwd=HERE.parent,

@@ -132,7 +132,8 @@ def test_a_parser_of_another_format_is_refused_with_those_that_fit(
     ("name", "words"),
     [
         pytest.param(
-            *("odd", "('please use look_up on heron'), nor does any other parser of SGLang"),
+            "odd",
+            "('please use look_up on heron'), nor does any other parser of SGLang",
             marks=pytest.mark.full,
         ),
         ("without", "leaves tool calls out of an assistant's message (it writes '')"),

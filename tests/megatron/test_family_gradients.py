@@ -81,8 +81,16 @@ CONTEXT = LayoutConfig(cp=2)
 SPLIT_IN_TEST = [
     (case, 2, SPLIT)
     for case in (
-        *("qwen2", "qwen3-tied", "ministral3", "gpt_oss", "granite", "gemma3_text"),
-        *("glm4", "deepseek_v3", "deepseek_v32", "qwen3_5_moe_text"),
+        "qwen2",
+        "qwen3-tied",
+        "ministral3",
+        "gpt_oss",
+        "granite",
+        "gemma3_text",
+        "glm4",
+        "deepseek_v3",
+        "deepseek_v32",
+        "qwen3_5_moe_text",
     )
 ]
 EXPERTS_IN_TEST = [

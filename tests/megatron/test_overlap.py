@@ -52,7 +52,10 @@ def train(model_dir: Path, layout: LayoutConfig, head: Any, overlap: bool) -> An
         pytest.param(2, LayoutConfig(), "lm", marks=pytest.mark.full),
         (4, LayoutConfig(pp=2, vpp=2), "lm"),
         pytest.param(
-            *(4, LayoutConfig(tp=2, cp=2, sequence_parallel=True), "value"), marks=pytest.mark.full
+            4,
+            LayoutConfig(tp=2, cp=2, sequence_parallel=True),
+            "value",
+            marks=pytest.mark.full,
         ),
     ],
 )

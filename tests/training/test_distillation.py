@@ -119,12 +119,17 @@ def test_a_larger_teacher_gives_each_token_its_reverse_kl(
     [
         (2, {"tp": 2}, None, {"actor": (2, 1, 1, 1), "reference": (2, 1, 1, 1)}),
         pytest.param(
-            *(2, {}, {"tp": 2}, {"actor": (1, 1, 1, 2), "reference": (2, 1, 1, 1)}),
+            2,
+            {},
+            {"tp": 2},
+            {"actor": (1, 1, 1, 2), "reference": (2, 1, 1, 1)},
             marks=pytest.mark.full,
         ),
         (2, {}, {"pp": 2}, {"actor": (1, 1, 1, 2), "reference": (1, 2, 1, 1)}),
         pytest.param(
-            *(4, {"pp": 2}, {"tp": 2, "cp": 2}),
+            4,
+            {"pp": 2},
+            {"tp": 2, "cp": 2},
             {"actor": (1, 2, 1, 2), "reference": (2, 1, 2, 1)},
             marks=pytest.mark.full,
         ),

@@ -62,8 +62,13 @@ def test_new_head_is_zero_or_the_same_noise_on_every_rank(tmp_path: Path, tied: 
 # Each kind of attention, and experts or none: a head comes behind the backbone of the policy, which
 # test_logits.py and test_convert.py compare with transformers for every family.
 REWARD_MODELS = (
-    *("qwen2", "granite", "gemma3_text", "gpt_oss", "glm4_moe"),
-    *("deepseek_v3", "qwen3_5_moe_text"),
+    "qwen2",
+    "granite",
+    "gemma3_text",
+    "gpt_oss",
+    "glm4_moe",
+    "deepseek_v3",
+    "qwen3_5_moe_text",
 )
 
 
