@@ -81,17 +81,14 @@ CASES = {
         Case("adapter", "policy", tied=True, adapter=AdapterConfig(rank=4, alpha=16)),
         Case("adapter-value", "value", family="qwen2", adapter=AdapterConfig(rank=3)),
         Case("adapter-moe", "value", family="qwen3_moe", adapter=AdapterConfig(rank=4, alpha=16)),
+        # With alpha 16 one rounding of each weight moves a gradient by all of the bound, with 8 by
+        # a third of it, as in the other cases.
         Case(
-            "adapter-latent",
-            "policy",
-            family="deepseek_v3",
-            adapter=AdapterConfig(rank=4, alpha=16),
+            "adapter-latent", "policy", family="deepseek_v3", adapter=AdapterConfig(rank=4, alpha=8)
         ),
         Case("adapter-experts", "policy", family="qwen3_moe", adapter=EXPERTS),
     )
 }
-# Rounding of other micro-batches moves a gradient of this case most.
-SENSITIVE = "adapter-latent"
 
 
 @dataclass(frozen=True)
@@ -303,27 +300,6 @@ def run_split(
 ) -> list[dict[str, Any]]:
     """What train() returned on every rank of a split."""
     return run_ranks(split.world, train, models, names, split, mutate, deadline=280)
-
-
-def reference_of(
-    models: dict[tuple[str, bool], Path],
-    names: Sequence[str],
-    split: Split,
-    reference: dict[str, Any],
-) -> dict[str, Any]:
-    """What `split` must equal: `reference`, one rank's results, of these cases. Of SENSITIVE, other
-    micro-batches on one rank alone use up most of the bound: it is trained again on one rank with
-    the split's own, which must equal the reference too, and `reference` keeps that."""
-    expected = {name: reference[name] for name in names}
-    if SENSITIVE in names:
-        tokens = split.max_tokens * split.layout.cp
-        kept = f"{SENSITIVE}, {tokens} tokens"
-        if kept not in reference:
-            alone = run_split(models, (SENSITIVE,), Split(max_tokens=tokens))
-            assert_same(alone, {SENSITIVE: reference[SENSITIVE]})
-            reference[kept] = alone[0][SENSITIVE]
-        expected[SENSITIVE] = reference[kept]
-    return expected
 
 
 def assert_same(found: list[dict[str, Any]], expected: dict[str, Any], rel: float = 1e-5) -> None:

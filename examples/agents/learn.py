@@ -8,7 +8,7 @@ training, evaluation.
 The task is lookup.py's, or compact.py's, whose contexts are summarised. Methods differ in what
 gives a turn its credit (VAPO by turns or by tokens, values by regression, GRPO), and for compact in
 whether summaries carry loss ("masked": they do not). With several seeds the table has intervals.
-Runs that have ended are not run again.
+Runs that have ended are not run again, and runs that were interrupted continue.
 """
 
 import subprocess
@@ -106,7 +106,8 @@ def command(name: str, config: str, *overrides: str) -> None:
 def learn(
     task: Task, method: str, seed: int, out: Path, steps: int, overrides: list[str]
 ) -> list[dict[str, Any]]:
-    """The metrics of a method's run, by step; it is run first unless it has ended."""
+    """The metrics of a method's run, by step. A run that has not ended is run, or continued from
+    its last checkpoint."""
     run = out / method
     if (
         (run / "metrics.jsonl").is_file()
@@ -116,7 +117,7 @@ def learn(
         return rows
     data = out / "task"
     policy = out / "sft" / "hf" / "final" / "actor"
-    shared = (f"run.seed={seed}", f"run.root={out}")
+    shared = (f"run.seed={seed}", f"run.root={out}", "run.resume=auto")
     if not policy.is_dir():
         task.make(data, seed)
         command(
