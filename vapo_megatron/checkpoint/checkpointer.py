@@ -25,8 +25,8 @@ from vapo_megatron.signals import first_signal, job_end_time, stop_requested
 
 _logger = logging.getLogger(__name__)
 
-# The largest share of the run's time spent on copies in host memory: if steps are short, not each
-# has one.
+# The largest share of the run's time spent on copies in host memory, the cores that write them
+# counted: if steps are short, or the cores few, not each step has one.
 _COPYING_SHARE = 0.05
 
 
@@ -190,7 +190,8 @@ class Checkpointer:
                 )
                 self._memory_folder = None
             return True
-        rests = time.monotonic() - self._copied_at < self._copy_seconds / _COPYING_SHARE
+        spent = self._copy_seconds + self._memory.writing_seconds
+        rests = time.monotonic() - self._copied_at < spent / _COPYING_SHARE
         return self._memory.is_busy or (dist.get_rank() == 0 and rests)
 
     def _stop_for_alarm(self) -> None:

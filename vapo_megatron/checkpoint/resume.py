@@ -199,6 +199,7 @@ _HARMLESS = (
         "rollout.tp",
         "rollout.max_running_requests",
         "rollout.max_total_tokens",
+        "rollout.share_prompts",
         "rollout.sync",
     ),
     *("rollout.mem_fraction_static", "rollout.start_timeout_s", "rollout.collect_timeout_s"),

@@ -8,6 +8,7 @@ whatever training does meanwhile.
 
 import errno
 import math
+import os
 import secrets
 import shutil
 import threading
@@ -155,6 +156,7 @@ class StateSaver:
         self._thread: threading.Thread | None = None
         self._outcome: Outcome | None = None
         self._broken: Exception | None = None
+        self._thread_seconds = 0.0  # of the processor, of the last save's thread
         self._nodes = Nodes.of(place)  # ranks share a disk, and within a node its host memory
         self._models = {key: ModelSaver(saved.model) for key, saved in run.models.items()}
         # Threads of saves meet in here, undisturbed by what training sends.
@@ -164,6 +166,13 @@ class StateSaver:
     def is_busy(self) -> bool:
         """Whether a save is in progress on this rank."""
         return self._thread is not None and self._thread.is_alive()
+
+    @property
+    def writing_seconds(self) -> float:
+        """What writing its part of the last save took from this rank, in seconds of all the cores
+        that its share of the machine has."""
+        cores = len(os.sched_getaffinity(0)) / len(self._nodes.own)
+        return self._thread_seconds / max(1.0, cores)
 
     @property
     def has_failed(self) -> bool:
@@ -287,6 +296,7 @@ class StateSaver:
         return write
 
     def _run_save(self, save: _Save) -> None:
+        began = time.thread_time()
         try:
             part = self._write(save)
             if self._nodes.count > 1:
@@ -310,6 +320,7 @@ class StateSaver:
         finally:
             if self._nodes.is_leader:
                 shutil.rmtree(save.folder, ignore_errors=True)
+            self._thread_seconds = time.thread_time() - began
 
     def _write(self, save: _Save) -> _Part:
         rank = dist.get_rank()

@@ -245,6 +245,11 @@ class RolloutConfig(Section):
         description="threads of a server on a machine without GPUs; more than there are free cores "
         "make a small model dozens of times slower",
     )
+    share_prompts: bool = Field(
+        False,
+        description="on a machine without GPUs: compute the prompt of a group once, not with each "
+        "of its responses; pays for prompts of 32 tokens and more. On GPUs servers always do",
+    )
     tp: int = Field(1, ge=1, description="tensor-parallel size of one server")
     nodes: int = Field(
         1,

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 
-from vapo_megatron.engines.inside import cpu_delta_net
+from vapo_megatron.engines.inside import cpu_delta_net, cpu_prefixes
 from vapo_megatron.engines.inside.cpu_sinks import install_sinks
 
 # Imported from sgl_kernel on the CPU path of modules that every server imports; only speculative
@@ -120,7 +120,7 @@ def _patch_sglang() -> None:
     # own rows, so it is invariant up to rounding; there is no Triton on CPUs.
     if "torch_native" not in choices.DETERMINISTIC_ATTENTION_BACKEND_CHOICES:
         choices.add_deterministic_attention_backend_choices(["torch_native"])
-    register_resolution_hook("handle_deterministic_inference")(_with_latent_attention)
+    register_resolution_hook("handle_deterministic_inference")(_allowing_torch)
     batch_invariant_ops.enable_batch_invariant_mode = _do_nothing
     # States of delta nets are kept for prefixes without the buffer that only GPUs have.
     overrides.supports_mamba_cache_extra_buffer = _refuse_buffer
@@ -132,26 +132,25 @@ def _patch_sglang() -> None:
     backend._run_sdpa_forward_decode = _batched_decode(backend._run_sdpa_forward_decode)
     backend._run_sdpa_forward_extend = _batched_extend(backend._run_sdpa_forward_extend)
     install_sinks(backend)
+    cpu_prefixes.install_waiting()
 
 
-def _with_latent_attention(server_args: Any, check: Callable[[Any], None]) -> None:
-    """Around SGLang's check of deterministic inference, which refuses latent attention on backends
-    whose prefix cache is not deterministic. The torch attention goes without that cache, as with
-    other models."""
+def _allowing_torch(server_args: Any, check: Callable[[Any], None]) -> None:
+    """Around SGLang's check of deterministic inference, which on unknown backends refuses latent
+    attention and disables the prefix cache. With the torch attention a response is the same up to
+    rounding whether its prompt was cached or not: the cache is used where prompts are to be
+    shared."""
     from sglang.srt.arg_groups import choices
-    from sglang.srt.arg_groups.overrides import declare_resolution, model_config_of
+    from sglang.srt.arg_groups.overrides import declare_resolution
 
-    config = model_config_of(server_args).hf_config
-    if getattr(config, "kv_lora_rank", None) is None:
-        check(server_args)
-        return
     allowed = choices.RADIX_SUPPORTED_DETERMINISTIC_ATTENTION_BACKEND
     allowed.append("torch_native")
     try:
         check(server_args)
     finally:
         allowed.remove("torch_native")
-    declare_resolution(server_args, "_handle_deterministic_inference", disable_radix_cache=True)
+    if server_args.schedule_policy != "lpm":
+        declare_resolution(server_args, "_handle_deterministic_inference", disable_radix_cache=True)
 
 
 def _allocate_host(dims: Any, dtype: torch.dtype, device: str = "cpu", **_: object) -> torch.Tensor:

@@ -215,6 +215,7 @@ def engine_arguments(
             "device": "cpu",
             "attention_backend": "torch_native",
             "max_total_tokens": cpu_cache_tokens(config),
+            "schedule_policy": "lpm" if config.share_prompts else None,
         }
     else:
         args |= {
