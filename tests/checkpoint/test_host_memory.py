@@ -9,8 +9,10 @@ import shutil
 import signal
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -26,7 +28,7 @@ from vapo_megatron.checkpoint.host_memory import (
     job_memory,
 )
 from vapo_megatron.checkpoint.manifest import Progress
-from vapo_megatron.checkpoint.state_saver import SavedRun, Snapshot
+from vapo_megatron.checkpoint.state_saver import SavedRun, Snapshot, StateSaver
 from vapo_megatron.config.run import MonitoringConfig
 from vapo_megatron.config.train import TrainConfig
 from vapo_megatron.errors import BadInput, RunFailed, TryAgain
@@ -190,6 +192,53 @@ def three_steps(
             if step == 1:
                 after_first()
     return alarms, [name.step for name in list_checkpoints(run_dir)]
+
+
+def copies_of(
+    run_dir: Path, memory: Path, write: Callable[[], None], cores: int
+) -> tuple[list[int], float]:
+    """Steps of three whose copies are left where writing one does `write` on so many cores, and
+    what the last one is counted as."""
+    plain = StateSaver._write
+    savers: list[StateSaver] = []
+
+    def writing(saver: StateSaver, save: Any) -> Any:
+        if saver._place == memory:
+            write()
+            savers.append(saver)
+        return plain(saver, save)
+
+    with (
+        mock.patch.object(state_saver.os, "sched_getaffinity", lambda _: set(range(cores))),
+        mock.patch.object(StateSaver, "_write", writing),
+    ):
+        three_steps(run_dir, memory)
+        return [name.step for name in list_checkpoints(memory)], savers[-1].writing_seconds
+
+
+def spin() -> None:
+    end = time.thread_time() + 0.4
+    while time.thread_time() < end:
+        pass
+
+
+def test_copies_are_rarer_where_writing_takes_the_cores(tmp_path: Path) -> None:
+    """On two cores the engines lose what the writer takes; on 64 nobody misses it."""
+    counted = {}
+    for name, write, cores in (
+        ("two", spin, 2),
+        ("many", spin, 64),
+        ("waits", partial(time.sleep, 0.4), 2),
+    ):
+        run_dir = tmp_path / name / "run"
+        memory = tmp_path / name / "memory"
+        run_dir.mkdir(parents=True)
+        memory.mkdir()
+        left, counted[name] = run_ranks(1, copies_of, run_dir, memory, write, cores)[0]
+        if name == "two":
+            assert left == [1], "0.2 seconds of both cores allow one copy in four seconds"
+    assert counted["two"] >= 0.2
+    assert counted["many"] < 0.05 and counted["waits"] < 0.1
 
 
 def goes_on_without_its_folder(run_dir: Path, memory: Path) -> tuple[list[str], list[int]]:

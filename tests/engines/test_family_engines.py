@@ -28,8 +28,20 @@ pytestmark = pytest.mark.full
 SHAPE = SIZES | {"num_hidden_layers": 4, "head_dim": 16}
 
 
-@pytest.mark.parametrize("family", [name for name, row in FAMILIES.items() if row.served])
-def test_what_is_synced_is_what_is_sampled_from(tmp_path: Path, family: str) -> None:
+# One of each kind of attention, and of state, whose prompts are cached.
+SHARED = ("qwen3", "gpt_oss", "deepseek_v3", "qwen3_5_text")
+
+
+@pytest.mark.parametrize(
+    ("family", "shares_prompts"),
+    [
+        *((name, False) for name, row in FAMILIES.items() if row.served),
+        *((name, True) for name in SHARED),
+    ],
+)
+def test_what_is_synced_is_what_is_sampled_from(
+    tmp_path: Path, family: str, shares_prompts: bool
+) -> None:
     shape = SHAPE
     if "kv_lora_rank" in FAMILIES[family].sizes:  # which has widths of its own
         shape = {key: SHAPE[key] for key in SHAPE if key not in ("head_dim", "num_key_value_heads")}
@@ -44,6 +56,7 @@ def test_what_is_synced_is_what_is_sampled_from(tmp_path: Path, family: str) -> 
         max_running_requests=8,
         max_total_tokens=2048,
         start_timeout_s=240,
+        share_prompts=shares_prompts,
         router_replay=bool(spec.num_experts),
     )
     tensors = open_weights(path, spec)

@@ -248,7 +248,8 @@ class RolloutConfig(Section):
     share_prompts: bool = Field(
         False,
         description="on a machine without GPUs: compute the prompt of a group once, not with each "
-        "of its responses; pays for prompts of 32 tokens and more. On GPUs servers always do",
+        "of its responses; pays for prompts of 32 tokens and more. Servers on GPUs cache prompts "
+        "anyway",
     )
     tp: int = Field(1, ge=1, description="tensor-parallel size of one server")
     nodes: int = Field(
