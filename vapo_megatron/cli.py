@@ -109,6 +109,7 @@ def train(
 
         raise typer.Exit(command.check_run(settings, _load(PlanConfig, config, overrides)))
     _look_first(settings)
+    _import_megatron()
     from vapo_megatron.checks import preflight
     from vapo_megatron.operations.plan.residency import planned_residency
     from vapo_megatron.run import launch
@@ -128,6 +129,7 @@ def sft(config: ConfigArgument, overrides: OverridesArgument = None) -> None:
     """Fine-tune a policy on demonstrations: the cold start before reinforcement learning."""
     settings = _load(SftConfig, config, overrides)
     _look_first(settings)
+    _import_megatron()
     from vapo_megatron.checks import preflight
     from vapo_megatron.run import launch
     from vapo_megatron.training.sft import sft_rank
@@ -222,6 +224,7 @@ def pretrain_critic(config: ConfigArgument, overrides: OverridesArgument = None)
     actor, no engines."""
     settings = _load(CriticPretrainingConfig, config, overrides)
     _look_first(settings)
+    _import_megatron()
     from vapo_megatron.checks import preflight
     from vapo_megatron.run import launch
     from vapo_megatron.run.rank import pretrain_critic_rank
@@ -496,6 +499,12 @@ def _look_first(settings: TrainConfig | SftConfig | EvaluateConfig) -> None:
     does so."""
     if place_from_environment() is None:
         look_first(settings)
+
+
+def _import_megatron() -> None:
+    from vapo_megatron.megatron.cpu_torch import import_megatron
+
+    import_megatron()
 
 
 def _read_model(path: str) -> None:

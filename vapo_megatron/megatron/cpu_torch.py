@@ -194,6 +194,32 @@ def _without_compilation(owner: types.ModuleType | type) -> None:
                 setattr(owner, name, original)
 
 
+def import_megatron() -> None:
+    """Import Megatron-Core, before any module that needs it: in three quarters of the time, because
+    nothing loads PyTorch's compiler, which its decorators would, or W&B, which its inference logs
+    to. Does nothing if CUDA works."""
+    if current_platform().is_cuda or _MEGATRON in sys.modules:
+        return
+    absent = {} if "wandb" in sys.modules else {"wandb": None}
+    compiler = torch.compile
+    sys.modules.update(absent)  # type: ignore[arg-type]
+    torch.compile = _unchanged  # type: ignore[assignment]
+    try:
+        jit = importlib.import_module(f"{_MEGATRON}.jit")
+    finally:
+        torch.compile = compiler
+        for name in absent:
+            del sys.modules[name]
+    jit.disable_jit_fuser()
+
+
+def _unchanged(function: Any = None, **_: Any) -> Any:
+    """As torch.compile is called, with a function or as a decorator with options."""
+    if function is None:
+        return _unchanged
+    return function
+
+
 @functools.cache
 def _patch_once() -> None:
     import megatron.core.jit as jit

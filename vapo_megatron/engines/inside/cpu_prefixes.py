@@ -11,25 +11,39 @@ from typing import Any
 
 # Tokens that are not in the cache for which a request waits.
 _LEAST_TOKENS = 16
+# Requests in a queue above which SGLang looks at no prefixes; it says 128.
+_LONGEST_QUEUE = 4096
 
 
 def install_waiting() -> None:
     """Have requests wait for a prefix that another one of the queue is about to compute. Only
     policies that look at prefixes do so (server_args.schedule_policy)."""
-    from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder, SchedulePolicy
+    from sglang.srt.managers import schedule_policy
 
+    schedule_policy.WAITING_QUEUE_PREFIX_MATCH_MAX = _LONGEST_QUEUE
+    policy = schedule_policy.SchedulePolicy
+    adder = schedule_policy.PrefillAdder
     waiting: set[str] = set()
-    matches = SchedulePolicy._compute_prefix_matches
-    SchedulePolicy._compute_prefix_matches = _with_siblings(matches, waiting)
-    add = PrefillAdder.add_one_req
-    PrefillAdder.add_one_req = _ending_before(add, waiting, AddReqResult.OTHER)
+    policy.calc_priority = _forgetting(policy.calc_priority, waiting)
+    policy._compute_prefix_matches = _with_siblings(policy._compute_prefix_matches, waiting)
+    end_of_batch = schedule_policy.AddReqResult.OTHER
+    adder.add_one_req = _ending_before(adder.add_one_req, waiting, end_of_batch)
+
+
+def _forgetting(sort: Callable[..., None], waiting: set[str]) -> Callable[..., None]:
+    """Forgets who waited when the queue was sorted last."""
+
+    def run(*args: Any, **options: Any) -> None:
+        waiting.clear()
+        sort(*args, **options)
+
+    return run
 
 
 def _with_siblings(matches: Callable[..., set[str]], waiting: set[str]) -> Callable[..., set[str]]:
     """Adds siblings to the requests that SGLang would delay, and keeps the names of both."""
 
     def run(policy: Any, queue: Collection[Any], *args: Any) -> set[str]:
-        waiting.clear()
         waiting.update(matches(policy, queue, *args))
         waiting.update(siblings(queue))
         return set(waiting)
