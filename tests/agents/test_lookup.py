@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from examples.agents import learn
 from examples.agents.learn import TASKS
 from examples.agents.lookup import Lookup, demonstrations, problem
 from vapo_megatron.checks.preflight import cautions
@@ -27,6 +28,20 @@ def test_each_method_has_a_config(method: str) -> None:
     assert config.algorithm.uses_critic == (method != "grpo")
     assert config.value_pretraining.enabled == (method in ("turn", "token"))
     assert (config.critic.kind == "regression") == method.startswith("regression")
+
+
+def test_what_was_interrupted_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that has ended is not started again, and any other is resumed where it stopped."""
+    commands: list[tuple[str, ...]] = []
+    monkeypatch.setattr(learn, "command", lambda *arguments: commands.append(arguments))
+    monkeypatch.setattr(learn, "read_metrics", lambda run: [{"step": 7}])
+    (tmp_path / "token").mkdir()
+    (tmp_path / "token" / "metrics.jsonl").touch()
+    learn.learn(TASKS["lookup"], "token", 1, tmp_path, 7, [])
+    assert commands == []
+    learn.learn(TASKS["lookup"], "token", 1, tmp_path, 20, [])
+    assert [name for name, *_ in commands] == ["sft", "train"]
+    assert all("run.resume=auto" in arguments for arguments in commands)
 
 
 def test_who_follows_the_tool_arrives_at_the_answer() -> None:
