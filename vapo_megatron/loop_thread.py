@@ -77,8 +77,13 @@ class LoopThread:
         return self._loop.time()
 
     def start(self, work: Coroutine[Any, Any, T]) -> "Future[T]":
-        """Start a coroutine; cancelling the future cancels it."""
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
+        """Start a coroutine; cancelling the future cancels it. Raises RuntimeError once it is
+        closed, as callers that were left behind find."""
+        try:
+            return asyncio.run_coroutine_threadsafe(work, self._loop)
+        except RuntimeError:
+            work.close()  # else Python warns that nobody awaited it
+            raise
 
     def run(self, work: Coroutine[Any, Any, T], seconds: float | None = None) -> T:
         """Run a coroutine to its end; it is cancelled if this thread is interrupted.
