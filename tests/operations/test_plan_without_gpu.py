@@ -33,6 +33,8 @@ SMOLLM = {
     "rms_norm_eps": 1e-5,
     "tie_word_embeddings": True,
 }
+# Has the KV cache follow from the running responses.
+BY_RESPONSES = "rollout.max_total_tokens=null"
 Free = namedtuple("Free", "available")
 
 
@@ -43,14 +45,17 @@ def config_of(folder: Path, *overrides: str) -> PlanConfig:
 
 
 def test_the_example_is_estimated_as_it_was_measured(tmp_path: Path) -> None:
-    """10.9 GiB (PSS of all processes) with a cache of 65,536 tokens, of which 4.1 the engine's
-    scheduler."""
-    measured = config_of(tmp_path, "rollout.max_total_tokens=65536")
-    assert host_memory(measured, 1).total / GIB == pytest.approx(11.0, rel=0.15)
-    smaller = host_memory(config_of(tmp_path), 1)
-    assert smaller.total / GIB < 10
-    assert host_memory(measured, 1).parts["KV caches"] == pytest.approx(65536 * 46080)
-    assert smaller.parts["KV caches"] == pytest.approx(96 * 192 * 46080)
+    """7.5 to 7.8 GiB (PSS of all processes); 10.9 GiB with a cache of 65,536 tokens, of which 4.1
+    the engine's scheduler, and micro-batches of 2,048."""
+    example = host_memory(config_of(tmp_path), 1)
+    assert example.total / GIB == pytest.approx(7.7, rel=0.15)
+    assert example.parts["KV caches"] == pytest.approx(9600 * 46080)
+    larger = ("rollout.max_total_tokens=65536", "actor.max_tokens_per_microbatch=2048")
+    measured = host_memory(config_of(tmp_path, *larger), 1)
+    assert measured.total / GIB == pytest.approx(11.0, rel=0.15)
+    assert measured.parts["KV caches"] == pytest.approx(65536 * 46080)
+    by_responses = host_memory(config_of(tmp_path, BY_RESPONSES), 1)
+    assert by_responses.parts["KV caches"] == pytest.approx(96 * 192 * 46080)
 
 
 @pytest.mark.parametrize(
@@ -66,8 +71,8 @@ def test_the_example_is_estimated_as_it_was_measured(tmp_path: Path) -> None:
 def test_a_part_follows_its_key(
     overrides: list[str], part: str, factor: float, tmp_path: Path
 ) -> None:
-    before = host_memory(config_of(tmp_path), 1).parts[part]
-    config = config_of(tmp_path, *overrides)
+    before = host_memory(config_of(tmp_path, BY_RESPONSES), 1).parts[part]
+    config = config_of(tmp_path, BY_RESPONSES, *overrides)
     after = host_memory(config, config.cluster.ranks or 1).parts[part]
     assert after == pytest.approx(factor * before)
 

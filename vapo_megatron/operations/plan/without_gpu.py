@@ -53,6 +53,8 @@ def host_memory(config: PlanConfig, ranks: int) -> Holding:
         cache = cpu_cache_tokens(config.rollout) * engine.cache_bytes_per_token
         parts["engine weights"] = count * tp * engine.weights
         parts["KV caches"] = count * tp * cache
+        # In shared memory, for all engines of the machine
+        parts["weight sync buffer"] = min(config.rollout.sync.bucket_bytes(0), tp * engine.weights)
         parts["programs beside tensors"] += count * _ENGINE_BYTES
     return Holding("host", {name: size for name, size in parts.items() if size})
 
