@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hf_models import write_model
@@ -11,6 +12,7 @@ from vapo_megatron.config.rollout import RolloutConfig, SamplingConfig
 from vapo_megatron.data.sample import Prompt, Sample
 from vapo_megatron.deadlines import ask
 from vapo_megatron.engines.inside.cpu_prefixes import siblings
+from vapo_megatron.engines.inside.cpu_shim import _allowing_torch
 from vapo_megatron.engines.server.process import EngineServer
 from vapo_megatron.rollout.dispatcher import Dispatcher
 from vapo_megatron.rollout.request import GenerationRequest
@@ -42,6 +44,30 @@ def test_a_sibling_waits_until_its_prompt_is_cached() -> None:
 
 def test_short_prompts_are_not_waited_for() -> None:
     assert siblings([Waiting(str(index), list(range(16))) for index in range(3)]) == set()
+
+
+@pytest.mark.parametrize(
+    ("deterministic", "policy", "is_disabled"),
+    [(True, "fcfs", True), (True, "lpm", False), (False, "fcfs", False)],
+)
+def test_the_cache_is_off_unless_prompts_are_shared(
+    monkeypatch: pytest.MonkeyPatch, deterministic: bool, policy: str, is_disabled: bool
+) -> None:
+    from sglang.srt.arg_groups import choices, overrides
+
+    allowed: list[str] = []
+    declared: dict[str, bool] = {}
+    monkeypatch.setattr(overrides, "declare_resolution", lambda *_, **said: declared.update(said))
+    arguments = SimpleNamespace(
+        enable_deterministic_inference=deterministic, schedule_policy=policy
+    )
+    _allowing_torch(
+        arguments,
+        lambda _: allowed.extend(choices.RADIX_SUPPORTED_DETERMINISTIC_ATTENTION_BACKEND),
+    )
+    assert declared == ({"disable_radix_cache": True} if is_disabled else {})
+    assert "torch_native" in allowed
+    assert "torch_native" not in choices.RADIX_SUPPORTED_DETERMINISTIC_ATTENTION_BACKEND
 
 
 @pytest.fixture(scope="module")

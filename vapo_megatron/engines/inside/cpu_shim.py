@@ -149,7 +149,7 @@ def _allowing_torch(server_args: Any, check: Callable[[Any], None]) -> None:
         check(server_args)
     finally:
         allowed.remove("torch_native")
-    if server_args.schedule_policy != "lpm":
+    if server_args.enable_deterministic_inference and server_args.schedule_policy != "lpm":
         declare_resolution(server_args, "_handle_deterministic_inference", disable_radix_cache=True)
 
 
