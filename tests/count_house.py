@@ -233,11 +233,8 @@ def style(sources: list[str]) -> dict[str, float]:
                 pair = (node.targets[0], node.value)
                 counts["tuple assignments"] += all(isinstance(part, ast.Tuple) for part in pair)
             counts["conditional expressions"] += isinstance(node, ast.IfExp)
-            if isinstance(node, ast.Call):
-                starred = (part.value for part in node.args if isinstance(part, ast.Starred))
-                counts["star tuples in calls"] += sum(
-                    isinstance(value, (ast.Tuple, ast.List)) for value in starred
-                )
+            if isinstance(node, ast.Starred):
+                counts["star tuples"] += isinstance(node.value, (ast.Tuple, ast.List))
     thousands = max(len(lines), 1) / 1000
     turns = sum(len(FOREIGN.findall(source)) for source in sources)
     long = sum(len(line) >= LONG_LINE for line in lines)
@@ -247,7 +244,7 @@ def style(sources: list[str]) -> dict[str, float]:
         "conditional expressions in 1,000 lines": round(
             counts["conditional expressions"] / thousands, 1
         ),
-        "star tuples in calls": counts["star tuples in calls"],
+        "star tuples": counts["star tuples"],
         f"lines of {LONG_LINE} characters or more, %": round(long / thousands / 10, 1),
         "foreign turns in 1,000 lines": round(turns / thousands, 2),
     }

@@ -12,8 +12,16 @@ DELTA_NETS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 WINDOWS = ("gemma3_text", "olmo3", "gpt_oss")
 # Of these a rotary embedding may be scaled, and all channels of a head are turned.
 SCALED = (
-    *("llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "seed_oss", "granite", "smollm3"),
-    *("olmo3", "gemma3_text"),
+    "llama",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+    "mistral",
+    "seed_oss",
+    "granite",
+    "smollm3",
+    "olmo3",
+    "gemma3_text",
 )
 # Of these a part of each head is turned, which YaRN then stretches alone.
 PARTIAL = ("glm4", "glm4_moe", "minimax_m2", *DELTA_NETS)

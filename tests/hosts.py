@@ -66,8 +66,18 @@ def two_hosts() -> Iterator[tuple[Host, Host]]:
             _ip("netns", "add", host.name)
         first, second = hosts
         _ip(
-            *("link", "add", first.interface, "netns", first.name, "type", "veth"),
-            *("peer", "name", second.interface, "netns", second.name),
+            "link",
+            "add",
+            first.interface,
+            "netns",
+            first.name,
+            "type",
+            "veth",
+            "peer",
+            "name",
+            second.interface,
+            "netns",
+            second.name,
         )
         for host in hosts:
             _ip("-n", host.name, "address", "add", f"{host.address}/24", "dev", host.interface)

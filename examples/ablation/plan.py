@@ -204,12 +204,10 @@ class _Seed:
     ) -> Job:
         folder = self.folder
         overrides = [
-            *(
-                f"preset={preset}",
-                f"run.name={name}",
-                *self._place,
-                f"model.path={folder / POLICY}",
-            ),
+            f"preset={preset}",
+            f"run.name={name}",
+            *self._place,
+            f"model.path={folder / POLICY}",
             f"data.train={folder / 'task' / 'train.jsonl'}",
             f"data.eval=[{{name: unseen, path: {folder / 'task' / 'eval.jsonl'}, samples: "
             f"{EVALUATION_SAMPLES}}}]",

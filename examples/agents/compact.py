@@ -31,7 +31,10 @@ WORDS = [
     *(f"k{key}" for key in range(KEYS)),
     *(f"h{hops}" for hops in range(MOST_HOPS + 1)),
     *(str(digit) for digit in range(10)),
-    *("get", "####", "?", SUMMARISE),
+    "get",
+    "####",
+    "?",
+    SUMMARISE,
 ]
 
 

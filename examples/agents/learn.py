@@ -128,15 +128,16 @@ def learn(
             *shared,
         )
     command(
-        *(
-            "train",
-            task.config,
-            f"model.path={policy}",
-            f"data.train={data / 'train.jsonl'}",
-            f"run.name={method}",
-        ),
+        "train",
+        task.config,
+        f"model.path={policy}",
+        f"data.train={data / 'train.jsonl'}",
+        f"run.name={method}",
         f"data.eval=[{{name: unseen, path: {data / 'eval.jsonl'}, samples: 4}}]",
-        *(f"run.steps={steps}", *task.methods[method], *shared, *overrides),
+        f"run.steps={steps}",
+        *task.methods[method],
+        *shared,
+        *overrides,
     )
     return read_metrics(run)
 

@@ -30,7 +30,9 @@ WORDS = [
     *(f"k{key}" for key in range(KEYS)),
     *(f"h{hops}" for hops in range(MOST_HOPS + 1)),
     *(str(digit) for digit in range(10)),
-    *("get", "####", "?"),
+    "get",
+    "####",
+    "?",
 ]
 
 

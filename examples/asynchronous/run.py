@@ -78,8 +78,13 @@ def train(folder: Path, seed: int, name: str, overrides: list[str]) -> None:
         f"model.path={folder / 'sft' / 'hf' / 'final' / 'actor'}",
         f"data.train={task / 'train.jsonl'}",
         f"data.eval=[{{name: unseen, path: {task / 'eval.jsonl'}, samples: 4}}]",
-        *(f"run.root={folder}", f"run.name={name}", f"run.seed={seed}", "run.resume=auto"),
-        *(*ONE_RANK, "critic.layout.tp=1", *overrides),
+        f"run.root={folder}",
+        f"run.name={name}",
+        f"run.seed={seed}",
+        "run.resume=auto",
+        *ONE_RANK,
+        "critic.layout.tp=1",
+        *overrides,
     )
 
 

@@ -94,20 +94,16 @@ def train(folder: Path, seed: int, name: str, problems: int, *overrides: str) ->
     task, run_dir = folder / "task", folder / name.replace(" ", "_")
     if not (run_dir / "hf" / "final").is_dir():
         vapo_megatron(
-            *(
-                "train",
-                QUICKSTART / "vapo.yaml",
-                *ONE_RANK,
-                "critic.layout.tp=1",
-                "value_pretraining.enabled=false",
-            ),
+            "train",
+            QUICKSTART / "vapo.yaml",
+            *ONE_RANK,
+            "critic.layout.tp=1",
+            "value_pretraining.enabled=false",
             f"algorithm.update.minibatch_size={MINIBATCH}",
-            *(
-                f"run.root={folder}",
-                f"run.name={run_dir.name}",
-                f"run.seed={seed}",
-                "run.resume=auto",
-            ),
+            f"run.root={folder}",
+            f"run.name={run_dir.name}",
+            f"run.seed={seed}",
+            "run.resume=auto",
             f"data.train={task / 'train.jsonl'}",
             f"data.eval=[{{name: unseen, path: {task / 'eval.jsonl'}, samples: 4, limit: "
             f"{problems}}}]",

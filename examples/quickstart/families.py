@@ -23,10 +23,15 @@ from vapo_megatron.monitoring.metrics import read_metrics  # noqa: E402
 FAMILIES = ("glm4_moe", "deepseek_v3", "gpt_oss", "qwen3_5_text")
 STEPS = 2
 SMALL = (
-    *("data.steps=10", "data.batch_size=16"),
-    *("batch.prompts_per_step=4", "batch.samples_per_prompt=4", "sampling.max_new_tokens=24"),
-    *("algorithm.update.minibatch_size=8", "value_pretraining.minibatch_size=8"),
-    *("value_pretraining.iterations=2", "value_pretraining.replay_epochs=1"),
+    "data.steps=10",
+    "data.batch_size=16",
+    "batch.prompts_per_step=4",
+    "batch.samples_per_prompt=4",
+    "sampling.max_new_tokens=24",
+    "algorithm.update.minibatch_size=8",
+    "value_pretraining.minibatch_size=8",
+    "value_pretraining.iterations=2",
+    "value_pretraining.replay_epochs=1",
     "value_pretraining.stop_explained_variance=null",
     "value_pretraining.stop_bias=null",
 )
@@ -42,8 +47,15 @@ def run(family: str, out: Path) -> str:
     settings = [part for override in SMALL for part in ("--set", override)]
     code = subprocess.run(
         [
-            *(sys.executable, str(HERE / "run.py"), "--family", family),
-            *("--steps", str(STEPS), "--out", str(out), *settings),
+            sys.executable,
+            str(HERE / "run.py"),
+            "--family",
+            family,
+            "--steps",
+            str(STEPS),
+            "--out",
+            str(out),
+            *settings,
         ],
         cwd=ROOT,
     ).returncode

@@ -37,7 +37,10 @@ SFT, VAPO = HERE / "sft.yaml", HERE / "vapo.yaml"
 # One GPU instead of two CPU ranks, in the dtype that its kernels are made for. Trainer and engine
 # share its memory.
 ONE_GPU = (
-    *("cluster.ranks=1", "actor.layout.tp=1", "critic.layout.tp=1", "model.dtype=bfloat16"),
+    "cluster.ranks=1",
+    "actor.layout.tp=1",
+    "critic.layout.tp=1",
+    "model.dtype=bfloat16",
     "rollout.mem_fraction_static=0.2",
 )
 # Another family: with experts, tensor parallelism cuts the sequence as well.
@@ -213,8 +216,14 @@ def main(
     )
     subprocess.run(
         [
-            *(sys.executable, str(HERE / "make_task.py"), "--out", str(task)),
-            *("--seed", str(seed), "--family", family),
+            sys.executable,
+            str(HERE / "make_task.py"),
+            "--out",
+            str(task),
+            "--seed",
+            str(seed),
+            "--family",
+            family,
         ],
         cwd=ROOT,
         check=True,

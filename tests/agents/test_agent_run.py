@@ -39,13 +39,18 @@ def shared(tmp_path_factory: pytest.TempPathFactory, engine_of_runs: EngineAddre
 
 def agent_config(shared: World, name: str, *overrides: str) -> TrainConfig:
     return config_of(
-        *(shared, name, {}, f"rollout.agent={__name__}:two_turns", "rollout.episode.max_tokens=64"),
-        *(
-            "algorithm.advantage.credit=turn",
-            "algorithm.advantage.lambda_policy=0.9",
-            "data.prompt.chat_template=true",
-        ),
-        *("data.max_prompt_tokens=32", "run.steps=2", "run.resume=auto", *overrides),
+        shared,
+        name,
+        {},
+        f"rollout.agent={__name__}:two_turns",
+        "rollout.episode.max_tokens=64",
+        "algorithm.advantage.credit=turn",
+        "algorithm.advantage.lambda_policy=0.9",
+        "data.prompt.chat_template=true",
+        "data.max_prompt_tokens=32",
+        "run.steps=2",
+        "run.resume=auto",
+        *overrides,
     )
 
 

@@ -108,7 +108,12 @@ async def in_a_process(task: dict[str, Any], base_url: str, http_client: Any) ->
     """An agent that is a program of its own and knows nothing of ours."""
 
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-I", "-c", CLIENT, base_url, json.dumps(task["messages"])),
+        sys.executable,
+        "-I",
+        "-c",
+        CLIENT,
+        base_url,
+        json.dumps(task["messages"]),
         stdout=asyncio.subprocess.PIPE,
     )
     output, _ = await process.communicate()

@@ -101,13 +101,15 @@ async def sends_nonsense(task: dict[str, Any], base_url: str, http_client: Any) 
     good = task["messages"]
     calls = [{"function": {"name": "add"}}]
     for body in (
-        *(b"{", b"[]", b"\xff", b"[" * 100_000),
-        *(
-            {"messages": []},
-            {"messages": [{"role": "user", "content": 5}]},
-            {"messages": good, "tools": "add"},
-        ),
-        *({"messages": [{"role": "user", "content": [7]}]}, {"messages": good, "max_tokens": [1]}),
+        b"{",
+        b"[]",
+        b"\xff",
+        b"[" * 100_000,
+        {"messages": []},
+        {"messages": [{"role": "user", "content": 5}]},
+        {"messages": good, "tools": "add"},
+        {"messages": [{"role": "user", "content": [7]}]},
+        {"messages": good, "max_tokens": [1]},
         {"messages": [{"role": "assistant", "content": None, "tool_calls": calls}]},
     ):
         given = {"content": body} if isinstance(body, bytes) else {"json": body}

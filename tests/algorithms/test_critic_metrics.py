@@ -126,16 +126,14 @@ def test_leave_one_out(groups: list[int]) -> None:
 def beside_baselines(values: Tensor, returns: Tensor, cu: Tensor, groups: Tensor) -> cm.Explained:
     known = torch.ones(len(groups), dtype=torch.bool)
     position = cm.explained_by_position(
-        *(
-            returns,
-            cu,
-            slice(0, len(groups)),
-            cu.long().diff(),
-            groups,
-            known,
-            lambda x: x,
-            lambda x: x,
-        )
+        returns,
+        cu,
+        slice(0, len(groups)),
+        cu.long().diff(),
+        groups,
+        known,
+        lambda x: x,
+        lambda x: x,
     )
     return cm.explained_beside_baselines(
         cm.Figures.read(cm.figures_of(values, returns, cu)), groups, position

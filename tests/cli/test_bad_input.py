@@ -90,7 +90,9 @@ def test_a_check_says_what_a_run_would_meet_and_writes_nothing(
         assert line in said
     assert "versions" in said, "what doctor sees"
     assert {path.name for path in command.folder.iterdir()} - {path.name for path in before} == {
-        *("train.yaml", "train.jsonl", "eval.jsonl")
+        "train.yaml",
+        "train.jsonl",
+        "eval.jsonl",
     }
     # Cases that need more than a glance at the files: a prompt that is too long has its own
     # message.
@@ -146,13 +148,13 @@ def test_what_the_critic_alone_reads_has_to_be_there_and_to_fit(
     for check in ([], ["--check"]):
         code = command.exit_code("train", *check, "critic.privileged_field=solution", config=config)
         assert_refused(
-            *(
-                command,
-                code,
-                capfd.readouterr().err,
-                "critic.privileged_field=solution: row p5 has 105 tokens there",
-            ),
-            *("data.max_prompt_tokens + sampling.max_new_tokens = 24", "room for 104", "(128)"),
+            command,
+            code,
+            capfd.readouterr().err,
+            "critic.privileged_field=solution: row p5 has 105 tokens there",
+            "data.max_prompt_tokens + sampling.max_new_tokens = 24",
+            "room for 104",
+            "(128)",
         )
     keys = ("critic.privileged_field=solution", "critic.max_tokens_per_microbatch=64")
     code = command.exit_code("train", *keys, config=config)

@@ -129,8 +129,15 @@ def test_what_has_the_name_of_a_folder_is_named(
         ([MARKER, "logs/a", "samples/a", "tensorboard/a", "wandb/a"], True),
         (
             [
-                *(MARKER, "config.yaml", "environment.json", "mlflow_run_id", "metrics.jsonl"),
-                *("logs/a", "samples/a", "tensorboard/a", "wandb/a"),
+                MARKER,
+                "config.yaml",
+                "environment.json",
+                "mlflow_run_id",
+                "metrics.jsonl",
+                "logs/a",
+                "samples/a",
+                "tensorboard/a",
+                "wandb/a",
             ],
             True,
         ),

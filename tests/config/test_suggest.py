@@ -29,11 +29,21 @@ class Outer(Section):
 
 def test_known_keys_go_through_every_kind_of_nesting() -> None:
     assert known_keys(Outer) == [
-        *("first", "first.lr", "first.tensor_parallel"),
-        *("maybe", "maybe.lr", "maybe.tensor_parallel"),
-        *("many", "many.lr", "many.tensor_parallel"),
-        *("either", "either.lr", "either.tensor_parallel", "either.from"),
-        *("pair", "tensor_parallels"),
+        "first",
+        "first.lr",
+        "first.tensor_parallel",
+        "maybe",
+        "maybe.lr",
+        "maybe.tensor_parallel",
+        "many",
+        "many.lr",
+        "many.tensor_parallel",
+        "either",
+        "either.lr",
+        "either.tensor_parallel",
+        "either.from",
+        "pair",
+        "tensor_parallels",
     ]
 
 

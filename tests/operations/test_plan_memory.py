@@ -206,7 +206,11 @@ FULL, SELECTIVE, NONE = (
         ("qwen2", LayoutConfig(cp=2), NONE, "float32", "lm"),
         ("qwen3_5_text", LayoutConfig(), NONE, "float32", "lm"),
         pytest.param(
-            *("qwen3_5_text", LayoutConfig(tp=2, sequence_parallel=True), NONE, "bfloat16", "lm"),
+            "qwen3_5_text",
+            LayoutConfig(tp=2, sequence_parallel=True),
+            NONE,
+            "bfloat16",
+            "lm",
             marks=pytest.mark.full,
         ),
     ],

@@ -59,7 +59,9 @@ def test_report_draws_trust_beside_explained_variance() -> None:
     assert drawn == {
         "Explained variance: critic, free baselines": ["critic/explained_calibrated"],
         "Trust in the critic, and its weight in calibrated values": [
-            *("critic/trust", "critic/past_slope", "critic/group_weight"),
+            "critic/trust",
+            "critic/past_slope",
+            "critic/group_weight",
         ],
     }
 

@@ -150,7 +150,11 @@ def test_colours_bands_and_small_numbers_are_explained(tmp_path: Path, browse: B
     assert heights[0] == heights[1] > heights[2] > 0
     (key,) = re.findall(r'<p class="hint key">(.*?)</p>', page)
     assert key.startswith("value of a token") and re.findall(r"> (-?[\d.]+) <", key) == [
-        *("0.1", "0.3", "0.5", "0.7", "0.9"),
+        "0.1",
+        "0.3",
+        "0.5",
+        "0.7",
+        "0.9",
     ]
 
 

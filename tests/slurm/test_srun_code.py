@@ -25,8 +25,17 @@ def test_srun_tells_the_highest_code_of_its_tasks(
 ) -> None:
     done = subprocess.run(
         [
-            *("srun", "--nodes=2", "--ntasks=2", "--ntasks-per-node=1", "--kill-on-bad-exit=0"),
-            *("bash", "-c", TASKS, str(tmp_path), *delays, end),
+            "srun",
+            "--nodes=2",
+            "--ntasks=2",
+            "--ntasks-per-node=1",
+            "--kill-on-bad-exit=0",
+            "bash",
+            "-c",
+            TASKS,
+            str(tmp_path),
+            *delays,
+            end,
         ],
         env=slurm.environment,
         capture_output=True,

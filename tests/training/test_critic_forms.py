@@ -101,21 +101,15 @@ def test_a_probe_is_killed_and_goes_on_to_the_bit(shared: World) -> None:
 
 def test_prompt_history_resumes_to_the_bit_after_a_kill(shared: World) -> None:
     form = (
-        *(
-            "algorithm.advantage.estimator=batch_baseline",
-            "algorithm.advantage.tracker=true",
-            "run.steps=4",
-        ),
-        *(
-            "value_pretraining.enabled=false",
-            "batch.samples_per_prompt=1",
-            "batch.prompts_per_step=32",
-        ),
-        *(
-            "algorithm.kl.placement=none",
-            "algorithm.kl.coef=0",
-            "algorithm.kl.replace_reference_every=null",
-        ),
+        "algorithm.advantage.estimator=batch_baseline",
+        "algorithm.advantage.tracker=true",
+        "run.steps=4",
+        "value_pretraining.enabled=false",
+        "batch.samples_per_prompt=1",
+        "batch.prompts_per_step=32",
+        "algorithm.kl.placement=none",
+        "algorithm.kl.coef=0",
+        "algorithm.kl.replace_reference_every=null",
     )
     straight, expected = finished(shared, "tracked_straight", *form)
     config = config_of(

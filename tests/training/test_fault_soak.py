@@ -210,15 +210,13 @@ def test_a_run_under_a_fault_of_each_sort(
     monkeypatch.setattr(checkpoint, "_COPYING_SHARE", 1e9)  # a copy after each step, however short
     alone, config = (
         attempts.config_of(
-            *(
-                world,
-                name,
-                {"tp": 2},
-                *SETTINGS,
-                "run.steps=9",
-                "cluster.ranks=4",
-                "checkpoint.every=5",
-            ),
+            world,
+            name,
+            {"tp": 2},
+            *SETTINGS,
+            "run.steps=9",
+            "cluster.ranks=4",
+            "checkpoint.every=5",
             "data.eval=[]",
         )
         for name in ("alone", "faults")
@@ -227,13 +225,12 @@ def test_a_run_under_a_fault_of_each_sort(
     plan = [
         # A stopped engine is noticed after rollout.health.answer_s, which may be a step later: its
         # row must be written before the run is asked to end.
-        *(
-            (2, "rank: kill -9"),
-            (3, "copy in memory: flipped bit"),
-            (4, "engine: stopped"),
-            (6, "run: SIGUSR1"),
-        ),
-        *((7, "verifier: kill -9"), (8, "rank: stopped")),
+        (2, "rank: kill -9"),
+        (3, "copy in memory: flipped bit"),
+        (4, "engine: stopped"),
+        (6, "run: SIGUSR1"),
+        (7, "verifier: kill -9"),
+        (8, "rank: stopped"),
     ]
     soak = Soak()
     capfd.readouterr()
@@ -263,15 +260,16 @@ def test_a_run_of_hostile_agents_on_a_taken_port(
 ) -> None:
     alone, config = (
         attempts.config_of(
-            *(
-                world,
-                f"hostile_{name}",
-                {"tp": 1},
-                *SETTINGS,
-                PATIENT,
-                *agent(hostile, timeout_s=25),
-            ),
-            *("run.steps=4", "checkpoint.every=4", "cluster.ranks=2", "data.eval=[]"),
+            world,
+            f"hostile_{name}",
+            {"tp": 1},
+            *SETTINGS,
+            PATIENT,
+            *agent(hostile, timeout_s=25),
+            "run.steps=4",
+            "checkpoint.every=4",
+            "cluster.ranks=2",
+            "data.eval=[]",
         )
         for name in ("alone", "faults")
     )

@@ -31,17 +31,20 @@ from vapo_megatron.training.state import RunState
 from vapo_megatron.training.updates import update_critic
 
 STEP = [
-    *(
-        "collect",
-        "spread",
-        "heed_signals",
-        "offload",
-        "score",
-        "estimate_advantages",
-        "update_critic",
-        "update_policy",
-    ),
-    *("replace_reference", "sync_weights", "advance", "evaluate", "export", "record_step"),
+    "collect",
+    "spread",
+    "heed_signals",
+    "offload",
+    "score",
+    "estimate_advantages",
+    "update_critic",
+    "update_policy",
+    "replace_reference",
+    "sync_weights",
+    "advance",
+    "evaluate",
+    "export",
+    "record_step",
     "safe_point",
 ]
 PRETRAINING = ["pretrain_critic", "export_critic", "sync_weights", "end_pretraining"]
@@ -124,7 +127,11 @@ def test_phases_come_in_the_order_of_the_method(
     assert run.calls == [*before, *learning, *learning, "export_final", "show_end"]
     if sound:
         assert run.given["estimate_advantages"] == (
-            *("spread", config.algorithm, "recorder", "is new", "returns of past steps"),
+            "spread",
+            config.algorithm,
+            "recorder",
+            "is new",
+            "returns of past steps",
         )
 
 

@@ -424,8 +424,10 @@ def test_engines_are_compared_on_what_the_policy_writes() -> None:
         return rollouts.probe
 
     assert on_threads(1, probe)[0] == [
-        *([0, 7, RIGHT, END], [0, 7, WRONG, CUT]),
-        *([1, 7, RIGHT, END], [1, 7, WRONG, 9, CUT]),
+        [0, 7, RIGHT, END],
+        [0, 7, WRONG, CUT],
+        [1, 7, RIGHT, END],
+        [1, 7, WRONG, 9, CUT],
     ]
 
 

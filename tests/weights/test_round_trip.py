@@ -132,7 +132,10 @@ def test_what_is_saved_is_a_complete_directory(sources: dict[str, Path], tmp_pat
     (tmp_path / "other").mkdir()
     run_ranks(1, convert, LayoutConfig(), {"out": source}, tmp_path)
     assert {file.name for file in out.iterdir()} >= {
-        *("config.json", "generation_config.json", "tokenizer_config.json", "chat_template.jinja"),
+        "config.json",
+        "generation_config.json",
+        "tokenizer_config.json",
+        "chat_template.jinja",
         "model.safetensors.index.json",
     }
     assert not (out / "pytorch_model.bin").exists()

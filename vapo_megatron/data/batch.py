@@ -28,8 +28,13 @@ from torch import Tensor
 Over = Literal["tokens", "positions", "response_tokens", "privileged", "samples", "offsets"]
 # Sampled fields of episodes, and of a critic that reads more than the policy.
 _OF_SOME_ROLLOUTS = (
-    *("loss_mask", "observation_lengths", "segment_starts", "segments", "turn_rewards"),
-    *("privileged_tokens", "privileged_lengths"),
+    "loss_mask",
+    "observation_lengths",
+    "segment_starts",
+    "segments",
+    "turn_rewards",
+    "privileged_tokens",
+    "privileged_lengths",
 )
 
 

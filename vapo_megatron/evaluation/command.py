@@ -203,10 +203,15 @@ def _table(results: Sequence[SetResult]) -> tuple[list[str], list[list[str]]]:
     ]
     rows = [
         [
-            *(result.name, str(result.problems), str(result.samples), f"{result.avg_at_k:.3f}"),
+            result.name,
+            str(result.problems),
+            str(result.samples),
+            f"{result.avg_at_k:.3f}",
             f"[{result.low:.3f}, {result.high:.3f}]",
-            *(f"{result.pass_at_k:.3f}", f"{result.maj_at_k:.3f}"),
-            *(f"{result.response_length:.1f}", f"{result.truncated:.1%}"),
+            f"{result.pass_at_k:.3f}",
+            f"{result.maj_at_k:.3f}",
+            f"{result.response_length:.1f}",
+            f"{result.truncated:.1%}",
         ]
         for result in results
     ]

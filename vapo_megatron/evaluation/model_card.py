@@ -178,8 +178,15 @@ def _evaluation_lines(
         for entry in evaluation.get("sets", ()):
             lines.append(_evaluated(entry, rows, how))
     titles = (
-        *("set", "problems", "avg@k [95 % interval]", "before training"),
-        *("pass@k", "maj@k", "tokens", "truncated", "sampling"),
+        "set",
+        "problems",
+        "avg@k [95 % interval]",
+        "before training",
+        "pass@k",
+        "maj@k",
+        "tokens",
+        "truncated",
+        "sampling",
     )
     yield from _table(titles, lines)
     yield ""

@@ -179,13 +179,12 @@ class ShardedBatch:
         self, model: Trainable, computed: Sequence[Samples], names: Sequence[str]
     ) -> dict[str, Tensor]:
         """Collective: fields over tokens of the samples that this rank's replica computes."""
-        sent = self._filled(
-            *("routed_experts",) * model.replays,
-            *("privileged_tokens",) * (model.name == "critic"),
-            "segment_starts",
-            *ALWAYS_SENT,
-            *names,
-        )
+        fields = ["segment_starts", *ALWAYS_SENT, *names]
+        if model.replays:
+            fields.append("routed_experts")
+        if model.name == "critic":
+            fields.append("privileged_tokens")
+        sent = self._filled(*fields)
         wanted = [computed[model.mesh.dp_rank_of(rank)] for rank in range(self._world)]
         return exchange(sent, _rows(self.table, sent), self._owned(), wanted)
 

@@ -33,10 +33,22 @@ _AHEAD = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
 TOKENIZER_FILES = (
-    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
-    *("vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model", "tekken.json"),
-    *("chat_template.jinja", "chat_template.json", "additional_chat_templates"),
-    *("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json"),
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "vocab.txt",
+    "tokenizer.model",
+    "spiece.model",
+    "tekken.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "additional_chat_templates",
+    "preprocessor_config.json",
+    "video_preprocessor_config.json",
+    "processor_config.json",
 )
 
 

@@ -31,27 +31,30 @@ from vapo_megatron.weights.hf_writer import (
 
 # The tokens that Qwen2.5 adds to its byte-pair tokens, in the order of their ids 151643 to 151664.
 QWEN_SPECIAL_TOKENS = (
-    *("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|object_ref_start|>", "<|object_ref_end|>"),
-    *(
-        "<|box_start|>",
-        "<|box_end|>",
-        "<|quad_start|>",
-        "<|quad_end|>",
-        "<|vision_start|>",
-        "<|vision_end|>",
-    ),
-    *("<|vision_pad|>", "<|image_pad|>", "<|video_pad|>"),
+    "<|endoftext|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|object_ref_start|>",
+    "<|object_ref_end|>",
+    "<|box_start|>",
+    "<|box_end|>",
+    "<|quad_start|>",
+    "<|quad_end|>",
+    "<|vision_start|>",
+    "<|vision_end|>",
+    "<|vision_pad|>",
+    "<|image_pad|>",
+    "<|video_pad|>",
 )
 QWEN_PLAIN_TOKENS = (
-    *(
-        "<tool_call>",
-        "</tool_call>",
-        "<|fim_prefix|>",
-        "<|fim_middle|>",
-        "<|fim_suffix|>",
-        "<|fim_pad|>",
-    ),
-    *("<|repo_name|>", "<|file_sep|>"),
+    "<tool_call>",
+    "</tool_call>",
+    "<|fim_prefix|>",
+    "<|fim_middle|>",
+    "<|fim_suffix|>",
+    "<|fim_pad|>",
+    "<|repo_name|>",
+    "<|file_sep|>",
 )
 CHATML_TEMPLATE = (
     "{% for message in messages %}"

@@ -164,13 +164,13 @@ class EngineServer:
                 self._meet(wait_s)
                 self._process = subprocess.Popen(
                     [
-                        *(sys.executable, "-m", "vapo_megatron.engines.inside.server_main"),
-                        *(
-                            str(listener.fileno()),
-                            str(os.getpid()),
-                            scratch,
-                            json.dumps(self._identity),
-                        ),
+                        sys.executable,
+                        "-m",
+                        "vapo_megatron.engines.inside.server_main",
+                        str(listener.fileno()),
+                        str(os.getpid()),
+                        scratch,
+                        json.dumps(self._identity),
                         *self._engine_args(self._scratch),
                     ],
                     stdin=subprocess.DEVNULL,

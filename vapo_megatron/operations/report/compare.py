@@ -162,18 +162,14 @@ def comparison_table(first: Path, second: Path, comparisons: Sequence[Comparison
     ]
     rows = [
         [
-            *(
-                row.name,
-                str(row.problems),
-                f"{row.a:.3f}",
-                f"{row.b:.3f}",
-                f"{row.difference:+.3f}",
-            ),
-            *(
-                f"[{row.low:+.3f}, {row.high:+.3f}]",
-                f"{row.better}/{row.worse}",
-                shown_p_value(row.p_value),
-            ),
+            row.name,
+            str(row.problems),
+            f"{row.a:.3f}",
+            f"{row.b:.3f}",
+            f"{row.difference:+.3f}",
+            f"[{row.low:+.3f}, {row.high:+.3f}]",
+            f"{row.better}/{row.worse}",
+            shown_p_value(row.p_value),
         ]
         for row in comparisons
     ]
