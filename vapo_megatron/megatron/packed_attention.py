@@ -273,12 +273,17 @@ def _attend_batch(
     if not square or (window is not None and window < len(k_index)):
         positions = (q_index + (k_length - q_length))[..., None]
         mask = _visible(positions, k_index, window)[:, None]
-    queries = q[q_at].transpose(1, 2)
-    keys = k[k_at].transpose(1, 2)
-    values = v[k_at].transpose(1, 2)
-    out = _attend(queries, keys, values, mask, scale, sinks)
-    real = q_index < q_length
-    return out[real], q_at[real]
+    queries = _rows_at(q, q_at).transpose(1, 2)
+    keys = _rows_at(k, k_at).transpose(1, 2)
+    values = _rows_at(v, k_at).transpose(1, 2)
+    out = _attend(queries, keys, values, mask, scale, sinks).flatten(0, 1)
+    real = (q_index < q_length).flatten().nonzero().squeeze(1)
+    return _rows_at(out, real), q_at.flatten()[real]
+
+
+def _rows_at(x: Tensor, places: Tensor) -> Tensor:
+    """x[places], whose backward pass on a CPU is several times as fast."""
+    return x.index_select(0, places.flatten()).unflatten(0, places.shape)
 
 
 def attend_packed(
@@ -343,4 +348,4 @@ def attend_packed(
         ),
         strict=True,
     )
-    return torch.cat(outputs)[torch.cat(places).argsort()]
+    return _rows_at(torch.cat(outputs), torch.cat(places).argsort())
