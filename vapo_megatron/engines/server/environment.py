@@ -51,17 +51,17 @@ def _link_runtime(folder: Path) -> Path | None:
 
 # Variables of a trainer rank's process group and allocator, which are not a server's.
 _NOT_INHERITED = {
-    *(
-        "RANK",
-        "WORLD_SIZE",
-        "LOCAL_RANK",
-        "LOCAL_WORLD_SIZE",
-        "GROUP_RANK",
-        "ROLE_RANK",
-        "MASTER_ADDR",
-        "MASTER_PORT",
-    ),
-    *("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "CUDA_DEVICE_MAX_CONNECTIONS"),
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "ROLE_RANK",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "PYTORCH_CUDA_ALLOC_CONF",
+    "PYTORCH_ALLOC_CONF",
+    "CUDA_DEVICE_MAX_CONNECTIONS",
 }
 
 
@@ -216,6 +216,9 @@ def engine_arguments(
             "attention_backend": "torch_native",
             "max_total_tokens": cpu_cache_tokens(config),
             "schedule_policy": "lpm" if config.share_prompts else None,
+            # The overlapped scheduler begins a second batch before the first one's prompts are in
+            # the cache, and computes one token after each response's end.
+            "disable_overlap_schedule": config.share_prompts,
         }
     else:
         args |= {
