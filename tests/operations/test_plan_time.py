@@ -16,6 +16,7 @@ from vapo_megatron.errors import BadInput
 from vapo_megatron.operations.plan.inputs import GIB, SHIPPED, Lengths
 from vapo_megatron.operations.plan.plan import Plan, make_plan
 from vapo_megatron.operations.plan.rollout import drawn_prompts, imbalance
+from vapo_megatron.weights.mapping import entries
 
 
 def plan(*overrides: str, example: str = "aime_qwen2.5_32b/vapo.yaml", world: int = 128) -> Plan:
@@ -122,7 +123,18 @@ def test_buckets_of_weights_cost_their_requests() -> None:
         plan(f"rollout.sync.bucket_mib={size}").time.phases["weight_sync"] for size in (2048, 256)
     )
     buckets = 2 * 32.76e9 / 2**20
-    assert many - few == pytest.approx(0.02 * (buckets / 256 - buckets / 2048), rel=0.01)
+    assert many - few == pytest.approx(0.0065 * (buckets / 256 - buckets / 2048), rel=0.01)
+
+
+def test_every_tensor_of_a_weight_sync_costs_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    example = "glm_4.5_air/vapo.yaml"
+    measured = plan(example=example, world=256)
+    monkeypatch.setattr("vapo_megatron.operations.plan.plan._TENSOR_SECONDS", 3.3e-6 + 1.0)
+    slower = plan(example=example, world=256)
+    more = slower.time.phases["weight_sync"] - measured.time.phases["weight_sync"]
+    spec = measured.models["actor"].spec
+    assert spec.num_experts == 128
+    assert more == pytest.approx(sum(len(entry.hf) for entry in entries(spec, "lm")))
 
 
 def test_buckets_of_weights_are_as_large_as_memory_allows() -> None:

@@ -14,6 +14,7 @@ from vapo_megatron.config.plan import PlanConfig
 from vapo_megatron.engines.engine_limits import check_engine_size
 from vapo_megatron.errors import BadInput
 from vapo_megatron.megatron.offload import WEIGHTS, Part, Phase, Residency
+from vapo_megatron.models.spec import ModelSpec
 from vapo_megatron.operations.plan.inputs import Hardware, planned_lengths
 from vapo_megatron.operations.plan.memory import (
     PHASES,
@@ -41,9 +42,12 @@ from vapo_megatron.operations.plan.rollout import (
     training_flops,
 )
 
-# Seconds of a bucket of weights beside its bytes: requests, opened handles, the engine's loop over
-# tensors, checks. An assumption; of SGLang on a CPU, a bucket of a tiny model takes 14 to 29 ms.
-_BUCKET_SECONDS = 0.02
+# Seconds of a bucket of weights beside its bytes: requests, opened handles, checks. Of an engine on
+# a CPU, 2.2 ms where one rank trains and 6.5 ms where two do (benchmarks/weight_sync.py, 2026-12-01).
+_BUCKET_SECONDS = 0.0065
+# Seconds in which an engine finds and marks the place of a tensor, from the second weight sync on
+# (benchmarks/strict_loading.py, 12,288 tensors, 2026-12-01).
+_TENSOR_SECONDS = 3.3e-6
 
 
 @dataclass(frozen=True)
@@ -238,7 +242,18 @@ def sync_seconds(run: PlannedRun, engine: PlannedEngine, bucket: int) -> float:
     if run.config.rollout.external_urls:  # rank 0 sends it to all of them at once
         seconds += size / (hardware.network * hardware.efficiency.network)
     seconds += (2 * size + 2 * engine.weights) / (hardware.memory_rate * hardware.efficiency.memory)
+    seconds += _TENSOR_SECONDS * _tensors(actor.spec)
     return seconds + _BUCKET_SECONDS * math.ceil(size / bucket)
+
+
+def _tensors(spec: ModelSpec) -> int:
+    """How many Hugging Face tensors a policy has."""
+    rules = [spec.embedding, spec.final_norm, *spec.head_rules("lm")]
+    count = sum(len(rule.hf) for rule in rules)
+    for layer in spec.layers:
+        count += sum(len(rule.hf) for rule in layer.rules)
+        count += layer.experts * sum(len(rule.hf) for rule in layer.expert_rules)
+    return count
 
 
 def plan_time(run: PlannedRun, memory: Memory) -> StepTime:
