@@ -251,3 +251,11 @@ def test_what_makes_it_biased_is_noticed(trust: float, lam: float, leak: str) ->
     CHANCE.manual_seed(5)
     ours, true = gradient(2, trust, lam, leak)
     assert (ours - true).norm() > 0.05
+
+
+def test_every_token_of_a_response_of_a_million_is_in_a_bin() -> None:
+    tokens = 2**20
+    ones = torch.ones(1, tokens)
+    counts, sums, _ = calibration.response_sums(ones, torch.tensor([0, tokens])).unbind(-1)
+    assert counts.sum() == sums.sum() == tokens
+    assert counts[0, -1] == tokens - 2**19 + 1

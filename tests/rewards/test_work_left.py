@@ -103,6 +103,7 @@ def test_shared_cases_of_unevaluated_answers() -> None:
     ("problem", "ground_truth", "answer", "copied"),
     [
         ("Factor $x^2 - 5x + 6$.", "(x-2)(x-3)", "x^2-5x+6", True),
+        ("Factor $x^2 - 5x + 6$.", "(x-2)(x-3)", "x^{2}-5x+6", True),
         ("Factor $x^2 - 5x + 6$.", "(x-2)(x-3)", "(x-3)(x-2)", False),
         ("What is 33 - 4?", "29", "33-4", True),
         ("What is 33 × 4?", "132", r"33 \cdot 4", True),
@@ -139,7 +140,9 @@ def test_an_equation_left_to_solve_is_not_its_right_side(
     problem: str, ground_truth: str, answer: str, correct: bool
 ) -> None:
     """Unless the problem asks for its left side."""
-    assert grade_response(ground_truth, rf"\boxed{{{answer}}}", problem=problem).correct == correct
+    settled = grade_response(ground_truth, rf"\boxed{{{answer}}}", problem=problem)
+    assert settled.correct == correct
+    assert settled.extracted == answer
 
 
 def test_free_text_that_restates_the_problem_is_no_answer() -> None:
