@@ -284,10 +284,10 @@ def main() -> None:
         for turn in (1, 10, 25, given.turns):
             row[f"{turn} before"] = whole[turn - 1] * 1e3
             row[f"{turn}"] = ours[turn - 1] * 1e3
-        sizes = np.arange(10, given.turns + 1)
+        sizes = range(10, given.turns + 1)
         for label, seconds in ((" before", whole), ("", ours)):
             row[f"episode{label}"] = seconds.sum() * 1e3
-            row[f"growth{label}"] = growth(sizes, np.cumsum(seconds)[9:])
+            row[f"growth{label}"] = growth(sizes, np.cumsum(seconds)[9:].tolist())
         rows.append(row)
     publish("Prompts of turns: CPU ms of a request", rows, given.json)
 

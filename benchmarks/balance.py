@@ -22,7 +22,7 @@ as many more as it takes to keep it. Columns:
 """
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
@@ -138,7 +138,7 @@ def main() -> None:
         def peer(within_budget: bool, cost: Cost = cost) -> Plan:
             return peer_plan(lengths, given.ranks, given.budget, cost, within_budget)
 
-        methods = {
+        methods: dict[str, Callable[[], Sequence[list[list[int]]]]] = {
             "ours": ours,
             "LDM": partial(peer, False),
             "LDM within budget": partial(peer, True),

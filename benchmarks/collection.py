@@ -20,6 +20,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -202,13 +203,13 @@ def main() -> None:
                 (", a failing engine", FAILS),
             ):
                 ways: dict[str, Callable[[], int]] = {
-                    "bare": lambda d=delay: bench.bare(d),
-                    "collected": lambda d=delay: bench.collected(d, pool),
-                    "not graded": lambda d=delay: bench.collected(d, None),
+                    "bare": partial(bench.bare, delay),
+                    "collected": partial(bench.collected, delay, pool),
+                    "not graded": partial(bench.collected, delay, None),
                 }
                 if delay:
                     del ways["not graded"]
-                steps = [lambda n=n + what, way=way: bench.timed(n, way) for n, way in ways.items()]
+                steps = [partial(bench.timed, kind + what, way) for kind, way in ways.items()]
                 seconds = dict(zip(ways, in_turns(steps, given.repeats), strict=True))
                 tokens = float(np.median(list(bench.tokens)))
                 for way, took in seconds.items():

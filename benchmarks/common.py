@@ -352,7 +352,7 @@ def random_model(
     trained; without one, frozen unless gradients are wanted, which then are in bfloat16 and of this
     rank's samples alone."""
     mesh = make_mesh(config.layout)
-    model = ModelConfig(path="none", dtype=dtype)  # type: ignore[arg-type]
+    model = ModelConfig(path="none", dtype=dtype)
     trainable = Trainable(shape.spec(), model, config, mesh, "lm", name="actor", seed=1)
     if optimizer:
         trainable.prepare()

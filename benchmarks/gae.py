@@ -10,7 +10,7 @@ of its time against tokens; 1 means linear.
 """
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -60,6 +60,12 @@ def batch(
     return rewards.to(device), values.to(device), cu_seqlens.to(device), lam.to(device)
 
 
+def fill(copies: Sequence[Tensor], rewards: Tensor) -> None:
+    """Write the rewards into each of the copies."""
+    for copy in copies:
+        copy.copy_(rewards)
+
+
 def compare(
     given: argparse.Namespace, device: torch.device
 ) -> tuple[list[dict[str, Any]], list[Figure]]:
@@ -70,18 +76,16 @@ def compare(
         lengths = draw(given.responses, given.longest, random)
         rewards, values, cu_seqlens, lam = batch(lengths, device, random)
         inside = (torch.arange(int(lengths.max())) < lengths[:, None]).to(device)
-        padded = [
+        padded_rewards, padded_values = (
             torch.zeros(inside.shape, device=device).masked_scatter_(inside, x)
             for x in (rewards, values)
-        ]
-        copies = [torch.empty_like(rewards) for _ in range(3)]
-        steps = (
-            partial(padded_loop, *padded, inside.float(), lam, 1.0),
-            partial(segmented_gae, rewards, values, cu_seqlens, lam),
-            lambda copies=copies, rewards=rewards: [copy.copy_(rewards) for copy in copies],
         )
-        expected = steps[0]()[inside]
-        error = (steps[1]() - expected).abs().max() / expected.abs().max()
+        copies = [torch.empty_like(rewards) for _ in range(3)]
+        by_loop = partial(padded_loop, padded_rewards, padded_values, inside.float(), lam, 1.0)
+        by_segments = partial(segmented_gae, rewards, values, cu_seqlens, lam)
+        expected = by_loop()[inside]
+        error = (by_segments() - expected).abs().max() / expected.abs().max()
+        steps: list[Callable[[], object]] = [by_loop, by_segments, partial(fill, copies, rewards)]
         loop, ours, copy = in_turns(steps, given.repeats)
         milliseconds = {"loop ms": loop, "segmented_gae ms": ours, "copy ms": copy}
         medians = {heading: float(np.median(took)) * 1e3 for heading, took in milliseconds.items()}

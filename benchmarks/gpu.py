@@ -137,7 +137,7 @@ def measure(shape: Shape, recipe: str, given: argparse.Namespace) -> dict[str, A
     """Seconds, tokens a second and MFU of one recipe, or why there are none."""
     config = ActorConfig(
         max_tokens_per_microbatch=given.length * given.sequences,
-        precision=PrecisionConfig(fp8=recipe),  # type: ignore[arg-type]
+        precision=PrecisionConfig(fp8=recipe),
         # The update is timed apart: the gather of its weights must not wait for the next forward
         # pass.
         optimizer=OptimizerSettings(overlap=False),

@@ -48,7 +48,7 @@ def _episode(segments: int) -> Recording:
     recording = Recording()
     for number in range(segments):
         segment = Segment([], [], list(_PROMPT.token_ids))
-        segment.write(_turn(number), number, [], "")
+        segment.write(_turn(number), number, [])
         recording.segments.append(segment)
     return recording
 

@@ -40,11 +40,12 @@ KERNELS = {"chunked": "torch", "triton": "triton"}
 
 def ways() -> tuple[str, ...]:
     """The heads that work on this machine."""
-    found = ("plain", "chunked")
+    found = ["plain", "chunked"]
     if current_platform().is_cuda:
-        found += ("triton",)
-        found += ("liger",) if importlib.util.find_spec("liger_kernel") else ()
-    return found
+        found.append("triton")
+        if importlib.util.find_spec("liger_kernel"):
+            found.append("liger")
+    return tuple(found)
 
 
 def plain(hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:

@@ -37,8 +37,9 @@ from benchmarks.common import (
 from vapo_megatron.checkpoint.manifest import Progress
 from vapo_megatron.checkpoint.resume import SavedModel
 from vapo_megatron.checkpoint.state_saver import Outcome, SavedRun, Snapshot, StateSaver
-from vapo_megatron.config.model import ActorConfig
+from vapo_megatron.config.model import ActorConfig, ModelConfig
 from vapo_megatron.config.run import RetentionConfig
+from vapo_megatron.config.sft import SftConfig, SftDataConfig
 
 SAMPLE_TOKENS = 64
 PARTS = ("step", "saved", "left")
@@ -53,9 +54,10 @@ def measure(shape: str, root: str, tokens: int, repeats: int) -> dict[str, Any]:
     loss, source, run_dir = sft_loss(batch), Path(root) / "hf", Path(root) / "run"
     if dist.get_rank() == 0:
         SHAPES[shape].hf_config().save_pretrained(source)
-    run = SavedRun(
-        ActorConfig(), "train", run_dir, {"actor": SavedModel(model, source)}, "benchmark"
+    settings = SftConfig(
+        model=ModelConfig(path=str(source)), data=SftDataConfig(path="none", steps=repeats)
     )
+    run = SavedRun(settings, "sft", run_dir, {"actor": SavedModel(model, source)}, "benchmark")
     saver = StateSaver(run, run_dir, RetentionConfig(last=1))
 
     def step() -> None:

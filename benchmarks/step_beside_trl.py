@@ -35,7 +35,7 @@ from benchmarks.training_runs import MODELS, ROOT, SKIPPED, make_inputs, phases_
 from vapo_megatron.megatron.platform import current_platform
 
 PARTS = ("generation", "update", "rest", "step")
-Steps = list[dict[str, float]]
+Steps = list[dict[str, Any]]
 
 
 def ours(folder: Path, given: argparse.Namespace, number: int) -> Steps:

@@ -14,7 +14,9 @@ name and copies each tensor to its place in a stacked one. Rows, in milliseconds
 Growth is the exponent of the replayed time against tensors.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,7 +24,7 @@ import torch
 from benchmarks.common import growth, in_turns, parser, publish, ratio_figure
 from vapo_megatron.engines.inside.strict_loading import StrictLoader
 from vapo_megatron.engines.inside.strict_updates import take_message
-from vapo_megatron.weights.bucket import DeviceSlots, announce, pack, sums_of_places
+from vapo_megatron.weights.bucket import Bucket, DeviceSlots, announce, pack, sums_of_places
 
 EXPERTS = 128
 
@@ -54,6 +56,32 @@ class Stacked(torch.nn.Module):
             parameters[layer].data[int(expert)].copy_(tensor)
 
 
+class Sent(NamedTuple):
+    """A weight sync of one bucket, and the message that ends it."""
+
+    bucket: Bucket
+    message: dict[str, Any]
+    end: dict[str, Any]
+
+
+def load(loader: StrictLoader, sent: Sent) -> None:
+    """Load the bucket, and check it."""
+    problems = take_message(loader, sent.message, sent.bucket.buffer)
+    assert not problems and loader.checksums == sent.bucket.checksums()
+    assert not take_message(loader, sent.end)
+
+
+def load_watched(model: Stacked, sent: Sent) -> None:
+    """As at the first sync, when nothing is known of the model."""
+    load(StrictLoader(model), sent)
+
+
+def copy(places: Sequence[torch.Tensor], bucket: Bucket) -> None:
+    """The bucket's tensors to their places, without a check."""
+    for place, (_, tensor) in zip(places, bucket, strict=True):
+        place.copy_(tensor)
+
+
 def main() -> None:
     """Measure each number of tensors."""
     arguments = parser(__doc__)
@@ -70,26 +98,16 @@ def main() -> None:
         tensors = [(name, torch.randn(args.elements).bfloat16()) for name, _ in places]
         bucket = pack(tensors, DeviceSlots(torch.device("cpu")))
         message = announce(bucket, "load", first=True, last=False)
-        end = announce(None, "load", first=False, last=True)
+        sent = Sent(bucket, message, announce(None, "load", first=False, last=True))
         learnt = StrictLoader(model)
         for _ in range(2):  # the second is compared with the loader's
             assert not take_message(learnt, message, bucket.buffer)
-
-        def load(loader: StrictLoader, message=message, bucket=bucket, end=end) -> None:  # type: ignore[no-untyped-def]
-            problems = take_message(loader, message, bucket.buffer)
-            assert not problems and loader.checksums == bucket.checksums()
-            assert not take_message(loader, end)
-
-        def copy(places=places, bucket=bucket) -> None:  # type: ignore[no-untyped-def]
-            for (_, place), (_, tensor) in zip(places, bucket, strict=True):
-                place.copy_(tensor)
-
         copies, watched, replayed, sums = in_turns(
             [
-                copy,
-                lambda model=model, load=load: load(StrictLoader(model)),
-                lambda learnt=learnt, load=load: load(learnt),
-                lambda bucket=bucket: sums_of_places(bucket.buffer, bucket.places),
+                partial(copy, [place for _, place in places], bucket),
+                partial(load_watched, model, sent),
+                partial(load, learnt, sent),
+                partial(sums_of_places, bucket.buffer, bucket.places),
             ],
             args.repeats,
         )

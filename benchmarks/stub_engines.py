@@ -37,7 +37,8 @@ class Stub:
     async def generate(self, request: web.Request) -> web.Response:
         """A request for the responses to one prompt."""
         body, entries = await request.json(), []
-        call = {"left": len(body["rid"]), "done": asyncio.Event(), "read": False}
+        done = asyncio.Event()
+        call = {"left": len(body["rid"]), "done": done, "read": False}
         for name, prompt, params in zip(
             body["rid"], body["input_ids"], body["sampling_params"], strict=True
         ):
@@ -54,7 +55,7 @@ class Stub:
             )
         self.waiting += entries
         self.changed.set()
-        await call["done"].wait()
+        await done.wait()
         return web.Response(
             body=columns.pack([self.answer(one) for one in entries]),
             content_type=columns.MEDIA_TYPE,

@@ -16,7 +16,7 @@ with "unseen", only totals are printed, so that nobody writes rules against them
 import json
 import multiprocessing
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -103,7 +103,10 @@ def main() -> None:
             grades: list[Grade] = pool.grade_batch(pairs)
             sides = {"ours": np.array([g.correct for g in grades])}
             sides["math-verify"] = np.array(peers.map(by_math_verify, pairs, 1))
-            steps = [partial(pool.grade_batch, pairs), partial(peers.map, by_math_verify, pairs, 1)]
+            steps: list[Callable[[], object]] = [
+                partial(pool.grade_batch, pairs),
+                partial(peers.map, by_math_verify, pairs, 1),
+            ]
             seconds = in_turns(steps, given.repeats) if path == given.cases[0] else [[], []]
             for (side, found), took in zip(sides.items(), seconds, strict=True):
                 counts = {

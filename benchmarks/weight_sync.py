@@ -55,7 +55,7 @@ from benchmarks.common import (
     ratio_figure,
 )
 from vapo_megatron.config.model import ActorConfig, LayoutConfig
-from vapo_megatron.config.rollout import RolloutConfig, SyncConfig
+from vapo_megatron.config.rollout import Dtype, RolloutConfig, SyncConfig
 from vapo_megatron.engines.engine_weights import EngineWeights
 from vapo_megatron.engines.pool import EnginePool
 from vapo_megatron.megatron.platform import current_platform
@@ -131,7 +131,7 @@ def sync_weights(
     sync: SyncConfig,
     small_mib: int,
     engine_tp: int,
-    dtype: str,
+    dtype: Dtype,
     logs: Path,
 ) -> dict[str, dict[str, Any]]:
     """measure() of weight syncs to a server, in buckets as they are set and in small ones."""
@@ -172,7 +172,7 @@ def one_layout(
     sync: SyncConfig,
     small_mib: int,
     engine_tp: int,
-    dtype: str,
+    dtype: Dtype,
     logs: str,
 ) -> dict[str, Any]:
     """On every rank: the copy, the stream and the weight sync of a layout."""

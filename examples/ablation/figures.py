@@ -1,6 +1,7 @@
 """The images of docs/ablation.md: accuracy by responses drawn, tabular and transformer."""
 
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 from matplotlib.artist import Artist
@@ -14,7 +15,8 @@ from vapo_megatron.files import atomic_write
 DPI = 130
 INK, GREY, PAPER = "#1e293b", "#64748b", "#ffffff"
 BLUE, ORANGE, GREEN, PURPLE, RED = "#2563eb", "#ea7317", "#16a34a", "#7c3aed", "#dc2626"
-STYLE = {
+# Any: matplotlib wants the literal names of its settings
+STYLE: Any = {
     "font.size": 9.5,
     "axes.spines.top": False,
     "axes.spines.right": False,

@@ -125,7 +125,10 @@ class SharedEngine:
 
     def __init__(self, log: Path) -> None:
         """Nothing is started yet."""
-        self._log, self._argv, self._process, self._url = log, tuple[str, ...](), None, ""
+        self._log = log
+        self._argv: tuple[str, ...] = ()
+        self._process: Forked | None = None
+        self._url = ""
 
     def serving(self, argv: tuple[str, ...]) -> str:
         """URL of the engine that a command (`vapo_megatron.cli engine ...`) starts, which is

@@ -106,7 +106,13 @@ def read_side(runs: Mapping[int, list[dict[str, Any]]], accuracy: dict[int, floa
             measured = [row[name] for row in steps[len(steps) // 2 :] if name in row]
             if measured:
                 by_seed[seed] = fmean(measured)
-    return Side(accuracy, *explained.values(), seconds)
+    return Side(
+        accuracy,
+        explained=explained[names.EXPLAINED_VARIANCE],
+        others=explained[names.BASELINE_LOO],
+        position=explained[names.BASELINE_POSITION],
+        seconds=seconds,
+    )
 
 
 def compared(
@@ -206,7 +212,13 @@ def on_ablation(out: Path, seeds: Sequence[int], as_is: bool) -> list[Line]:
         seconds = {
             int(seed): found["cpu_seconds"][0] for seed, found in of_row if "cpu_seconds" in found
         }
-        sides[name] = Side(area(setting, row, "responses"), *by_seed.values(), seconds)
+        sides[name] = Side(
+            area(setting, row, "responses"),
+            explained=by_seed["explained"],
+            others=by_seed["baseline_loo"],
+            position=by_seed["baseline_position"],
+            seconds=seconds,
+        )
     return compared("ablation, steps", "area by responses", sides, ABLATION_PAIRS)
 
 

@@ -73,7 +73,11 @@ def gradient_of_ours(
         old_logprobs = logprobs.detach()
         losses = ppo_clip(logprobs, old_logprobs, advantage.expand_as(logprobs), CLIP, CLIP)
         (weight * losses.sum()).backward()
-    return {name: parameter.grad for name, parameter in model.named_parameters()}
+    gradient: Gradient = {}
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None
+        gradient[name] = parameter.grad
+    return gradient
 
 
 def norm(gradient: Gradient) -> float:
