@@ -29,7 +29,7 @@ help:
 	@echo "make smollm       train SmolLM2-135M, which a Python package holds, on small problems, and evaluate it"
 	@echo "make smollm-values  what values by regression explain of that model on problems of three steps, SEED=21"
 	@echo "make smollm-trl   the same model by GRPO in this trainer and in TRL, SEEDS=\"1 2 3\"; hours; installs TRL"
-	@echo "make test         ruff, mypy and the quicker tests, about 10 minutes on two cores"
+	@echo "make test         ruff, mypy and the quicker tests, 5.5 to 11 minutes on two cores"
 	@echo "make test-fresh   both on a fresh Debian 13, or DEBIAN=12, in a root of its own: needs root, debootstrap, 9 GB"
 	@echo "make test-full    the long tests: whole runs, engine failures, Slurm, more layouts"
 	@echo "make test-layouts the splits over ranks, and their cases, that test-full leaves out: it shows every pair of settings"
