@@ -42,8 +42,8 @@ from vapo_megatron.operations.plan.rollout import (
     training_flops,
 )
 
-# Seconds of a bucket of weights beside its bytes: requests, opened handles, checks. Of an engine on
-# a CPU, 2.2 ms where one rank trains and 6.5 ms where two do (benchmarks/weight_sync.py, 2026-12-01).
+# Seconds of a bucket of weights beside its bytes: requests, opened handles, checks. On CPUs 2.2 ms
+# where one rank trains and 6.5 ms where two do (benchmarks/weight_sync.py, 2026-12-01).
 _BUCKET_SECONDS = 0.0065
 # Seconds in which an engine finds and marks the place of a tensor, from the second weight sync on
 # (benchmarks/strict_loading.py, 12,288 tensors, 2026-12-01).
