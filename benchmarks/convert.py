@@ -32,7 +32,7 @@ from typing import Any
 import torch
 import transformers
 
-from benchmarks.common import SHAPES, Shape, anonymous_bytes, parser, publish
+from benchmarks.common import SHAPES, Figure, Shape, anonymous_bytes, parser, publish
 from vapo_megatron.weights.hf_writer import hf_writer
 
 TOOLS = Path(__file__).parents[1] / "tools"
@@ -115,14 +115,17 @@ def main() -> None:
     for name in ("tiny", given.shape):
         with tempfile.TemporaryDirectory(dir=given.folder) as root:
             found[name] = there_and_back(name, Path(root), given)
-    rows = []
+    rows, figures = [], []
     for program, tiny in zip(found[given.shape], found["tiny"], strict=True):
         for row in (tiny, program):
             beyond = row["MiB at most"] - tiny["MiB at most"]
-            rows.append(
-                row | {"MiB beyond": beyond, "of the model": beyond * 2**20 / 1e9 / row["GB"]}
-            )
-    publish(f"files of at most {given.shard_size:g} GiB", rows, given.json)
+            share = beyond * 2**20 / 1e9 / row["GB"]
+            rows.append(row | {"MiB beyond": beyond, "of the model": share})
+        # One run: a twentieth either way stands for quartiles.
+        times = 1 / share
+        name = f"{program['program']}, the model over memory beyond"
+        figures.append(Figure(name, times, times * 0.95, times * 1.05))
+    publish(f"files of at most {given.shard_size:g} GiB", rows, given.json, figures)
 
 
 if __name__ == "__main__":
