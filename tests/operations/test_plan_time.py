@@ -5,7 +5,9 @@ import json
 from pathlib import Path
 
 import pytest
+from hf_models import write_model
 from plans import ROOT
+from safetensors import safe_open
 
 from vapo_megatron.checkpoint.sizes import checkpoint_bytes
 from vapo_megatron.cli import PRESETS
@@ -13,8 +15,9 @@ from vapo_megatron.config.algorithm import DynamicSamplingConfig
 from vapo_megatron.config.load import load_config
 from vapo_megatron.config.plan import PlanConfig
 from vapo_megatron.errors import BadInput
+from vapo_megatron.models.registry import read_spec
 from vapo_megatron.operations.plan.inputs import GIB, SHIPPED, Lengths
-from vapo_megatron.operations.plan.plan import Plan, make_plan
+from vapo_megatron.operations.plan.plan import Plan, _tensors, make_plan
 from vapo_megatron.operations.plan.rollout import drawn_prompts, imbalance
 from vapo_megatron.weights.mapping import entries
 
@@ -135,6 +138,14 @@ def test_every_tensor_of_a_weight_sync_costs_its_place(monkeypatch: pytest.Monke
     spec = measured.models["actor"].spec
     assert spec.num_experts == 128
     assert more == pytest.approx(sum(len(entry.hf) for entry in entries(spec, "lm")))
+
+
+@pytest.mark.parametrize("family", ["qwen2", "glm4_moe", "gpt_oss"])
+def test_tensors_are_those_of_the_file(tmp_path: Path, family: str) -> None:
+    folder = write_model(tmp_path / "model", family)
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        names = set(file.keys())
+    assert _tensors(read_spec(folder)) == len(names)
 
 
 def test_buckets_of_weights_are_as_large_as_memory_allows() -> None:

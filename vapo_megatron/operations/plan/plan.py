@@ -15,6 +15,7 @@ from vapo_megatron.engines.engine_limits import check_engine_size
 from vapo_megatron.errors import BadInput
 from vapo_megatron.megatron.offload import WEIGHTS, Part, Phase, Residency
 from vapo_megatron.models.spec import ModelSpec
+from vapo_megatron.models.stacked_experts import Stacked
 from vapo_megatron.operations.plan.inputs import Hardware, planned_lengths
 from vapo_megatron.operations.plan.memory import (
     PHASES,
@@ -252,7 +253,10 @@ def _tensors(spec: ModelSpec) -> int:
     count = sum(len(rule.hf) for rule in rules)
     for layer in spec.layers:
         count += sum(len(rule.hf) for rule in layer.rules)
-        count += layer.experts * sum(len(rule.hf) for rule in layer.expert_rules)
+        for rule in layer.expert_rules:
+            # A stacked tensor holds all experts
+            copies = 1 if isinstance(rule, Stacked) else layer.experts
+            count += copies * len(rule.hf)
     return count
 
 
