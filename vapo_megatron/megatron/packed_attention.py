@@ -282,7 +282,7 @@ def _attend_batch(
 
 
 def _rows_at(x: Tensor, places: Tensor) -> Tensor:
-    """x[places], whose backward pass on a CPU is several times as fast."""
+    """x[places], whose backward pass is quicker on a CPU, in float32."""
     return x.index_select(0, places.flatten()).unflatten(0, places.shape)
 
 
