@@ -68,7 +68,7 @@ PARTS = {
         ("--tokens", "512", "--hidden", "512", "--dtype", "float32", "--words", "65536"),
     ),
     "scaling": Part("What do more ranks bring?", ("--samples", "16")),
-    "weight_sync": Part("How fast do weights reach an engine?", ("--layouts", "1x1,2x1")),
+    "weight_sync": Part("How fast do weights reach an engine?", ("--layouts", "1x1,2x1,2x1x2")),
     "strict_loading": Part("What does strict loading add to copies?"),
     "exchange": Part("What does exchanging samples cost a rank of many?"),
     "growth": Part("How does what rank 0 does grow?"),

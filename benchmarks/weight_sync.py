@@ -4,11 +4,13 @@
                                    [--engine-tp 1] [--transport auto] [--bucket-mib 512]
                                    [--small-bucket-mib 4] [--project-32b] [--json FILE]
 
-A layout is TP x PP of the trainer. Each row is a layout and what is done:
+A layout is TP x PP of the trainer, and x TP of the server where that is not --engine-tp. Each row
+is a layout and what is done:
 
     stream         the model's shards become whole Hugging Face tensors in two buckets in turn, and
                    nothing else
     weight sync    the same, and a server takes them: every check of a training run is on
+    gathered       where the server has the trainer's TP: the same with rollout.sync.gather=always
     small buckets  the same in as many buckets of at most --small-bucket-mib as that takes
 
 Columns:
@@ -19,17 +21,17 @@ Columns:
     GB/s        bytes of the Hugging Face tensors over the time of the whole, median of several; the
                 first, in which buffers are made, is not among them
     of a copy   GB/s over that of a memory copy of the same bytes, bucket by bucket, in rank 0 of
-    the same run gather      seconds of collectives and of waiting for other ranks; convert: of
-                copies into place, and of checksums where one rank has all of a bucket; send: of
-                announcing buckets and of answers, and else of checksums;
-                load: of the server's loading, its checksums beside it. On rank 0
+                the same run
+    gather      seconds of collectives and of waiting for other ranks; convert: of copies into
+                place, and of checksums where one rank has all of a bucket; send: of announcing
+                buckets and of answers, and else of checksums; load: of the server's loading, its
+                checksums beside it. On rank 0
     MiB beyond  most memory of a rank beyond what it held before, over all ranks: RSS without a GPU
                 (pages of shared buckets count in every rank), else allocated device memory
 
 --project-32b, on GPUs, scales load, convert, send and gather by bytes to the 65.5 GB of Qwen2.5-32B
-in bfloat16 on 8
-GPUs: TP=8 for trainer and engine. It needs a run with tp 8 for its gather; of a run with fewer it
-    says what is missing.
+in bfloat16 on 8 GPUs: TP=8 for trainer and engine. It needs a run with tp 8 for its gather; of a
+run with fewer it says what is missing.
 """
 
 import json
@@ -154,7 +156,11 @@ def sync_weights(
     with EnginePool(rollout, model_dir, dtype, logs) as engines:
         engines.start()
         engines.wait_until_ready()
-        for what, config in (("weight sync", rollout), ("small buckets", small)):
+        configs = {"weight sync": rollout, "small buckets": small}
+        if actor.mesh.tp_size == engine_tp > 1:
+            gathered = sync.model_copy(update={"gather": "always"})
+            configs["gathered"] = rollout.model_copy(update={"sync": gathered})
+        for what, config in configs.items():
             with EngineWeights(engines, config, dtype) as weights:
 
                 def run(weights: EngineWeights = weights) -> dict[str, float]:
@@ -191,6 +197,7 @@ def one_layout(
         "buckets": {
             "stream": count_buckets(actor, bucket),
             "weight sync": count_buckets(actor, bucket),
+            "gathered": count_buckets(actor, bucket),
             "small buckets": count_buckets(actor, small_mib << 20),
         },
         "stream": stream(actor, bucket),
@@ -255,7 +262,7 @@ def main() -> None:
     sync = SyncConfig(transport=arguments.transport, bucket_mib=arguments.bucket_mib)
     answers: dict[str, dict[str, Any]] = {}
     for layout in arguments.layouts.split(","):
-        tp, pp = map(int, layout.split("x"))
+        tp, pp, *engine_tp = map(int, layout.split("x"))
         with tempfile.TemporaryDirectory() as logs:
             answers[layout] = over_ranks(
                 tp * pp,
@@ -265,14 +272,15 @@ def main() -> None:
                 pp,
                 sync,
                 arguments.small_bucket_mib,
-                arguments.engine_tp,
+                engine_tp[0] if engine_tp else arguments.engine_tp,
                 arguments.dtype,
                 logs,
             )
     rows = [
         row(layout, what, answer)
         for layout, answer in answers.items()
-        for what in ("stream", "weight sync", "small buckets")
+        for what in ("stream", "weight sync", "gathered", "small buckets")
+        if what in answer
     ]
     title = (
         f"{arguments.shape}, {arguments.dtype}, engine TP{arguments.engine_tp}, transport "
@@ -286,6 +294,15 @@ def main() -> None:
         )
         for layout, answer in answers.items()
         for what in ("stream", "weight sync")
+    ]
+    figures += [
+        ratio_figure(
+            f"weight sync of {layout}, gathered over not",
+            answer["gathered"]["rounds"],
+            answer["weight sync"]["rounds"],
+        )
+        for layout, answer in answers.items()
+        if "gathered" in answer
     ]
     publish(title, rows, arguments.json, figures)
     copies = {

@@ -129,6 +129,35 @@ def test_buckets_of_weights_cost_their_requests() -> None:
     assert many - few == pytest.approx(0.0065 * (buckets / 256 - buckets / 2048), rel=0.01)
 
 
+def test_an_engine_of_the_trainers_tp_saves_the_gather_of_shares() -> None:
+    """TP 8, one stage: nothing but the replicated rest of the model moves, and each GPU writes an
+    eighth."""
+    own, gathered = (plan(f"rollout.sync.gather={gather}") for gather in ("auto", "always"))
+    assert own.config.rollout.tp == own.config.actor.layout.tp == 8
+    size = 2 * 32.76e9
+    hardware = own.hardware
+    saved = size * 7 / 8 / hardware.link(8)
+    saved += 2 * size * 7 / 8 / (hardware.memory_rate * hardware.efficiency.memory)
+    less = gathered.time.phases["weight_sync"] - own.time.phases["weight_sync"]
+    assert less == pytest.approx(saved, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ("rollout.tp=4",),
+        ("rollout.quantization=fp8", "rollout.load_format=dummy"),
+        ("rollout.sync.transport=shared_memory",),
+    ],
+)
+def test_other_engines_are_sent_whole_tensors(settings: tuple[str, ...]) -> None:
+    seconds = {
+        plan(*settings, f"rollout.sync.gather={gather}").time.phases["weight_sync"]
+        for gather in ("auto", "always")
+    }
+    assert len(seconds) == 1
+
+
 def test_every_tensor_of_a_weight_sync_costs_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
     example = "glm_4.5_air/vapo.yaml"
     measured = plan(example=example, world=256)

@@ -53,6 +53,13 @@ class SyncConfig(Section):
         "GPUs that engines share with the trainer an eighth of the free memory, from 64 to 4096; "
         "elsewhere 512",
     )
+    gather: Literal["auto", "always"] = Field(
+        "auto",
+        description="auto: where engines have the trainer's tensor-parallel size, each of an "
+        "engine's ranks gets the shares of one trainer rank from the third weight sync on, and "
+        "nothing is gathered over tensor-parallel ranks; always: whole tensors are gathered, as "
+        "for all other engines",
+    )
     only_changes: bool = Field(
         False,
         description="from the third weight sync on send the engines in rollout.external_urls only "

@@ -4,7 +4,7 @@ them."""
 import itertools
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Literal
 
 import torch.distributed as dist
@@ -21,12 +21,13 @@ from vapo_megatron.engines.weight_sync.logprob_difference import (
     probe_batch,
     split_logprobs,
 )
+from vapo_megatron.engines.weight_sync.own_shares import OwnShares
 from vapo_megatron.engines.weight_sync.session import EngineLost, WeightSync, shorten
 from vapo_megatron.errors import RunFailed, VapoError
 from vapo_megatron.megatron.platform import current_platform
 from vapo_megatron.megatron.trainable import Trainable
 from vapo_megatron.weights.bucket import DeviceSlots, NamedTensors, SharedSlots
-from vapo_megatron.weights.export import make_slots, stream_hf
+from vapo_megatron.weights.export import make_slots, stream_hf, stream_masks
 from vapo_megatron.weights.fp8 import BlockFp8
 from vapo_megatron.weights.gather import PartTimes
 
@@ -62,6 +63,8 @@ class EngineWeights:
         self._slots: DeviceSlots | SharedSlots | None = None
         self._bucket_bytes: int | None = None
         self._trend = DifferenceTrend()
+        self._own_shares = OwnShares()
+        self._pairs: bool | None = None
         self.version = 0
         self.sync_seconds: dict[str, float] = {}
         self.sent_share: float | None = None
@@ -105,12 +108,11 @@ class EngineWeights:
         """
         version = self.version if again else self.version + 1
         while self._pool.wait_for_one():
-            self.session.serve(self._pool.serving_here())
+            served = self._pool.serving_here()
+            self.session.serve(served)
             times = PartTimes()
-            try:
-                self.session.load(self._buckets(actor, times), version, times)
-            except EngineLost as error:
-                self._pool.fail(str(error))
+            if not self._load(actor, version, times, served):
+                continue
             self.sync_seconds = times.seconds
             self.sent_share = self.session.sent_share
             # Device memory is needed for KV caches and optimizers between syncs.
@@ -123,6 +125,51 @@ class EngineWeights:
             self._pool.remove_all()
         # Not earlier: a group drawn meanwhile may have first tokens of the weights before.
         self.version = version
+
+    def _load(
+        self, actor: Trainable, version: int, times: PartTimes, served: Mapping[str, int]
+    ) -> bool:
+        """Collective: send the weights to the engines that are served. An engine that fails is
+        killed and restarted. False: one of them needs whole tensors, and is sent these next."""
+        own = self._own_shares_of(actor)
+        limit = self._bucket_limit()
+        if own is not None:
+            own.begin((tuple(sorted(served.items())), limit))
+        buckets = self._buckets(actor, limit, times, own.buckets if own else ())
+        asks = own is not None and own.is_due
+        is_loaded = True
+        try:
+            masks = self._masks(actor, limit) if asks else ()
+            is_loaded = self.session.load(buckets, version, times, masks)
+        except EngineLost as error:
+            self._pool.fail(str(error))
+        if own is None:
+            return True
+        if own.buckets and not all(gather_values(is_loaded)):
+            own.forget()
+            return False
+        own.loaded()
+        if asks:
+            own.accept(self.session.own_buckets)
+        return True
+
+    def _own_shares_of(self, actor: Trainable) -> OwnShares | None:
+        """Collective at the first call: None where every rank of an engine is sent whole
+        tensors."""
+        if self._pairs is None:
+            ranks = actor.mesh.pg.tp
+            can_pair = (
+                self._config.sync.gather == "auto"
+                and self._fp8 is None
+                and ranks.size() == self._config.tp > 1
+                and self.session.pair_with(ranks)
+            )
+            self._pairs = all(gather_values(can_pair))
+        return self._own_shares if self._pairs else None
+
+    def _masks(self, actor: Trainable, limit: int) -> Iterator[NamedTensors]:
+        assert self._slots is not None
+        return stream_masks(actor.chunks, actor.spec, actor.mesh, "lm", limit, self._slots)
 
     def check(
         self,
@@ -199,7 +246,8 @@ class EngineWeights:
         """
         problems: list[str] = []
         try:
-            problems = self.session.differing_tensors(self._buckets(actor, PartTimes()))
+            buckets = self._buckets(actor, self._bucket_limit(), PartTimes())
+            problems = self.session.differing_tensors(buckets)
         except EngineLost as error:
             self._pool.fail(str(error))
         ranks = gather_values((problems, bool(self.session.served)))
@@ -227,12 +275,16 @@ class EngineWeights:
                 excess,
             )
 
-    def _buckets(self, actor: Trainable, times: PartTimes) -> Iterator[NamedTensors]:
-        """Collective while it is iterated: the actor's weights in the form that engines take."""
+    def _buckets(
+        self, actor: Trainable, limit: int, times: PartTimes, own_shares: Collection[int] = ()
+    ) -> Iterator[NamedTensors]:
+        """Collective while it is iterated: the actor's weights in the form that engines take.
+        limit: bytes of a bucket. own_shares: see stream_hf."""
         if self._slots is None:
             self._slots = make_slots(current_platform().device)
-        limit = self._bucket_limit()
-        stream = stream_hf(actor.chunks, actor.spec, actor.mesh, "lm", limit, self._slots, times)
+        stream = stream_hf(
+            actor.chunks, actor.spec, actor.mesh, "lm", limit, self._slots, times, own_shares
+        )
         if self._fp8 is not None and self.session.sends:
             return self._fp8.convert(stream)
         return stream

@@ -13,8 +13,13 @@ import torch
 from torch import Tensor
 
 NamedTensors = Sequence[tuple[str, Tensor]]
-Purpose = Literal["load", "compare"]
-"""load: replace the weights. compare: say which differ and change nothing."""
+Purpose = Literal["load", "compare", "cover"]
+"""load: replace the weights. compare: say which differ and change nothing. cover: the bytes are a
+mask of own shares; say whether the engine's rank reads nothing else."""
+
+NEEDS_GATHERED = "own shares came for a bucket of which the engine may read more"
+"""An engine's answer to a bucket of own shares that it cannot take: whole tensors are sent
+instead."""
 
 T = TypeVar("T")
 
@@ -70,11 +75,18 @@ def view(buffer: Tensor, place: Place) -> Tensor:
 
 class Bucket(list[tuple[str, Tensor]]):
     """(name, tensor) pairs whose tensors are contiguous views of one uint8 buffer, in some memory,
-    at `places`."""
+    at `places`.
 
-    def __init__(self, memory: "Memory", places: Sequence[Place], size: int) -> None:
+    own_shares: whether only this tensor-parallel rank's shares of the tensors are in their places.
+        All else is left over from other buckets.
+    """
+
+    def __init__(
+        self, memory: "Memory", places: Sequence[Place], size: int, own_shares: bool = False
+    ) -> None:
         self.memory = memory
         self.places = places
+        self.own_shares = own_shares
         self.buffer = memory.buffer[:size]
         # What parts two tensors is zero, so that a tensor's sum is the sum of all words up to the
         # next one.
@@ -86,7 +98,7 @@ class Bucket(list[tuple[str, Tensor]]):
         self._checksums: list[int] | None = None
 
     def checksums(self) -> list[int]:
-        """checksum() of each tensor, computed on the first call; on a GPU in one go."""
+        """sum_of_words() of each tensor, computed on the first call; on a GPU in one go."""
         if self._checksums is None:
             self._checksums = sums_of_places(self.buffer, self.places)
         return self._checksums
@@ -95,21 +107,16 @@ class Bucket(list[tuple[str, Tensor]]):
 def pack(bucket: NamedTensors, slots: "DeviceSlots | SharedSlots", index: int = 0) -> Bucket:
     """Copy tensors from any device into one of two buffers."""
     places, size = lay_out((name, tensor.dtype, tensor.shape) for name, tensor in bucket)
-    packed = Bucket(slots.take(index, size), places, size)
+    own_shares = isinstance(bucket, Bucket) and bucket.own_shares
+    packed = Bucket(slots.take(index, size), places, size, own_shares)
     for (_, target), (_, tensor) in zip(packed, bucket, strict=True):
         target.copy_(tensor)
     return packed
 
 
-def checksum(tensor: Tensor) -> int:
-    """The sum of a contiguous tensor's bytes as 64-bit words, modulo 2^64: damage to any single
-    word changes it."""
-    return int(sum_of_words(tensor.reshape(-1).view(torch.uint8)))
-
-
 def sum_of_words(raw: Tensor) -> Tensor:
-    """The sum of contiguous bytes as 64-bit words, modulo 2^64, on their device; zeros fill the
-    last word up."""
+    """A checksum: the sum of contiguous bytes as 64-bit words, modulo 2^64, on their device; zeros
+    fill the last word up. Damage to any single word changes it."""
     words = raw.numel() // 8 * 8
     rest = raw.new_zeros(8)
     rest[: raw.numel() - words] = raw[words:]
@@ -121,7 +128,7 @@ _WORDS_AT_ONCE = 8 << 20
 
 
 def sums_of_places(buffer: Tensor, places: Sequence[Place]) -> list[int]:
-    """checksum() of the tensors at consecutive places of a bucket's bytes, in few passes over
+    """sum_of_words() of the tensors at consecutive places of a bucket's bytes, in few passes over
     them."""
     starts = [place.start // 8 for place in places if place.nbytes]
     if not starts:
@@ -216,6 +223,7 @@ def announce(bucket: Bucket | None, purpose: Purpose, *, first: bool, last: bool
         "purpose": purpose,
         "first": first,
         "last": last,
+        "own_shares": bucket is not None and bucket.own_shares,
     }
 
 

@@ -8,7 +8,7 @@ load, and the weight sync.
 import itertools
 import logging
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -36,6 +36,7 @@ from vapo_megatron.weights.gather import (
     ShardReader,
     assemble,
     lay_out_entries,
+    mask_own_shares,
 )
 from vapo_megatron.weights.hf_writer import (
     MAX_SHARD_BYTES,
@@ -70,6 +71,7 @@ def stream_hf(
     bucket_bytes: int = BUCKET_BYTES,
     slots: DeviceSlots | SharedSlots | None = None,
     times: PartTimes | None = None,
+    own_shares: Collection[int] = (),
 ) -> Iterator[Bucket]:
     """The model as (Hugging Face name, whole tensor) pairs, on every rank of this rank's
     model-parallel group: max(tp, ep) x pp ranks. Adapters are merged into the weights that they
@@ -88,6 +90,8 @@ def stream_hf(
         slots: the two places where buckets are put in turn: a bucket's tensors are gone when the
             next but one is requested. None: private memory of this rank.
         times: gets the seconds of "gather" (collectives) and "convert" (copies into place).
+        own_shares: numbers of the buckets, counted from 0, that are not gathered over tp: a rank's
+            has its own shares alone in their places (Bucket.own_shares). The same on all ranks.
 
     Yields:
         Buckets of contiguous tensors on the model's device. The parameters must not change until
@@ -96,14 +100,35 @@ def stream_hf(
     Raises:
         RunFailed: no stage holds a parameter that the spec has, or one that the spec lacks.
     """
+    source = _reader(chunks, spec, mesh, head)
+    slots = slots or DeviceSlots(source.device)
+    every = entries(spec, head)
+    yield from _stream(source, every, bucket_bytes, slots, times or PartTimes(), own_shares)
+
+
+@torch.no_grad()
+def stream_masks(
+    chunks: Sequence[Module],
+    spec: ModelSpec,
+    mesh: MeshView,
+    head: Head,
+    bucket_bytes: int,
+    slots: DeviceSlots | SharedSlots,
+) -> Iterator[Bucket]:
+    """For each bucket of stream_hf() with these arguments, a mask of this rank's own shares, above
+    zero where there are any. Collective as stream_hf()."""
+    source = _reader(chunks, spec, mesh, head)
+    for i, batch in enumerate(_batches(source, entries(spec, head), bucket_bytes)):
+        yield mask_own_shares(source, batch, slots.take(i, lay_out_entries(batch)[1]))
+
+
+def _reader(chunks: Sequence[Module], spec: ModelSpec, mesh: MeshView, head: Head) -> ShardReader:
     local: dict[Entry, Parameter] = {}
     for entry, parameter in local_parameters(chunks, spec, head, mesh.tp_size):
         local.setdefault(entry, parameter)
     device = next(iter(local.values())).device
     adapters = {adapter.adapts: adapter for chunk in chunks for _, adapter in adapters_of(chunk)}
-    source = ShardReader(local, adapters, spec, mesh, device)
-    slots = slots or DeviceSlots(device)
-    yield from _stream(source, entries(spec, head), bucket_bytes, slots, times or PartTimes())
+    return ShardReader(local, adapters, spec, mesh, device)
 
 
 @torch.no_grad()
@@ -126,9 +151,23 @@ def _stream(
     bucket_bytes: int,
     slots: DeviceSlots | SharedSlots,
     times: PartTimes,
+    own_shares: Collection[int] = (),
 ) -> Iterator[Bucket]:
     """every: the entries to stream, in order, of all stages."""
-    piece = max(1, bucket_bytes // PIECES)
+    piece = _piece_bytes(bucket_bytes)
+    for i, batch in enumerate(_batches(source, every, bucket_bytes)):
+        memory = slots.take(i, lay_out_entries(batch)[1])
+        yield assemble(source, batch, memory, piece, times, i in own_shares)
+
+
+def _piece_bytes(bucket_bytes: int) -> int:
+    return max(1, bucket_bytes // PIECES)
+
+
+def _batches(
+    source: ShardReader, every: list[Entry], bucket_bytes: int
+) -> Iterator[list[ParamShard]]:
+    """Collective: the shards of each bucket, in order."""
     shards = dict(zip(every, _owners(source, every), strict=True))
     groups = [[shards[entry] for entry in group] for group in by_tensors(every)]
 
@@ -136,10 +175,9 @@ def _stream(
         return sum(shard.nbytes for shard in group)
 
     # A piece is under way at most, with the shards that this rank adds to it.
-    for i, together in enumerate(batches(groups, nbytes, bucket_bytes - 2 * piece)):
-        batch = list(itertools.chain.from_iterable(together))
-        memory = slots.take(i, lay_out_entries(batch)[1])
-        yield assemble(source, batch, memory, piece, times)
+    limit = bucket_bytes - 2 * _piece_bytes(bucket_bytes)
+    for together in batches(groups, nbytes, limit):
+        yield list(itertools.chain.from_iterable(together))
 
 
 def make_slots(device: torch.device) -> DeviceSlots | SharedSlots:

@@ -79,35 +79,76 @@ class ShardReader:
 
 
 def assemble(
-    source: ShardReader, batch: list[ParamShard], memory: Memory, piece_bytes: int, times: PartTimes
+    source: ShardReader,
+    batch: list[ParamShard],
+    memory: Memory,
+    piece_bytes: int,
+    times: PartTimes,
+    own_shares: bool = False,
 ) -> Bucket:
     """Fill memory with the whole tensors of a batch. Collective over the model-parallel group:
     every rank gets every shard and arranges them in private memory. A piece of the bucket
     travels at once: over tp by all-gather (experts by broadcast from the one rank of ep that holds
-    them) within its stage, then over pp by broadcast."""
-    bucket = Bucket(memory, *lay_out_entries(batch))
+    them) within its stage, then over pp by broadcast.
+
+    own_shares: nothing travels over tp. A rank gets its own shares alone, of all stages, and
+        experts whole.
+    """
+    bucket = Bucket(memory, *lay_out_entries(batch), own_shares)
     tensors = dict(bucket)
     for piece in _pieces(batch, piece_bytes):
         with times.part("gather", source.device):
-            gathered = _gather(source, piece)
+            gathered = _gather(source, piece, own_shares)
         with times.part("convert", source.device):
             offset = 0
             for param in piece:
                 shape = param.entry.rule.shard_shape(source.mesh.tp_size)
                 wholes = [param.entry.part(tensors[name]) for name in param.entry.hf]
                 end = offset + math.prod(shape)
-                for rank, row in enumerate(gathered):
-                    param.entry.rule.place(row[offset:end].view(shape), wholes, rank, len(gathered))
+                places = _places(source, param, own_shares)
+                for row, place in zip(gathered, places, strict=True):
+                    param.entry.rule.place(row[offset:end].view(shape), wholes, *place)
                 offset = end
     return bucket
 
 
-def _gather(source: ShardReader, piece: list[ParamShard]) -> Tensor:
-    """The shards of a piece, one after another: [ranks that hold one, elements]."""
+# Floats of any type whose bytes are all this are neither zero nor NaN.
+_MASK_BYTE = 0x3F
+
+
+def mask_own_shares(source: ShardReader, batch: list[ParamShard], memory: Memory) -> Bucket:
+    """Fill memory with a mask of what assemble() fills with own_shares: zeros, and numbers above
+    zero where it puts weights."""
+    bucket = Bucket(memory, *lay_out_entries(batch), own_shares=True)
+    bucket.buffer.zero_()
+    tensors = dict(bucket)
+    for param in batch:
+        one = torch.full((param.dtype.itemsize,), _MASK_BYTE, dtype=torch.uint8)
+        shape = param.entry.rule.shard_shape(source.mesh.tp_size)
+        shard = one.view(param.dtype).to(source.device).expand(shape)
+        wholes = [param.entry.part(tensors[name]) for name in param.entry.hf]
+        for place in _places(source, param, own_shares=True):
+            param.entry.rule.place(shard, wholes, *place)
+    return bucket
+
+
+def _places(source: ShardReader, param: ParamShard, own_shares: bool) -> list[tuple[int, int]]:
+    """Whose shards a rank places, in order: each tensor-parallel rank, and how many there are."""
+    mesh = source.mesh
+    if param.expert_rank is not None:
+        return [(0, 1)]
+    if not own_shares:
+        return [(rank, mesh.tp_size) for rank in range(mesh.tp_size)]
+    # What all ranks have is placed as rank 0's
+    return [(0 if param.entry.rule.cut is None else mesh.tp_rank, mesh.tp_size)]
+
+
+def _gather(source: ShardReader, piece: list[ParamShard], own_shares: bool) -> Tensor:
+    """The shards of a piece, one after another: [ranks whose shards are placed, elements]."""
     mesh = source.mesh
     first = piece[0]
     size = sum(math.prod(shard.entry.rule.shard_shape(mesh.tp_size)) for shard in piece)
-    holders = mesh.tp_size if first.expert_rank is None else 1
+    holders = len(_places(source, first, own_shares))
     gathered = torch.empty(holders, size, dtype=first.dtype, device=source.device)
     if first.stage == mesh.pp_rank:
         mine = [

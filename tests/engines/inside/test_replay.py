@@ -10,7 +10,14 @@ from test_strict_loading import StackingModel
 
 from vapo_megatron.engines.inside.strict_loading import StrictLoader
 from vapo_megatron.engines.inside.strict_updates import take_message
-from vapo_megatron.weights.bucket import DeviceSlots, NamedTensors, Purpose, announce, pack
+from vapo_megatron.weights.bucket import (
+    NEEDS_GATHERED,
+    DeviceSlots,
+    NamedTensors,
+    Purpose,
+    announce,
+    pack,
+)
 
 Weights = dict[str, torch.Tensor]
 
@@ -212,3 +219,73 @@ def test_a_loader_that_changes_its_mind_is_found_out() -> None:
         expected = some_weights(seed)
         order = ("up", "gate") if seed else ("gate", "up")
         assert torch.equal(model.gate_up.data, torch.cat([expected[name] for name in order]))
+
+
+def masked(loader: StrictLoader, weights: Weights, hidden: str = "") -> list[str]:
+    """What a loader says of a mask of all of these weights but the last element of one."""
+    mask = {name: torch.ones_like(tensor) for name, tensor in weights.items()}
+    if hidden:
+        mask[hidden].view(-1)[-1] = 0
+    return send(loader, mask, "cover", size=len(weights))
+
+
+def send_own(loader: StrictLoader, weights: Weights) -> list[str]:
+    """Weights as a bucket of own shares."""
+    bucket = pack(list(weights.items()), DeviceSlots(torch.device("cpu")))
+    bucket.own_shares = True
+    message = announce(bucket, "load", first=True, last=False)
+    problems = take_message(loader, message, bucket.buffer)
+    assert loader.checksums == bucket.checksums()
+    return problems + take_message(loader, announce(None, "load", first=False, last=True))
+
+
+def whole(loader: StrictLoader, seed: int) -> None:
+    assert send(loader, some_weights(seed), size=6) == UNKNOWN
+
+
+def test_own_shares_are_taken_once_all_that_is_read_is_known_to_be_among_them() -> None:
+    model = Counting()
+    loader = StrictLoader(model)
+    for seed in range(2):
+        assert masked(loader, some_weights(0)) == [NEEDS_GATHERED], "learnt and compared first"
+        whole(loader, seed)
+    assert send_own(loader, some_weights(2))[0] == NEEDS_GATHERED
+    assert as_loaded(some_weights(1), model), "what is refused changes nothing"
+    whole(loader, 2)
+    assert masked(loader, some_weights(0)) == []
+    # A table's first and last column, and what belongs to another rank, are not read.
+    mine = some_weights(3)
+    mine["table"][:, [0, 4]] = torch.nan
+    mine["expert_of_another_rank"].fill_(torch.nan)
+    assert send_own(loader, mine) == UNKNOWN
+    assert as_loaded(some_weights(3), model)
+    whole(loader, 4)
+    assert as_loaded(some_weights(4), model)
+
+
+@pytest.mark.parametrize("name", ["gate", "up", "norm", "rounded"])
+def test_own_shares_are_refused_where_one_element_that_is_read_is_not_among_them(name: str) -> None:
+    loader = StrictLoader(Counting())
+    for seed in range(2):
+        whole(loader, seed)
+    for hidden, answer in (("", []), (name, [NEEDS_GATHERED])):
+        assert masked(loader, some_weights(0), hidden) == answer
+    assert send_own(loader, some_weights(1))[0] == NEEDS_GATHERED
+
+
+def test_what_is_not_read_may_be_missing_in_own_shares() -> None:
+    loader = StrictLoader(Counting())
+    for seed in range(2):
+        whole(loader, seed)
+    for name in ("table", "expert_of_another_rank"):
+        assert masked(loader, some_weights(0), name) == []
+
+
+def test_own_shares_are_refused_once_parameters_are_in_other_memory() -> None:
+    model = Counting()
+    loader = StrictLoader(model)
+    for seed in range(2):
+        whole(loader, seed)
+    assert masked(loader, some_weights(0)) == []
+    model.norm.data = torch.zeros(2)
+    assert send_own(loader, some_weights(2))[0] == NEEDS_GATHERED

@@ -98,6 +98,7 @@ class BucketReplay:
         unknown: the problem lines of tensors that filled nothing on this rank.
         runs: writes in their order: copies that follow one another, or one fill.
         compared: whether its result was found equal to the loader's.
+        is_own: whether this rank reads nothing but the shares of the trainer's rank of its number.
         digest: of the checksums of the bucket's tensors that were written last.
         held: weights.changes.placed_sum() of what parameters hold of it, after that.
     """
@@ -108,6 +109,7 @@ class BucketReplay:
     unknown: Sequence[str]
     runs: list[list[tuple[Place, Write]]]
     compared: bool = False
+    is_own: bool = False
     digest: str = ""
     held: int = 0
 
@@ -164,6 +166,16 @@ class BucketReplay:
                 function(write.target, *arguments)
                 continue
             torch._foreach_copy_([write.target for _, write in run], _sources(buffer, run))
+
+    def reads_within(self, mask: Tensor) -> bool:
+        """Whether every element that is read from a bucket is above zero in its mask
+        (weights.gather.mask_own_shares)."""
+        return all(
+            bool((part > 0).all())
+            for run in self.runs
+            if run[0][1].fill is None
+            for part in _sources(mask, run)
+        )
 
     @torch.no_grad()
     def read_back(self, buffer: Tensor) -> None:

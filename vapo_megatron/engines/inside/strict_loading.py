@@ -11,7 +11,9 @@ its own.
 The watch costs tens of copies a tensor. Where the loader did nothing but copy, the same bucket of a
 later sync is copied to the same places without it (replay.py), and the first time compared with
 what the loader would have done. Such a bucket can also be changed by the words that differ from
-the last sync: its bytes are read back from the parameters, changed and written again.
+the last sync: its bytes are read back from the parameters, changed and written again. And where
+a rank was found to read nothing but the shares of the trainer's rank of its number, it takes a
+bucket in which nothing else is in its place.
 """
 
 from collections import Counter, defaultdict
@@ -22,7 +24,14 @@ import torch
 
 from vapo_megatron.engines.inside.parameter_watch import ParameterWatch
 from vapo_megatron.engines.inside.replay import BucketReplay, Placement
-from vapo_megatron.weights.bucket import Place, Purpose, sum_of_words, sums_of_places, view
+from vapo_megatron.weights.bucket import (
+    NEEDS_GATHERED,
+    Place,
+    Purpose,
+    sum_of_words,
+    sums_of_places,
+    view,
+)
 from vapo_megatron.weights.changes import (
     NEEDS_WHOLE,
     Difference,
@@ -80,14 +89,23 @@ class StrictLoader:
         first: bool,
         last: bool,
         changes_follow: bool = False,
+        own_shares: bool = False,
     ) -> list[str]:
         """take() of the tensors at these places of a buffer; a bucket that was learnt is copied.
 
         changes_follow: later syncs may send this bucket's changes, see take_changes().
+        own_shares: see weights.bucket.Bucket. Returns [NEEDS_GATHERED], and changes nothing, unless
+            take_mask() found that this rank reads nothing else.
         """
+        if purpose == "cover":
+            return self.take_mask(places, buffer)
         if first:
             self._begin()
         replay = self._replays.get(places)
+        if own_shares and not (replay is not None and replay.is_own and self._is_plain):
+            self.unknown = []
+            self.checksums = sums_of_places(buffer, places)
+            return [NEEDS_GATHERED]
         if places in self._changed and replay is not None:
             self._changed.remove(places)
             self._count_replay(replay, -1)
@@ -108,6 +126,19 @@ class StrictLoader:
             replay.digest = digest_of(self.checksums)
             replay.held = placed_sum(self._read_back(replay, len(buffer)))
         return problems
+
+    def take_mask(self, places: tuple[Place, ...], mask: torch.Tensor) -> list[str]:
+        """Whether this rank reads nothing of a bucket but what is above zero in a mask: from then
+        on take_bucket() takes own shares of it. Returns [NEEDS_GATHERED] if it may read more."""
+        self.unknown = []
+        self.checksums = sums_of_places(mask, places)
+        if not places:  # the end of the masks
+            return []
+        replay = self._replays.get(places)
+        if replay is None or not replay.compared or not self._is_plain:
+            return [NEEDS_GATHERED]
+        replay.is_own = replay.reads_within(mask)
+        return [] if replay.is_own else [NEEDS_GATHERED]
 
     def take_changes(
         self,

@@ -132,6 +132,7 @@ def take_message(
         first=message["first"],
         last=message["last"],
         changes_follow=message.get("changes_follow", False),
+        own_shares=message.get("own_shares", False),
     )
 
 

@@ -64,7 +64,7 @@ class LoadAnswer:
     Attributes:
         problems: one line each.
         seconds: time to load or compare the bucket.
-        checksums: of the tensors as they arrived (weights.bucket.checksum), one list per rank.
+        checksums: of the tensors as they arrived (weights.bucket.sum_of_words), one list per rank.
     """
 
     problems: list[str]

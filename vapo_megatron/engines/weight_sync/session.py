@@ -6,11 +6,13 @@ from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
+import torch.distributed as dist
+
 from vapo_megatron.engines.server.client import EngineClient, PauseMode
 from vapo_megatron.engines.weight_sync.logprob_difference import LogprobDifference, compare_logprobs
 from vapo_megatron.engines.weight_sync.transports import NOTHING, Transport
 from vapo_megatron.errors import RunFailed, TryAgain, VapoError
-from vapo_megatron.weights.bucket import NamedTensors, Purpose
+from vapo_megatron.weights.bucket import NEEDS_GATHERED, NamedTensors, Purpose
 from vapo_megatron.weights.gather import PartTimes
 
 _NAMED_IN_AN_ERROR = 8
@@ -32,12 +34,17 @@ class WeightSync:
     Args:
         transport: carries buckets to the servers. Its clients are closed with this object.
         pause: what a weight sync does to running responses.
+
+    Attributes:
+        own_buckets: numbers of the buckets of which the server takes own shares, by the masks of
+            the last load(); all on ranks that own no server.
     """
 
     def __init__(self, transport: Transport, pause: PauseMode = "abort") -> None:
         self._transport = transport
         self._pause = pause
         self._known = transport.clients
+        self.own_buckets: frozenset[int] = frozenset()
         self._starts: dict[str, int] = {}
         self._runner = asyncio.Runner()
 
@@ -68,9 +75,17 @@ class WeightSync:
         self._starts = dict(starts)
         self._transport.serve([client for client in self._known if client.address.url in starts])
 
+    def pair_with(self, ranks: dist.ProcessGroup) -> bool:
+        """See Transport."""
+        return self._transport.pair_with(ranks)
+
     def load(
-        self, buckets: Iterable[NamedTensors], version: int, times: PartTimes | None = None
-    ) -> None:
+        self,
+        buckets: Iterable[NamedTensors],
+        version: int,
+        times: PartTimes | None = None,
+        masks: Iterable[NamedTensors] = (),
+    ) -> bool:
         """Replace the servers' weights. Responses from now on are marked with the version.
 
         Args:
@@ -78,6 +93,12 @@ class WeightSync:
             version: of these weights.
             times: gets the owner's seconds of "load" (in the server) and "send" (the rest of
                 sending).
+            masks: of the own shares in these buckets (weights.export.stream_masks), for
+                own_buckets.
+
+        Returns:
+            False: the server cannot take own shares of all of these buckets, and takes no requests
+            until it got gathered ones.
 
         Raises:
             RunFailed: an unknown name, a shape that does not fit, parameters that were not sent, or
@@ -86,7 +107,8 @@ class WeightSync:
             EngineLost: a server is gone, silent or refuses to continue. All buckets were iterated
                 nevertheless, because other ranks depend on it. No server is fed until serve().
         """
-        self._stream(buckets, "load", version, times or PartTimes())
+        problems = self._stream(buckets, "load", version, times or PartTimes(), masks)
+        return NEEDS_GATHERED not in problems
 
     def differing_tensors(self, buckets: Iterable[NamedTensors]) -> list[str]:
         """Compare without changing anything: one line for each tensor that is not bitwise equal to
@@ -138,6 +160,7 @@ class WeightSync:
         purpose: Purpose,
         version: int | None,
         times: PartTimes,
+        masks: Iterable[NamedTensors] = (),
     ) -> list[str]:
         transport = self._transport
         lost: list[VapoError] = []
@@ -170,8 +193,17 @@ class WeightSync:
             times.add("send", -answer.seconds)
             problems += answer.problems
             first = False
+        refused = []
+        for mask in masks:
+            cover = partial(transport.deliver, mask, "cover", first=False)
+            refused.append(bool((run(cover) or NOTHING).problems))
+        self.own_buckets = frozenset(number for number, no in enumerate(refused) if not no)
         run(transport.end_session)
-        if problems and purpose == "load":
+        if purpose == "load" and NEEDS_GATHERED in problems:
+            if lost:
+                raise EngineLost(str(lost[0]))
+            return problems
+        if purpose == "load" and problems:
             raise self._rejected(problems)
         run(lambda: transport.each(EngineClient.resume))
         if lost:

@@ -3,6 +3,7 @@ engines/inside/strict_loading.py."""
 
 import asyncio
 import pickle
+import socket
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch.multiprocessing import reductions
 from typing_extensions import override
 
+from vapo_megatron.collectives import gather_values
 from vapo_megatron.engines.server.client import EngineClient, LoadAnswer
 from vapo_megatron.megatron.platform import current_platform
 from vapo_megatron.weights.bucket import (
@@ -83,6 +85,12 @@ class Transport(ABC):
         weights are always sent whole, and on ranks that send none."""
         return None
 
+    def pair_with(self, ranks: dist.ProcessGroup) -> bool:
+        """Collective: whether buckets of own shares can be sent from these tensor-parallel ranks,
+        each from its memory to the server's rank of its number. All of them deliver() every bucket
+        from then on."""
+        return False
+
     def serve(self, clients: Sequence[EngineClient]) -> None:
         """On the owner: feed these servers from now on. Without any, it only takes part in
         collective calls."""
@@ -141,25 +149,86 @@ class Transport(ABC):
         """Send a bucket in the right memory, with its announcement."""
 
 
-class SharedMemoryTransport(Transport):
-    """Host memory that the server's processes map. engine_tp: number of the server's ranks."""
+class RankTransport(Transport):
+    """Each rank of the server reads the memory of one trainer rank."""
+
+    async def _send_from_each(
+        self,
+        placed: Bucket | None,
+        message: dict[str, Any],
+        version: int | None,
+        ranks: dist.ProcessGroup | None,
+    ) -> LoadAnswer:
+        """Collective over the trainer ranks, in the order of the server's; None: this one alone."""
+        payloads = [pickle.dumps(message)]
+        if ranks is not None:
+            payloads = [b""] * ranks.size()
+            dist.all_gather_object(payloads, pickle.dumps(message), group=ranks)
+        loading: asyncio.Future[list[LoadAnswer]] | None = None
+        if self.clients:
+            loading = asyncio.ensure_future(
+                self.each(lambda client: client.send_bucket(payloads, version=version))
+            )
+        sums: list[int] = []
+        if placed is not None and (loading is not None or placed.own_shares):
+            sums = await asyncio.to_thread(placed.checksums)
+        answer = NOTHING
+        sums_of_ranks = [sums]
+        try:
+            if loading is not None:
+                answer = _merged(await loading)
+        finally:
+            # No rank may refill its buffer before the server has read it. If the server fails, the
+            # others wait here all the same.
+            if ranks is not None:
+                sums_of_ranks = [[] for _ in range(ranks.size())]
+                dist.all_gather_object(sums_of_ranks, sums, group=ranks)
+        if placed is None or loading is None:
+            return answer
+        if not placed.own_shares:
+            sums_of_ranks = [sums] * len(answer.checksums)
+        return _compared(answer, [name for name, _ in placed], sums_of_ranks)
+
+
+class SharedMemoryTransport(RankTransport):
+    """Host memory that the server's processes map: of the owner, or for own shares of the trainer
+    rank of each one's number. engine_tp: number of the server's ranks."""
 
     def __init__(self, client: EngineClient | None, engine_tp: int) -> None:
         super().__init__([] if client is None else [client], None)
         self._engine_tp = engine_tp
+        self._ranks: dist.ProcessGroup | None = None
+
+    @override
+    def pair_with(self, ranks: dist.ProcessGroup) -> bool:
+        if ranks.size() != self._engine_tp or current_platform().is_cuda:
+            return False
+        hosts = gather_values(socket.gethostname(), ranks)
+        if len(set(hosts)) == 1:
+            self._ranks = ranks
+        return self._ranks is not None
+
+    @property
+    @override
+    def sends(self) -> bool:
+        return bool(self.clients) or self._ranks is not None
 
     @override
     async def _send(
         self, placed: Bucket | None, message: dict[str, Any], version: int | None
     ) -> LoadAnswer:
         message["path"] = None if placed is None else placed.memory.path
+        if message["own_shares"]:
+            return await self._send_from_each(placed, message, version, self._ranks)
+        if not self.clients:
+            return NOTHING
         payloads = [pickle.dumps(message)] * self._engine_tp
         return await checked(
             placed, self.each(lambda client: client.send_bucket(payloads, version=version))
         )
 
 
-class IpcTransport(Transport):
+class IpcTransport(RankTransport):
     """CUDA IPC handles: every rank of the server reads the memory of the trainer rank on its GPU.
 
     Args:
@@ -180,6 +249,12 @@ class IpcTransport(Transport):
         return True
 
     @override
+    def pair_with(self, ranks: dist.ProcessGroup) -> bool:
+        if self._group is None:
+            return False
+        return dist.get_process_group_ranks(self._group) == dist.get_process_group_ranks(ranks)
+
+    @override
     async def _send(
         self, placed: Bucket | None, message: dict[str, Any], version: int | None
     ) -> LoadAnswer:
@@ -187,28 +262,7 @@ class IpcTransport(Transport):
             message["buffer"] = IpcHandle(placed.buffer)
             # Not the whole device: the next bucket is gathered on another stream meanwhile.
             current_platform().synchronize_stream()
-        payload = pickle.dumps(message)
-        payloads = [payload]
-        if self._group is not None:  # in the order of the server's tensor-parallel ranks
-            payloads = [b""] * self._group.size()
-            dist.gather_object(
-                payload,
-                payloads if self._group.rank() == 0 else None,
-                group=self._group,
-                group_dst=0,
-            )
-        answer = NOTHING
-        try:
-            if self.clients:
-                answer = await checked(
-                    placed, self.each(lambda client: client.send_bucket(payloads, version=version))
-                )
-        finally:
-            # No rank may refill its buffer before the server has read it. If the server fails, the
-            # others wait here all the same.
-            if self._group is not None:
-                dist.barrier(self._group)
-        return answer
+        return await self._send_from_each(placed, message, version, self._group)
 
     @override
     def close(self) -> None:
@@ -246,7 +300,8 @@ async def checked_sums(
     """
     loading = asyncio.ensure_future(answers)
     sums = await asyncio.to_thread(checksums)
-    return _compared(_merged(await loading), list(zip(names, sums, strict=True)))
+    answer = _merged(await loading)
+    return _compared(answer, names, [sums] * len(answer.checksums))
 
 
 def _merged(answers: Sequence[LoadAnswer]) -> LoadAnswer:
@@ -258,22 +313,31 @@ def _merged(answers: Sequence[LoadAnswer]) -> LoadAnswer:
     )
 
 
-def _compared(answer: LoadAnswer, expected: list[tuple[str, int]]) -> LoadAnswer:
+def _compared(
+    answer: LoadAnswer, names: Sequence[str], sums_of_ranks: Sequence[Sequence[int]]
+) -> LoadAnswer:
     """The answer, with a problem for each tensor that did not reach every rank as it was sent.
 
     If the server reports problems itself, a missing checksum is their consequence and is not
     reported.
+
+    Args:
+        answer: of one server, or of several that were sent the same.
+        names: of the tensors.
+        sums_of_ranks: the checksums that each rank of `answer` was sent.
     """
 
-    def is_damaged(place: int, expected_checksum: int) -> bool:
-        for received in answer.checksums:
+    def is_damaged(place: int) -> bool:
+        if len(answer.checksums) < len(sums_of_ranks):
+            return not answer.problems
+        for received, sent in zip(answer.checksums, sums_of_ranks, strict=True):
             if place < len(received):
-                if received[place] != expected_checksum:
+                if received[place] != sent[place]:
                     return True
             elif not answer.problems:
                 return True
         return False
 
-    damaged = [name for i, (name, checksum) in enumerate(expected) if is_damaged(i, checksum)]
+    damaged = [name for place, name in enumerate(names) if is_damaged(place)]
     problems = [f"{name} arrived damaged: its checksum is not the sender's" for name in damaged]
     return LoadAnswer(answer.problems + problems, answer.seconds, answer.checksums)

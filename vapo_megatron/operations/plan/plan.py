@@ -226,25 +226,52 @@ def _updated(
 
 
 def sync_seconds(run: PlannedRun, engine: PlannedEngine, bucket: int) -> float:
-    """Seconds in which every rank gathers the whole model, bucket by bucket, and the engines copy
-    their part of it. bucket: limit of a bucket, in bytes."""
+    """Seconds of a weight sync, from the third on: ranks gather what they lack, bucket by bucket,
+    and the engines copy their part of it. bucket: limit of a bucket, in bytes."""
     hardware = engine.hardware
     actor = run.models["actor"]
     size = actor.spec.parameter_count() * actor.width
     block = actor.layout.tp * actor.layout.pp * actor.layout.ep
+    placed, gathered = float(size), size * (block - 1) / block
+    if _sends_own_shares(run):
+        stages = actor.layout.pp
+        holders = stages * actor.layout.ep
+        experts = _expert_parameters(actor.spec) * actor.width
+        shares = (size - experts) / actor.layout.tp
+        placed = experts + shares
+        gathered = experts * (holders - 1) / holders + shares * (stages - 1) / stages
     if actor.layout.pp > 1:
         spans = actor.world
     else:
         spans = block
-    if block > 1:
-        seconds = size * (block - 1) / block / hardware.link(spans)
-    else:
-        seconds = 0.0
+    seconds = gathered / hardware.link(spans)
     if run.config.rollout.external_urls:  # rank 0 sends it to all of them at once
         seconds += size / (hardware.network * hardware.efficiency.network)
-    seconds += (2 * size + 2 * engine.weights) / (hardware.memory_rate * hardware.efficiency.memory)
+    copied = 2 * placed + 2 * engine.weights
+    seconds += copied / (hardware.memory_rate * hardware.efficiency.memory)
     seconds += _TENSOR_SECONDS * _tensors(actor.spec)
     return seconds + _BUCKET_SECONDS * math.ceil(size / bucket)
+
+
+def _sends_own_shares(run: PlannedRun) -> bool:
+    """Whether each rank of an engine gets the shares of one trainer rank
+    (engines.weight_sync.own_shares)."""
+    rollout = run.config.rollout
+    return (
+        rollout.tp == run.models["actor"].layout.tp > 1
+        and rollout.sync.gather == "auto"
+        and rollout.sync.transport in ("auto", "ipc")
+        and rollout.quantization == "none"
+        and not rollout.external_urls
+    )
+
+
+def _expert_parameters(spec: ModelSpec) -> int:
+    """Parameters of all experts, which tensor-parallel ranks do not share out."""
+    return sum(
+        count * (layer.parameter_count(layer.experts) - layer.parameter_count(0))
+        for layer, count in spec.kinds.items()
+    )
 
 
 def _tensors(spec: ModelSpec) -> int:

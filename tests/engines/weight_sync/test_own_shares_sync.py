@@ -1,0 +1,232 @@
+"""A trainer and an engine of the same tensor-parallel size: nothing is gathered from the third
+weight sync on, and nothing goes wrong in silence."""
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from batches import random_sequences
+from hf_models import write_model
+from ranks import run_ranks
+
+from vapo_megatron.config.model import ActorConfig, LayoutConfig, ModelConfig
+from vapo_megatron.config.rollout import HealthConfig, RolloutConfig, SyncConfig
+from vapo_megatron.engines import engine_weights
+from vapo_megatron.engines.engine_weights import EngineWeights
+from vapo_megatron.engines.pool import EnginePool
+from vapo_megatron.megatron.mesh import make_mesh
+from vapo_megatron.megatron.trainable import Trainable
+from vapo_megatron.models.registry import read_spec
+from vapo_megatron.weights import export
+from vapo_megatron.weights.bucket import Bucket
+from vapo_megatron.weights.load import load_hf
+
+pytestmark = pytest.mark.full
+
+VOCAB = 128
+SEQUENCES = random_sequences(2, 12, VOCAB, seed=1)
+BUCKET = 60_000  # bytes: several buckets
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(
+        tmp_path_factory.mktemp("model"),
+        "qwen3",
+        intermediate_size=64,
+        vocab_size=VOCAB,
+        max_position_embeddings=256,
+        eos_token_id=VOCAB - 1,
+    )
+
+
+def with_engines(
+    model_dir: Path,
+    log_dir: Path,
+    layout: LayoutConfig,
+    sync: SyncConfig,
+    body: Callable[[EnginePool, EngineWeights, Trainable], Any],
+) -> Any:
+    """On each rank: what body returns, given an engine of two ranks and the actor."""
+    spec = read_spec(model_dir)
+    mesh = make_mesh(layout)
+    model = ModelConfig(path=str(model_dir), dtype="float32")
+    actor = Trainable(spec, model, ActorConfig(layout=layout), mesh, "lm", name="actor", seed=1)
+    load_hf(actor.chunks, spec, model_dir, mesh, "lm")
+    actor.prepare()
+    config = RolloutConfig(
+        tp=2,
+        context_length=128,
+        num_engines=2 if layout.pp > 1 else 1,
+        max_total_tokens=2048,
+        sync=sync,
+        health=HealthConfig(answer_s=20, max_failures=2),
+    )
+    SyncConfig.bucket_bytes = lambda self, free: BUCKET  # type: ignore[method-assign]
+    with (
+        EnginePool(config, model_dir, "float32", log_dir) as engines,
+        EngineWeights(engines, config, "float32") as weights,
+    ):
+        engines.start()
+        engines.wait_until_ready()
+        return body(engines, weights, actor)
+
+
+class Seen:
+    """Counts the buckets of a weight sync, and those of own shares."""
+
+    def __init__(self) -> None:
+        self.counts = [0, 0]
+        original = export.stream_hf
+
+        def counted(*args: Any, **kwargs: Any) -> Iterator[Bucket]:
+            self.counts = [0, 0]
+            for bucket in original(*args, **kwargs):
+                self.counts[0] += 1
+                self.counts[1] += bucket.own_shares
+                yield bucket
+
+        engine_weights.stream_hf = counted  # type: ignore[assignment]
+
+
+def change(actor: Trainable, step: int) -> None:
+    """Other weights; the same on all ranks where all have them."""
+    with torch.no_grad():
+        for chunk in actor.chunks:
+            for name, parameter in chunk.named_parameters():
+                is_cut = parameter.ndim == 2
+                seed = step * 100 + len(name) + (dist.get_rank() if is_cut else 0)
+                noise = torch.Generator().manual_seed(seed)
+                parameter.add_(torch.randn(parameter.shape, generator=noise) * 0.05)
+
+
+def sync_six_times(
+    engines: EnginePool, weights: EngineWeights, actor: Trainable
+) -> list[tuple[list[int], float]]:
+    seen = Seen()
+    found = []
+    for step in range(6):
+        change(actor, step)
+        weights.update_weights(actor)
+        found.append((seen.counts, weights.check(actor, SEQUENCES).largest))
+    assert engines.pop_failures() == []
+    return found
+
+
+@pytest.mark.parametrize(
+    ("world_size", "layout"),
+    [(2, LayoutConfig(tp=2)), (4, LayoutConfig(tp=2, pp=2, sequence_parallel=True))],
+    ids=["tp2", "tp2-pp2-two-engines"],
+)
+def test_nothing_is_gathered_from_the_third_sync_on(
+    model_dir: Path, tmp_path: Path, world_size: int, layout: LayoutConfig
+) -> None:
+    arguments = (model_dir, tmp_path, layout, SyncConfig(), sync_six_times)
+    answers = run_ranks(world_size, with_engines, *arguments, deadline=300)
+    for found in answers:
+        buckets = found[0][0][0]
+        assert buckets > 3
+        assert [counts for counts, _ in found] == [[buckets, 0]] * 2 + [[buckets, buckets]] * 4
+        assert max(difference for _, difference in found) < 1e-4
+
+
+def test_buckets_that_both_cut_differently_stay_whole(tmp_path: Path) -> None:
+    """SGLang rounds a feed-forward of 48 up on CPUs, and its ranks have 32 and 16 rows, where
+    Megatron's have 24."""
+    sizes = {"vocab_size": VOCAB, "max_position_embeddings": 256, "eos_token_id": VOCAB - 1}
+    source = write_model(tmp_path / "model", "qwen3", intermediate_size=48, **sizes)
+    arguments = (source, tmp_path / "logs", LayoutConfig(tp=2), SyncConfig(), sync_six_times)
+    for found in run_ranks(2, with_engines, *arguments, deadline=300):
+        buckets = found[0][0][0]
+        assert all(0 < own < buckets for (_, own), _ in found[2:])
+        assert max(difference for _, difference in found) < 1e-4
+
+
+def test_whole_tensors_are_sent_where_the_config_says_so(model_dir: Path, tmp_path: Path) -> None:
+    arguments = (model_dir, tmp_path, LayoutConfig(tp=2), SyncConfig(gather="always"))
+    for found in run_ranks(2, with_engines, *arguments, sync_six_times, deadline=300):
+        assert {own for (_, own), _ in found} == {0}
+
+
+def die_after_three(
+    engines: EnginePool, weights: EngineWeights, actor: Trainable
+) -> list[tuple[list[int], float]]:
+    """The engine is killed once it takes own shares."""
+    seen = Seen()
+    found = []
+    for step in range(7):
+        change(actor, step)
+        keeper = engines._placement.keeper
+        if step == 3 and keeper is not None:
+            os.kill(keeper._server.pid, signal.SIGKILL)
+            while keeper.status().state == "serving":
+                time.sleep(0.1)
+        dist.barrier()
+        weights.update_weights(actor)
+        found.append((seen.counts, weights.check(actor, SEQUENCES).largest))
+    return found
+
+
+def test_an_engine_that_was_restarted_learns_again(model_dir: Path, tmp_path: Path) -> None:
+    arguments = (model_dir, tmp_path, LayoutConfig(tp=2), SyncConfig(), die_after_three)
+    for found in run_ranks(2, with_engines, *arguments, deadline=300):
+        buckets = found[0][0][0]
+        own = [count == buckets for (_, count), _ in found]
+        assert own == [False, False, True, False, False, True, True]
+        assert max(difference for _, difference in found) < 1e-4
+
+
+def trust_too_early(
+    engines: EnginePool, weights: EngineWeights, actor: Trainable
+) -> list[tuple[list[int], float]]:
+    """Own shares are sent although the engine has not learnt where they go."""
+    seen = Seen()
+    found = []
+    for step in range(3):
+        change(actor, step)
+        if step == 1:
+            weights._own_shares.buckets = frozenset(range(1000))
+        weights.update_weights(actor)
+        found.append((seen.counts, weights.check(actor, SEQUENCES).largest))
+    return found
+
+
+def test_an_engine_that_cannot_take_own_shares_is_sent_all(model_dir: Path, tmp_path: Path) -> None:
+    arguments = (model_dir, tmp_path, LayoutConfig(tp=2), SyncConfig(), trust_too_early)
+    for found in run_ranks(2, with_engines, *arguments, deadline=300):
+        assert [own for (_, own), _ in found] == [0, 0, 0], "the last of each sync"
+        assert max(difference for _, difference in found) < 1e-4
+
+
+def damage_a_share(engines: EnginePool, weights: EngineWeights, actor: Trainable) -> None:
+    """A bit of rank 1's share changes on its way."""
+    for step in range(3):
+        change(actor, step)
+        weights.update_weights(actor)
+    original = engine_weights.stream_hf
+
+    def damaged(*args: Any, **kwargs: Any) -> Iterator[Bucket]:
+        for bucket in original(*args, **kwargs):
+            assert bucket.own_shares
+            bucket.checksums()
+            for name, tensor in bucket:
+                if dist.get_rank() == 1 and name == "model.layers.1.mlp.up_proj.weight":
+                    tensor.view(torch.int32)[-1, 5] ^= 1
+            yield bucket
+
+    engine_weights.stream_hf = damaged  # type: ignore[assignment]
+    weights.update_weights(actor)
+
+
+def test_a_share_damaged_on_its_way_is_named(model_dir: Path, tmp_path: Path) -> None:
+    arguments = (model_dir, tmp_path, LayoutConfig(tp=2), SyncConfig(), damage_a_share)
+    with pytest.raises(
+        AssertionError, match=r"accepted: \S+1\.mlp\.up_proj\.weight arrived damaged"
+    ):
+        run_ranks(2, with_engines, *arguments, deadline=300)
