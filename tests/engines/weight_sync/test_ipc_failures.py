@@ -11,11 +11,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
+from typing_extensions import override
 
 from vapo_megatron.engines.server.client import LoadAnswer
+from vapo_megatron.engines.weight_sync import transports
 from vapo_megatron.engines.weight_sync.session import EngineLost, WeightSync
 from vapo_megatron.engines.weight_sync.transports import IpcTransport
 from vapo_megatron.errors import TryAgain
+from vapo_megatron.weights.bucket import DeviceSlots, pack
 
 DEADLINE = timedelta(seconds=30)
 
@@ -26,10 +29,23 @@ class Server:
     def __init__(self) -> None:
         self.buckets: list[list[Any]] = []
 
+    async def _request(self, *_: Any) -> None:
+        pass
+
+    _call = _request
+
     async def send_bucket(self, payloads: Sequence[bytes], *, version: int | None) -> LoadAnswer:
         self.buckets.append([pickle.loads(payload)["last"] for payload in payloads])
         if len(self.buckets) == 1:
             raise TryAgain("the server is gone")
+        return LoadAnswer([], 0.0, [])
+
+
+class Taking(Server):
+    """Takes every bucket."""
+
+    @override
+    async def send_bucket(self, payloads: Sequence[bytes], *, version: int | None) -> LoadAnswer:
         return LoadAnswer([], 0.0, [])
 
 
@@ -51,6 +67,52 @@ def feed_a_server_that_dies() -> list[list[Any]]:
     transport.serve(clients)  # it was started again
     asyncio.run(transport.deliver(None, "load", first=True, version=1))
     return server.buckets
+
+
+class CountedHandle:
+    """Stands for a CUDA handle: each time it is pickled a handle is made, which holds its memory
+    until somebody opens it."""
+
+    made = 0
+
+    def __init__(self, buffer: torch.Tensor) -> None:
+        self._buffer = buffer
+
+    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
+        CountedHandle.made += 1
+        return str, ("handle",)
+
+
+def handles_made(fails: bool) -> list[int]:
+    """Of each bucket of a session, and of the next session; the server is gone from the first
+    bucket on, where it fails."""
+    transports.IpcHandle = CountedHandle  # type: ignore[assignment, misc]
+    group = dist.new_group([0, 1], timeout=DEADLINE, backend="gloo")
+    transport = IpcTransport(None, torch.device("cpu"), group)
+    server: Any = Server() if fails else Taking()
+    clients = [server] if dist.get_rank() == 0 else []
+    transport.serve(clients)
+    bucket = pack([("weight", torch.ones(8))], DeviceSlots(torch.device("cpu")))
+    counts = []
+    for number in range(4):
+        if number in (0, 3):
+            asyncio.run(transport.begin_session())
+        CountedHandle.made = 0
+        send = transport.deliver(bucket, "load", first=not number, version=1)
+        if fails and clients and not number:
+            with pytest.raises(TryAgain):
+                asyncio.run(send)
+            transport.serve(())
+        else:
+            asyncio.run(send)
+        counts.append(CountedHandle.made)
+    return counts
+
+
+@pytest.mark.parametrize(("fails", "counts"), [(False, [1, 1, 1, 1]), (True, [1, 0, 0, 0])])
+def test_a_handle_is_made_once_and_only_for_a_server(fails: bool, counts: list[int]) -> None:
+    """Memory of a handle that nobody opens is never freed."""
+    assert run_ranks(2, handles_made, fails, deadline=120) == [counts, counts]
 
 
 class Pausing:

@@ -150,7 +150,11 @@ class Transport(ABC):
 
 
 class RankTransport(Transport):
-    """Each rank of the server reads the memory of one trainer rank."""
+    """Trainer ranks that take part together. Where each sends from its memory, the server's rank of
+    its number reads that."""
+
+    # Whether any of the ranks has a server, as far as this one knows.
+    _is_fed = True
 
     async def _send_from_each(
         self,
@@ -160,10 +164,10 @@ class RankTransport(Transport):
         ranks: dist.ProcessGroup | None,
     ) -> LoadAnswer:
         """Collective over the trainer ranks, in the order of the server's; None: this one alone."""
-        payloads = [pickle.dumps(message)]
+        payload = pickle.dumps(message)  # once: a CUDA handle that nobody opens is never freed
+        payloads = [payload]
         if ranks is not None:
-            payloads = [b""] * ranks.size()
-            dist.all_gather_object(payloads, pickle.dumps(message), group=ranks)
+            payloads = gather_values(payload, ranks)
         loading: asyncio.Future[list[LoadAnswer]] | None = None
         if self.clients:
             loading = asyncio.ensure_future(
@@ -173,19 +177,23 @@ class RankTransport(Transport):
         if placed is not None and (loading is not None or placed.own_shares):
             sums = await asyncio.to_thread(placed.checksums)
         answer = NOTHING
-        sums_of_ranks = [sums]
+        has_server = False
+        everywhere = [(sums, has_server)]
         try:
             if loading is not None:
                 answer = _merged(await loading)
+                has_server = True
         finally:
             # No rank may refill its buffer before the server has read it. If the server fails, the
             # others wait here all the same.
             if ranks is not None:
-                sums_of_ranks = [[] for _ in range(ranks.size())]
-                dist.all_gather_object(sums_of_ranks, sums, group=ranks)
+                everywhere = gather_values((sums, has_server), ranks)
+                self._is_fed = any(has_server for _, has_server in everywhere)
         if placed is None or loading is None:
             return answer
-        if not placed.own_shares:
+        if placed.own_shares:
+            sums_of_ranks = [sums_of_rank for sums_of_rank, _ in everywhere]
+        else:
             sums_of_ranks = [sums] * len(answer.checksums)
         return _compared(answer, [name for name, _ in placed], sums_of_ranks)
 
@@ -255,10 +263,22 @@ class IpcTransport(RankTransport):
         return dist.get_process_group_ranks(self._group) == dist.get_process_group_ranks(ranks)
 
     @override
+    async def begin_session(self) -> None:
+        """Same as in Transport; ranks learn whether their server takes part."""
+        has_server = False
+        try:
+            await super().begin_session()
+            has_server = bool(self.clients)
+        finally:
+            if self._group is not None:
+                self._is_fed = any(gather_values(has_server, self._group))
+
+    @override
     async def _send(
         self, placed: Bucket | None, message: dict[str, Any], version: int | None
     ) -> LoadAnswer:
-        if placed is not None:
+        is_read = bool(self.clients) if self._group is None else self._is_fed
+        if placed is not None and is_read:
             message["buffer"] = IpcHandle(placed.buffer)
             # Not the whole device: the next bucket is gathered on another stream meanwhile.
             current_platform().synchronize_stream()
