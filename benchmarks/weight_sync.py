@@ -283,8 +283,8 @@ def main() -> None:
         if what in answer
     ]
     title = (
-        f"{arguments.shape}, {arguments.dtype}, engine TP{arguments.engine_tp}, transport "
-        f"{arguments.transport}"
+        f"{arguments.shape}, {arguments.dtype}, engine TP{arguments.engine_tp} unless said, "
+        f"transport {arguments.transport}"
     )
     figures = [
         ratio_figure(

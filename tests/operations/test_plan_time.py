@@ -143,6 +143,29 @@ def test_an_engine_of_the_trainers_tp_saves_the_gather_of_shares() -> None:
 
 
 @pytest.mark.parametrize(
+    ("example", "settings", "saves"),
+    [
+        ("qwen3.5_27b", (), True),
+        ("deepseek_v3", ("rollout.nodes=1", "rollout.tp=8"), False),
+    ],
+)
+def test_latent_attention_is_sent_whole_tensors(
+    example: str, settings: tuple[str, ...], saves: bool
+) -> None:
+    own, gathered = (
+        plan(
+            f"rollout.sync.gather={gather}",
+            *settings,
+            example=f"{example}/vapo.yaml",
+            world=2048,
+        ).time.phases["weight_sync"]
+        for gather in ("auto", "always")
+    )
+    assert (own < 0.5 * gathered) == saves
+    assert (own == gathered) != saves
+
+
+@pytest.mark.parametrize(
     "settings",
     [
         ("rollout.tp=4",),

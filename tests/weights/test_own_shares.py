@@ -11,10 +11,12 @@ from hf_models import megatron, read_tensors, write_model
 from matrices import others_in_full
 from numpy.typing import NDArray
 from ranks import run_ranks
+from trainables import make_trainable
 from typing_extensions import override
 
 from vapo_megatron.config.model import LayoutConfig
 from vapo_megatron.models.registry import read_spec
+from vapo_megatron.weights.adapters import adapters_of
 from vapo_megatron.weights.bucket import DeviceSlots, Memory
 from vapo_megatron.weights.export import stream_hf, stream_masks
 from vapo_megatron.weights.load import load_hf
@@ -106,3 +108,33 @@ def test_only_chosen_buckets_are_of_own_shares(tmp_path: Path) -> None:
     for found in run_ranks(2, some_buckets, source):
         assert len(found) > 4
         assert found == [(i in (1, 2), i not in (1, 2)) for i in range(len(found))]
+
+
+def with_adapters(model_dir: Path) -> list[str]:
+    """Names of tensors whose own share is not that of the gathered tensor; adapters change them."""
+    layout = LayoutConfig(tp=2)
+    adapter = {"rank": 4, "alpha": 16.0}
+    model = make_trainable(model_dir, "lm", adapter=adapter, layout=layout)
+    for _, module in adapters_of(model.chunks[0]):
+        # Where ranks have the same half, they have the same values
+        torch.nn.init.constant_(module.b, 0.1)
+    arguments = (model.chunks, model.spec, model.mesh, "lm", LIMIT)
+    base = read_tensors(model_dir)
+    gathered = {}
+    for bucket in stream_hf(*arguments):
+        gathered |= {name: tensor.clone() for name, tensor in bucket}
+    projection = "model.layers.1.mlp.up_proj.weight"
+    assert (gathered[projection] != base[projection]).float().mean() > 0.9
+    own = stream_hf(*arguments, NanSlots(CPU), own_shares=range(1000))
+    masks = stream_masks(*arguments, NanSlots(CPU))
+    return [
+        name
+        for bucket, mask in zip(own, masks, strict=True)
+        for (name, value), (_, is_own) in zip(bucket, mask, strict=True)
+        if not torch.equal(value[is_own > 0], gathered[name][is_own > 0])
+    ]
+
+
+def test_adapters_are_in_own_shares(tmp_path: Path) -> None:
+    source = write_model(tmp_path / "qwen3", "qwen3", num_hidden_layers=2)
+    assert run_ranks(2, with_adapters, source) == [[], []]

@@ -55,10 +55,10 @@ class SyncConfig(Section):
     )
     gather: Literal["auto", "always"] = Field(
         "auto",
-        description="auto: where engines have the trainer's tensor-parallel size, each of an "
-        "engine's ranks gets the shares of one trainer rank from the third weight sync on, and "
-        "nothing is gathered over tensor-parallel ranks; always: whole tensors are gathered, as "
-        "for all other engines",
+        description="auto: where engines have the trainer's tensor-parallel size and read nothing "
+        "else, each of an engine's ranks gets the shares of one trainer rank from the third weight "
+        "sync on, and nothing is gathered over tensor-parallel ranks; always: whole tensors are "
+        "gathered, as for all other engines",
     )
     only_changes: bool = Field(
         False,

@@ -111,14 +111,15 @@ class EngineWeights:
             served = self._pool.serving_here()
             self.session.serve(served)
             times = PartTimes()
-            if not self._load(actor, version, times, served):
-                continue
-            self.sync_seconds = times.seconds
-            self.sent_share = self.session.sent_share
+            is_loaded = self._load(actor, version, times, served)
             # Device memory is needed for KV caches and optimizers between syncs.
             if isinstance(self._slots, DeviceSlots):
                 self._slots.close()
                 current_platform().release_ipc_memory()
+            if not is_loaded:
+                continue
+            self.sync_seconds = times.seconds
+            self.sent_share = self.session.sent_share
             if self._pool.admit(self.session.served, survived=not again):
                 break
         else:

@@ -96,7 +96,8 @@ def assemble(
     """
     bucket = Bucket(memory, *lay_out_entries(batch), own_shares)
     tensors = dict(bucket)
-    for piece in _pieces(batch, piece_bytes):
+    holders = 1 if own_shares else source.mesh.tp_size
+    for piece in _pieces(batch, piece_bytes, source.mesh.tp_size, holders):
         with times.part("gather", source.device):
             gathered = _gather(source, piece, own_shares)
         with times.part("convert", source.device):
@@ -169,10 +170,18 @@ def _gather(source: ShardReader, piece: list[ParamShard], own_shares: bool) -> T
     return gathered
 
 
-def _pieces(bucket: list[ParamShard], limit: int) -> Iterator[list[ParamShard]]:
+def _pieces(
+    bucket: list[ParamShard], limit: int, tp_size: int, holders: int
+) -> Iterator[list[ParamShard]]:
     """As batches, but each of one dtype and held by the same ranks, so that one collective can move
-    it."""
+    it. holders: tensor-parallel ranks whose shards travel together."""
+
+    def nbytes(shard: ParamShard) -> int:
+        count = math.prod(shard.entry.rule.shard_shape(tp_size))
+        ranks = holders if shard.expert_rank is None else 1
+        return ranks * count * shard.dtype.itemsize
+
     for _, alike in itertools.groupby(
         bucket, key=lambda shard: (shard.stage, shard.expert_rank, shard.dtype)
     ):
-        yield from batches(alike, lambda shard: shard.nbytes, limit)
+        yield from batches(alike, nbytes, limit)

@@ -75,6 +75,8 @@ def send(
         problems += take_message(loader, message, bucket.buffer)
         assert loader.checksums == bucket.checksums()
         bucket.buffer.fill_(255)
+    if purpose == "cover":
+        return problems
     return problems + take_message(loader, announce(None, purpose, first=False, last=True))
 
 
@@ -171,11 +173,74 @@ class Computing(Counting):
 def test_a_tensor_that_is_not_copied_as_it_came_is_never_replayed() -> None:
     model = Computing()
     loader = StrictLoader(model)
+    placed = []
     for seed in range(4):
         model.placed = 0
-        send(loader, some_weights(seed))
-        assert torch.equal(model.norm.data, some_weights(seed)["norm"] * 3)
-    assert model.placed == 2, "of its bucket alone"
+        assert send(loader, some_weights(seed), size=6) == UNKNOWN
+        placed.append(model.placed)
+        tripled = some_weights(seed)
+        tripled["norm"] *= 3
+        assert as_loaded(tripled, model)
+    assert placed == [6, 7, 1, 1], "the second is compared"
+
+
+class Deriving(Counting):
+    """Makes a second form of one weight when it comes, as SGLang's GemmaRMSNorm does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm_and_one = torch.ones(2)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in weights:
+            super().load_weights([(name, tensor)])
+            if name == "norm":
+                self.norm_and_one.copy_(self.norm.data).add_(1.0)
+
+
+def test_a_second_form_of_a_weight_is_made_at_every_sync() -> None:
+    model = Deriving()
+    loader = StrictLoader(model)
+    for seed in range(4):
+        model.placed = 0
+        whole(loader, seed)
+        assert as_loaded(some_weights(seed), model)
+        assert torch.equal(model.norm_and_one, some_weights(seed)["norm"] + 1)
+    assert model.placed == 1
+    assert masked(loader, some_weights(0)) == []
+    own = some_weights(5)
+    own["table"][:, [0, 4]] = torch.nan
+    assert send_own(loader, own) == UNKNOWN
+    assert as_loaded(some_weights(5), model)
+    assert torch.equal(model.norm_and_one, some_weights(5)["norm"] + 1)
+    assert masked(loader, some_weights(0), "norm") == [NEEDS_GATHERED]
+
+
+class TriplingUp(Counting):
+    """Puts a product in place of one half of a parameter."""
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        super().load_weights((n, t * 3 if n == "up" else t) for n, t in weights)
+
+
+def test_tensors_of_one_parameter_are_placed_the_same_way() -> None:
+    model = TriplingUp()
+    loader = StrictLoader(model)
+    for seed in range(4):
+        model.placed = 0
+        whole(loader, seed)
+        expected = some_weights(seed)
+        assert torch.equal(model.gate_up.data, torch.cat([expected["gate"], expected["up"] * 3]))
+    assert model.placed == 2, "gate and up"
+
+
+def test_what_a_replayed_bucket_lacks_in_others_is_named() -> None:
+    loader = StrictLoader(Deriving())
+    for seed in range(3):
+        whole(loader, seed)
+    short = some_weights(3)
+    del short["norm"]
+    assert [line.split()[0] for line in send(loader, short, size=6)][1:] == ["norm"]
 
 
 class Remembering(Counting):

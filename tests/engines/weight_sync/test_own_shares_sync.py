@@ -6,7 +6,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -68,7 +68,7 @@ def with_engines(
         sync=sync,
         health=HealthConfig(answer_s=20, max_failures=2),
     )
-    SyncConfig.bucket_bytes = lambda self, free: BUCKET  # type: ignore[method-assign]
+    make_buckets_of(BUCKET)
     with (
         EnginePool(config, model_dir, "float32", log_dir) as engines,
         EngineWeights(engines, config, "float32") as weights,
@@ -78,43 +78,60 @@ def with_engines(
         return body(engines, weights, actor)
 
 
-class Seen:
-    """Counts the buckets of a weight sync, and those of own shares."""
+def make_buckets_of(size: int) -> None:
+    SyncConfig.bucket_bytes = lambda self, free: size  # type: ignore[method-assign]
+
+
+class Sent(NamedTuple):
+    """What the streams of a weight sync were; buckets and those of own shares, of the last one."""
+
+    streams: int
+    buckets: int
+    own: int
+
+
+class Watched:
+    """Watches the streams of weight syncs."""
 
     def __init__(self) -> None:
-        self.counts = [0, 0]
+        self._sent = Sent(0, 0, 0)
         original = export.stream_hf
 
         def counted(*args: Any, **kwargs: Any) -> Iterator[Bucket]:
-            self.counts = [0, 0]
+            self._sent = Sent(self._sent.streams + 1, 0, 0)
             for bucket in original(*args, **kwargs):
-                self.counts[0] += 1
-                self.counts[1] += bucket.own_shares
+                streams, buckets, own = self._sent
+                self._sent = Sent(streams, buckets + 1, own + bucket.own_shares)
                 yield bucket
 
         engine_weights.stream_hf = counted  # type: ignore[assignment]
 
+    def take(self) -> Sent:
+        """What was sent since the last call."""
+        sent = self._sent
+        self._sent = Sent(0, 0, 0)
+        return sent
+
+
+Syncs = list[tuple[Sent, float]]
+"""What each weight sync sent, and how far log-probs are from the engine's after it."""
+
 
 def change(actor: Trainable, step: int) -> None:
-    """Other weights; the same on all ranks where all have them."""
+    """Other weights, still the same on all ranks where all have them."""
     with torch.no_grad():
         for chunk in actor.chunks:
-            for name, parameter in chunk.named_parameters():
-                is_cut = parameter.ndim == 2
-                seed = step * 100 + len(name) + (dist.get_rank() if is_cut else 0)
-                noise = torch.Generator().manual_seed(seed)
-                parameter.add_(torch.randn(parameter.shape, generator=noise) * 0.05)
+            for number, (_, parameter) in enumerate(chunk.named_parameters()):
+                parameter.mul_(1.02 + 0.01 * ((number + step) % 3))
 
 
-def sync_six_times(
-    engines: EnginePool, weights: EngineWeights, actor: Trainable
-) -> list[tuple[list[int], float]]:
-    seen = Seen()
+def sync_six_times(engines: EnginePool, weights: EngineWeights, actor: Trainable) -> Syncs:
+    watched = Watched()
     found = []
     for step in range(6):
         change(actor, step)
         weights.update_weights(actor)
-        found.append((seen.counts, weights.check(actor, SEQUENCES).largest))
+        found.append((watched.take(), weights.check(actor, SEQUENCES).largest))
     assert engines.pop_failures() == []
     return found
 
@@ -130,9 +147,9 @@ def test_nothing_is_gathered_from_the_third_sync_on(
     arguments = (model_dir, tmp_path, layout, SyncConfig(), sync_six_times)
     answers = run_ranks(world_size, with_engines, *arguments, deadline=300)
     for found in answers:
-        buckets = found[0][0][0]
+        buckets = found[0][0].buckets
         assert buckets > 3
-        assert [counts for counts, _ in found] == [[buckets, 0]] * 2 + [[buckets, buckets]] * 4
+        assert [sent for sent, _ in found] == [(1, buckets, 0)] * 2 + [(1, buckets, buckets)] * 4
         assert max(difference for _, difference in found) < 1e-4
 
 
@@ -143,64 +160,67 @@ def test_buckets_that_both_cut_differently_stay_whole(tmp_path: Path) -> None:
     source = write_model(tmp_path / "model", "qwen3", intermediate_size=48, **sizes)
     arguments = (source, tmp_path / "logs", LayoutConfig(tp=2), SyncConfig(), sync_six_times)
     for found in run_ranks(2, with_engines, *arguments, deadline=300):
-        buckets = found[0][0][0]
-        assert all(0 < own < buckets for (_, own), _ in found[2:])
+        assert all(0 < sent.own < sent.buckets for sent, _ in found[2:])
         assert max(difference for _, difference in found) < 1e-4
 
 
 def test_whole_tensors_are_sent_where_the_config_says_so(model_dir: Path, tmp_path: Path) -> None:
     arguments = (model_dir, tmp_path, LayoutConfig(tp=2), SyncConfig(gather="always"))
     for found in run_ranks(2, with_engines, *arguments, sync_six_times, deadline=300):
-        assert {own for (_, own), _ in found} == {0}
+        assert {sent.own for sent, _ in found} == {0}
 
 
-def die_after_three(
-    engines: EnginePool, weights: EngineWeights, actor: Trainable
-) -> list[tuple[list[int], float]]:
-    """The engine is killed once it takes own shares."""
-    seen = Seen()
+def die_after_three(engines: EnginePool, weights: EngineWeights, actor: Trainable) -> Syncs:
+    """The engine is killed once it takes own shares; once it does so again, buckets grow."""
+    watched = Watched()
     found = []
-    for step in range(7):
+    for step in range(9):
         change(actor, step)
         keeper = engines._placement.keeper
         if step == 3 and keeper is not None:
             os.kill(keeper._server.pid, signal.SIGKILL)
             while keeper.status().state == "serving":
                 time.sleep(0.1)
+        if step == 6:
+            make_buckets_of(2 * BUCKET)
+            weights._bucket_bytes = None
         dist.barrier()
         weights.update_weights(actor)
-        found.append((seen.counts, weights.check(actor, SEQUENCES).largest))
+        found.append((watched.take(), weights.check(actor, SEQUENCES).largest))
     return found
 
 
-def test_an_engine_that_was_restarted_learns_again(model_dir: Path, tmp_path: Path) -> None:
+def test_restarted_engines_and_other_buckets_are_learnt_again(
+    model_dir: Path, tmp_path: Path
+) -> None:
     arguments = (model_dir, tmp_path, LayoutConfig(tp=2), SyncConfig(), die_after_three)
     for found in run_ranks(2, with_engines, *arguments, deadline=300):
-        buckets = found[0][0][0]
-        own = [count == buckets for (_, count), _ in found]
-        assert own == [False, False, True, False, False, True, True]
+        assert [sent.streams for sent, _ in found] == [1] * 9
+        # The engine is killed before the fourth, and buckets have another size from the seventh on.
+        own = [sent.own == sent.buckets for sent, _ in found]
+        assert own == [False, False, True, False, False, True, False, False, True]
+        assert found[-1][0].buckets < found[0][0].buckets
         assert max(difference for _, difference in found) < 1e-4
 
 
-def trust_too_early(
-    engines: EnginePool, weights: EngineWeights, actor: Trainable
-) -> list[tuple[list[int], float]]:
+def trust_too_early(engines: EnginePool, weights: EngineWeights, actor: Trainable) -> Syncs:
     """Own shares are sent although the engine has not learnt where they go."""
-    seen = Seen()
+    watched = Watched()
     found = []
     for step in range(3):
         change(actor, step)
         if step == 1:
             weights._own_shares.buckets = frozenset(range(1000))
         weights.update_weights(actor)
-        found.append((seen.counts, weights.check(actor, SEQUENCES).largest))
+        found.append((watched.take(), weights.check(actor, SEQUENCES).largest))
     return found
 
 
 def test_an_engine_that_cannot_take_own_shares_is_sent_all(model_dir: Path, tmp_path: Path) -> None:
     arguments = (model_dir, tmp_path, LayoutConfig(tp=2), SyncConfig(), trust_too_early)
     for found in run_ranks(2, with_engines, *arguments, deadline=300):
-        assert [own for (_, own), _ in found] == [0, 0, 0], "the last of each sync"
+        assert [sent.streams for sent, _ in found] == [1, 2, 1]
+        assert [sent.own for sent, _ in found] == [0, 0, 0], "the last of each sync"
         assert max(difference for _, difference in found) < 1e-4
 
 

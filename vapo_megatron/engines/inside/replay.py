@@ -1,7 +1,8 @@
 """Where a model's loader puts the tensors of a bucket: learnt while it is watched, and replayed as
 plain copies when the same names and shapes come again."""
 
-from collections import Counter
+import itertools
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -9,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from vapo_megatron.weights.bucket import Place
+from vapo_megatron.weights.bucket import Place, view
 
 
 class Copied(NamedTuple):
@@ -37,11 +38,15 @@ class Placement:
         is_plain: whether it did nothing else than look at views. Anything more (a product, a copy
             of its own, a value that was read) might differ the next time, or have an effect that
             copies do not have.
+        written: engine parameter name -> elements.
+        source: the tensor, in words.
     """
 
     tensor: Tensor | None
     writes: list[Write] = field(default_factory=list)
     is_plain: bool = True
+    written: Counter[str] = field(default_factory=Counter)
+    source: str = ""
 
     def saw(self, function: Any, args: Sequence[Any], is_write: bool, keywords: bool) -> None:
         """Note one operation; is_write: a copy to a parameter, or that one is filled."""
@@ -93,8 +98,10 @@ class BucketReplay:
     """The writes of a bucket whose tensors stand at known places.
 
     Attributes:
-        written: engine parameter name -> elements.
-        sources: engine parameter name -> the tensors that filled it, in words.
+        others: places of the tensors with which the loader does more than copy, and of all that
+            share a parameter with these. It is called for them.
+        written: engine parameter name -> elements, by all but the others.
+        sources: engine parameter name -> the tensors that filled it, in words, but for the others.
         unknown: the problem lines of tensors that filled nothing on this rank.
         runs: writes in their order: copies that follow one another, or one fill.
         compared: whether its result was found equal to the loader's.
@@ -104,6 +111,7 @@ class BucketReplay:
     """
 
     places: Sequence[Place]
+    others: Sequence[Place]
     written: Counter[str]
     sources: Mapping[str, Sequence[str]]
     unknown: Sequence[str]
@@ -115,34 +123,43 @@ class BucketReplay:
 
     @classmethod
     def of(
-        cls,
-        places: Sequence[Place],
-        placements: Sequence[Placement],
-        written: Counter[str],
-        sources: Mapping[str, Sequence[str]],
-        unknown: Sequence[str],
+        cls, places: Sequence[Place], placements: Sequence[Placement], unknown: Sequence[str]
     ) -> "BucketReplay | None":
-        """None where copies would not be all, or would not be in a certain order."""
-        if len(places) != len(placements) or not all(one.is_plain for one in placements):
+        """None where nothing can be copied, or not in a certain order."""
+        if len(places) != len(placements):
             return None
+        shared = _computed_parameters(placements)
+        others: list[Place] = []
+        written: Counter[str] = Counter()
+        sources: defaultdict[str, list[str]] = defaultdict(list)
         runs: list[list[tuple[Place, Write]]] = [[]]
         targets = set()
         for place, placement in zip(places, placements, strict=True):
+            if not placement.is_plain or placement.written.keys() & shared:
+                others.append(place)
+                continue
+            written += placement.written
+            for name in placement.written:
+                sources[name].append(placement.source)
             for write in placement.writes:
-                view = write.target
+                held = write.target
                 if write.fill is not None:
                     runs += [[(place, write)], []]
                     continue
-                target = view.data_ptr(), tuple(view.shape), view.stride()
+                target = held.data_ptr(), tuple(held.shape), held.stride()
                 if target in targets:
                     return None
                 targets.add(target)
                 runs[-1].append((place, write))
-        return cls(places, written, sources, unknown, [run for run in runs if run])
+        if len(others) == len(places):
+            return None
+        return cls(places, others, written, sources, unknown, [run for run in runs if run])
 
     @property
     def is_readable(self) -> bool:
         """Whether the parameters hold the very bytes that are written to them."""
+        if self.others:
+            return False
         copies = [
             (place, write, write.source)
             for run in self.runs
@@ -157,7 +174,7 @@ class BucketReplay:
 
     @torch.no_grad()
     def run(self, buffer: Tensor) -> None:
-        """Write a bucket's bytes to the parameters."""
+        """Write a bucket's bytes to the parameters, but for the others'."""
         for run in self.runs:
             if run[0][1].fill is not None:
                 ((_, write),) = run
@@ -169,13 +186,12 @@ class BucketReplay:
 
     def reads_within(self, mask: Tensor) -> bool:
         """Whether every element that is read from a bucket is above zero in its mask
-        (weights.gather.mask_own_shares)."""
-        return all(
-            bool((part > 0).all())
-            for run in self.runs
-            if run[0][1].fill is None
-            for part in _sources(mask, run)
+        (weights.gather.mask_own_shares). The loader may read all of the other tensors."""
+        copies = (
+            part for run in self.runs if run[0][1].fill is None for part in _sources(mask, run)
         )
+        others = (view(mask, place) for place in self.others)
+        return all(bool((part > 0).all()) for part in itertools.chain(copies, others))
 
     @torch.no_grad()
     def read_back(self, buffer: Tensor) -> None:
@@ -185,6 +201,23 @@ class BucketReplay:
             if run[0][1].fill is not None:
                 continue
             torch._foreach_copy_(_sources(buffer, run), [write.target for _, write in run])
+
+
+def _computed_parameters(placements: Sequence[Placement]) -> set[str]:
+    """Names of the parameters that are filled by more than copies of views, and of those that are
+    filled by a tensor that also fills such a one."""
+    found: set[str] = set()
+    pending = True
+    while pending:
+        touched = [
+            placement.written.keys()
+            for placement in placements
+            if not placement.is_plain or placement.written.keys() & found
+        ]
+        more = set(itertools.chain.from_iterable(touched)) - found
+        found |= more
+        pending = bool(more)
+    return found
 
 
 def _sources(buffer: Tensor, run: Sequence[tuple[Place, Write]]) -> list[Tensor]:

@@ -8,12 +8,13 @@ copies: a tensor that wrote nothing is unknown, and a parameter that is not writ
 that differ. The answer has checksums of the bytes as they arrived, which the sender compares with
 its own.
 
-The watch costs tens of copies a tensor. Where the loader did nothing but copy, the same bucket of a
-later sync is copied to the same places without it (replay.py), and the first time compared with
-what the loader would have done. Such a bucket can also be changed by the words that differ from
-the last sync: its bytes are read back from the parameters, changed and written again. And where
-a rank was found to read nothing but the shares of the trainer's rank of its number, it takes a
-bucket in which nothing else is in its place.
+The watch costs tens of copies a tensor. Where the loader did nothing but copy a tensor, it is
+copied to the same places without it when the same bucket comes in a later sync (replay.py), and the
+first time compared with what the loader would have done. The loader is given the other tensors. A
+bucket without others can also be changed by the words that differ from the last sync: its bytes are
+read back from the parameters, changed and written again. And where a rank was found to read nothing
+but the shares of the trainer's rank of its number, it takes a bucket in which nothing else is in
+its place.
 """
 
 from collections import Counter, defaultdict
@@ -115,11 +116,10 @@ class StrictLoader:
         if replay is not None and self._is_plain and purpose == "load" and not last:
             problems = self._replayed(replay, buffer)
         else:
-            before = (self._written.copy(), {name: len(s) for name, s in self._sources.items()})
             tensors = [(place.name, view(buffer, place)) for place in places]
             problems = self.take(tensors, purpose, first=False, last=last)
             if purpose == "load" and not last and problems == self.unknown:
-                self._learn(places, *before)
+                self._learn(places)
         self.checksums = sums.result()
         replay = self._replays.get(places)
         if changes_follow and replay is not None and replay.compared and replay.is_readable:
@@ -132,8 +132,6 @@ class StrictLoader:
         on take_bucket() takes own shares of it. Returns [NEEDS_GATHERED] if it may read more."""
         self.unknown = []
         self.checksums = sums_of_places(mask, places)
-        if not places:  # the end of the masks
-            return []
         replay = self._replays.get(places)
         if replay is None or not replay.compared or not self._is_plain:
             return [NEEDS_GATHERED]
@@ -195,39 +193,41 @@ class StrictLoader:
                     self._sources[name].remove(source)
 
     def _replayed(self, replay: BucketReplay, buffer: torch.Tensor) -> list[str]:
+        before = self._counts()
         replay.run(buffer)
+        problems: list[str] = []
+        if replay.others:
+            others = [(place.name, view(buffer, place)) for place in replay.others]
+            found = self.take(others, "load", first=False, last=False)
+            problems = [line for line in found if line not in replay.unknown]
         if not replay.compared:
             # Once: is all now as the loader would have left it?
-            counts = self._written.copy(), {name: [*s] for name, s in self._sources.items()}
+            after = self._counts()
             tensors = [(place.name, view(buffer, place)) for place in replay.places]
             found = self.take(tensors, "compare", first=False, last=False)
-            self._written = counts[0]
-            self._sources = defaultdict(list, counts[1])
             if found != list(replay.unknown):
+                self._written, self._sources = before
                 self._is_plain = False  # the loader does something else than it did before
                 return self.take(tensors, "load", first=False, last=False)
+            self._written, self._sources = after
             replay.compared = True
         self._count_replay(replay, 1)
         self.unknown = list(replay.unknown)
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        return list(replay.unknown)
+        return [*replay.unknown, *problems]
 
-    def _learn(
-        self, places: tuple[Place, ...], written: Counter[str], counts: Mapping[str, int]
-    ) -> None:
-        """Keep the writes of the latest bucket, if copies can repeat them. written, counts: of
-        elements and of sources by parameter, before that bucket."""
+    def _counts(self) -> tuple[Counter[str], defaultdict[str, list[str]]]:
+        """Copies of the elements and sources that were counted so far."""
+        sources = {name: [*found] for name, found in self._sources.items()}
+        return self._written.copy(), defaultdict(list, sources)
+
+    def _learn(self, places: tuple[Place, ...]) -> None:
+        """Keep the writes of the latest bucket, if copies can repeat them."""
         if not self._is_plain:
             self._replays.clear()
             return
-        replay = BucketReplay.of(
-            places,
-            self._placements,
-            self._written - written,
-            {name: found[counts.get(name, 0) :] for name, found in self._sources.items()},
-            self.unknown,
-        )
+        replay = BucketReplay.of(places, self._placements, self.unknown)
         if replay is not None:
             self._replays[places] = replay
 
@@ -332,6 +332,8 @@ class StrictLoader:
 
     def _settle(self, name: str, tensor: torch.Tensor, watch: ParameterWatch) -> list[str]:
         self._count(name, tensor, watch)
+        watch.placement.written = watch.written
+        watch.placement.source = _in_words(name, tensor)
         if not watch.written:
             self.unknown.append(f"{name} of shape {list(tensor.shape)} is not known to the engine")
             return self.unknown[-1:]
@@ -342,7 +344,7 @@ class StrictLoader:
     def _count(self, name: str, tensor: torch.Tensor, watch: ParameterWatch) -> None:
         self._written.update(watch.written)
         for parameter in watch.written:
-            self._sources[parameter].append(f"{name} {list(tensor.shape)}")
+            self._sources[parameter].append(_in_words(name, tensor))
 
     def _not_received(self, parameters: Mapping[str, torch.Tensor]) -> list[str]:
         if self._pads:
@@ -359,6 +361,10 @@ class StrictLoader:
                     f"{size} elements, from {sources}"
                 )
         return problems
+
+
+def _in_words(name: str, tensor: torch.Tensor) -> str:
+    return f"{name} {list(tensor.shape)}"
 
 
 def _lists_tensors_first(model: torch.nn.Module) -> bool:

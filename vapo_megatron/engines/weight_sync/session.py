@@ -55,8 +55,8 @@ class WeightSync:
 
     @property
     def sends(self) -> bool:
-        """Whether this rank's buckets are read. If not, it only takes part in the collectives that
-        make them."""
+        """Whether this rank's buckets may be read. If not, it only takes part in the collectives
+        that make them."""
         return self._transport.sends
 
     @property
@@ -196,7 +196,9 @@ class WeightSync:
         refused = []
         for mask in masks:
             cover = partial(transport.deliver, mask, "cover", first=False)
-            refused.append(bool((run(cover) or NOTHING).problems))
+            with times.part("send"):
+                answer = run(cover) or NOTHING
+            refused.append(bool(answer.problems))
         self.own_buckets = frozenset(number for number, no in enumerate(refused) if not no)
         run(transport.end_session)
         if purpose == "load" and NEEDS_GATHERED in problems:

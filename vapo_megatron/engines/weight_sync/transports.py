@@ -76,7 +76,7 @@ class Transport(ABC):
 
     @property
     def sends(self) -> bool:
-        """Whether this rank's buckets are sent."""
+        """Whether this rank's buckets may be sent."""
         return bool(self.clients)
 
     @property

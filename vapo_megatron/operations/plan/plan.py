@@ -14,6 +14,7 @@ from vapo_megatron.config.plan import PlanConfig
 from vapo_megatron.engines.engine_limits import check_engine_size
 from vapo_megatron.errors import BadInput
 from vapo_megatron.megatron.offload import WEIGHTS, Part, Phase, Residency
+from vapo_megatron.models.layers import LatentAttention
 from vapo_megatron.models.spec import ModelSpec
 from vapo_megatron.models.stacked_experts import Stacked
 from vapo_megatron.operations.plan.inputs import Hardware, planned_lengths
@@ -257,8 +258,12 @@ def _sends_own_shares(run: PlannedRun) -> bool:
     """Whether each rank of an engine gets the shares of one trainer rank
     (engines.weight_sync.own_shares)."""
     rollout = run.config.rollout
+    actor = run.models["actor"]
+    # Loaders of latent attention compute with whole weights, and get whole buckets.
+    latent = isinstance(actor.spec.attention, LatentAttention)
     return (
-        rollout.tp == run.models["actor"].layout.tp > 1
+        rollout.tp == actor.layout.tp > 1
+        and not latent
         and rollout.sync.gather == "auto"
         and rollout.sync.transport in ("auto", "ipc")
         and rollout.quantization == "none"
