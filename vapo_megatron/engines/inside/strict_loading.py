@@ -193,14 +193,14 @@ class StrictLoader:
                     self._sources[name].remove(source)
 
     def _replayed(self, replay: BucketReplay, buffer: torch.Tensor) -> list[str]:
-        before = self._counts()
+        before = None if replay.compared else self._counts()
         replay.run(buffer)
         problems: list[str] = []
         if replay.others:
             others = [(place.name, view(buffer, place)) for place in replay.others]
             found = self.take(others, "load", first=False, last=False)
             problems = [line for line in found if line not in replay.unknown]
-        if not replay.compared:
+        if before is not None:
             # Once: is all now as the loader would have left it?
             after = self._counts()
             tensors = [(place.name, view(buffer, place)) for place in replay.places]
