@@ -80,7 +80,7 @@ class Session:
     def serve(self, starts: dict[str, int]) -> None:
         self.served = list(starts)
 
-    def load(self, buckets: Any, version: int, times: Any) -> None:
+    def load(self, buckets: Any, version: int, times: Any, masks: Any) -> None:
         self.placement.said.append(f"version {version}")
         if self.deaths:
             self.deaths -= 1
@@ -103,6 +103,8 @@ def synced(placement: Placement, released: set[Any], deaths: int, again: bool) -
     weights._pool = engines
     weights._session = Session(placement, deaths)
     weights._slots = None
+    weights._pairs = False
+    weights._bucket_limit = lambda: 1
     weights._config = SimpleNamespace(asynchronous=SimpleNamespace(max_staleness=0))
     weights._buckets = lambda *_: iter(())
     weights.check = lambda *_, **__: LogprobDifference(0.0, 0.0, 0.0)

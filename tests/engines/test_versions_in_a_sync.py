@@ -33,7 +33,7 @@ class Session:
 
     def serve(self, starts: Any) -> None: ...
 
-    def load(self, buckets: Any, version: int, times: Any) -> None:
+    def load(self, buckets: Any, version: int, times: Any, masks: Any) -> None:
         self.drawn.append(drawn_now(self.weights))
         if self.lost:
             self.lost -= 1
@@ -65,6 +65,8 @@ def test_an_engine_with_both_weights_has_missed_no_sync(lost: int) -> None:
     )
     weights._session = Session(weights, lost)
     weights._slots = None
+    weights._pairs = False
+    weights._bucket_limit = lambda: 1
     weights._buckets = lambda *_: iter(())
     weights.update_weights(None)
     assert weights.version == 7

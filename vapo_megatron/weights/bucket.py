@@ -217,14 +217,17 @@ def announce(bucket: Bucket | None, purpose: Purpose, *, first: bool, last: bool
     It says where in the bucket each tensor begins, but not where the bucket's bytes are.
     """
     places: Sequence[Place] = [] if bucket is None else bucket.places
-    return {
+    message = {
         "places": [tuple(place) for place in places],
         "size": 0 if bucket is None else bucket.buffer.numel(),
         "purpose": purpose,
         "first": first,
         "last": last,
-        "own_shares": bucket is not None and bucket.own_shares,
     }
+    # Never said to engines elsewhere, which may be of another version (remote_engines.PROTOCOL)
+    if bucket is not None and bucket.own_shares:
+        message["own_shares"] = True
+    return message
 
 
 def places_of(description: Mapping[str, Any]) -> tuple[Place, ...]:

@@ -129,6 +129,7 @@ def checks(means: list[float]) -> list[str]:
         _trend=DifferenceTrend(),
         version=1,
         _buckets=lambda *_: None,
+        _bucket_limit=lambda: 1,
     )
     weights._refuse_or_warn = partial(EngineWeights._refuse_or_warn, weights)
     actor = SimpleNamespace(score=lambda batch, temperature: torch.zeros(batch.response_tokens, 2))

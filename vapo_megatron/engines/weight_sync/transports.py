@@ -226,7 +226,7 @@ class SharedMemoryTransport(RankTransport):
         self, placed: Bucket | None, message: dict[str, Any], version: int | None
     ) -> LoadAnswer:
         message["path"] = None if placed is None else placed.memory.path
-        if message["own_shares"]:
+        if placed is not None and placed.own_shares:
             return await self._send_from_each(placed, message, version, self._ranks)
         if not self.clients:
             return NOTHING
