@@ -19,7 +19,7 @@ Columns:
     ms a bucket of small buckets: what each takes more than its bytes, from the difference of both
                 syncs; vapo-megatron plan counts it
     GB/s        bytes of the Hugging Face tensors over the time of the whole, median of several; the
-                first, in which buffers are made, is not among them
+                first two, in which buffers are made and placements learnt, are not among them
     of a copy   GB/s over that of a memory copy of the same bytes, bucket by bucket, in rank 0 of
                 the same run
     gather      seconds of collectives and of waiting for other ranks; convert: of copies into
@@ -66,6 +66,7 @@ from vapo_megatron.weights.export import make_slots, stream_hf
 from vapo_megatron.weights.gather import PartTimes
 
 REPEATS = 5
+_FIRST = 2  # rounds that do not count
 PARTS = ("gather", "convert", "send", "load")
 _BYTES_32B = 65.5e9
 
@@ -80,13 +81,13 @@ def copy_seconds(total: int, bucket: int, device: torch.device) -> list[float]:
 
 
 def measure(work: Callable[[], dict[str, float]]) -> dict[str, Any]:
-    """Collective: the middle one of several runs after a first, its parts, and the memory of all
-    ranks together."""
+    """Collective: the middle one of several runs after the first two, its parts, and the memory of
+    all ranks together."""
     found: list[tuple[float, dict[str, float]]] = []
     gauge = memory_gauge()
     gauge.reset()
     before = current_platform().memory_bytes()
-    for _ in range(REPEATS + 1):
+    for _ in range(_FIRST + REPEATS):
         dist.barrier()
         start = time.perf_counter()
         parts = work()
@@ -95,11 +96,11 @@ def measure(work: Callable[[], dict[str, float]]) -> dict[str, Any]:
         found.append((time.perf_counter() - start, parts))
     beyond = torch.tensor([(gauge.peak() - before) / 2**20], device=current_platform().device)
     dist.all_reduce(beyond, op=dist.ReduceOp.MAX)
-    rounds = sorted(found[1:], key=lambda one: one[0])
+    rounds = sorted(found[_FIRST:], key=lambda one: one[0])
     seconds, parts = rounds[len(rounds) // 2]
     return {
         "seconds": seconds,
-        "rounds": [one for one, _ in found[1:]],
+        "rounds": [one for one, _ in found[_FIRST:]],
         "parts": parts,
         "mib": float(beyond),
     }
