@@ -4,7 +4,6 @@ with weights."""
 import os
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +13,15 @@ import torch.distributed as dist
 from batches import random_sequences
 from hf_models import write_model
 from ranks import run_ranks
+from synced_engines import Body, with_engines
 
-from vapo_megatron.config.model import ActorConfig, LayoutConfig, ModelConfig
+from vapo_megatron.config.model import LayoutConfig
 from vapo_megatron.config.rollout import HealthConfig, RolloutConfig
 from vapo_megatron.engines.engine_weights import EngineWeights
 from vapo_megatron.engines.keeper import LOOK_SECONDS
 from vapo_megatron.engines.pool import EnginePool
 from vapo_megatron.engines.weight_sync.logprob_difference import LogprobDifference
-from vapo_megatron.megatron.mesh import make_mesh
 from vapo_megatron.megatron.trainable import Trainable
-from vapo_megatron.models.registry import read_spec
-from vapo_megatron.weights.load import load_hf
 
 pytestmark = pytest.mark.full
 
@@ -40,30 +37,12 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
 
 
-def with_engines(
-    model_dir: Path,
-    log_dir: Path,
-    count: int,
-    body: Callable[[EnginePool, EngineWeights, Trainable], Any],
-) -> Any:
-    """On each rank: what body returns, given the engines of a run and its actor."""
-    spec = read_spec(model_dir)
-    layout = LayoutConfig(tp=2)
-    mesh = make_mesh(layout)
-    model = ModelConfig(path=str(model_dir), dtype="float32")
-    actor = Trainable(spec, model, ActorConfig(layout=layout), mesh, "lm", name="actor", seed=1)
-    load_hf(actor.chunks, spec, model_dir, mesh, "lm")
-    actor.prepare()
+def run_engines(model_dir: Path, log_dir: Path, count: int, body: Body) -> Any:
+    """On each rank: what body returns, given so many engines and the actor."""
     config = RolloutConfig(
         context_length=128, num_engines=count, max_total_tokens=2048, health=HEALTH
     )
-    with (
-        EnginePool(config, model_dir, "float32", log_dir) as engines,
-        EngineWeights(engines, config, "float32") as weights,
-    ):
-        engines.start()
-        engines.wait_until_ready()
-        return body(engines, weights, actor)
+    return with_engines(model_dir, log_dir, LayoutConfig(tp=2), config, body)
 
 
 def own_server(engines: EnginePool) -> int:
@@ -141,7 +120,7 @@ def wait_until_lost(engines: EnginePool) -> None:
 
 
 def test_other_engines_serve_on(model_dir: Path, tmp_path: Path) -> None:
-    answers = run_ranks(2, with_engines, model_dir, tmp_path, 2, stop_lie_and_die, deadline=240)
+    answers = run_ranks(2, run_engines, model_dir, tmp_path, 2, stop_lie_and_die, deadline=240)
     for stopped, lied, back, *_ in answers:
         serving, seconds, failures = stopped
         assert serving == 1 and seconds < 30 and len(failures) == 1, stopped
@@ -175,7 +154,7 @@ def alone(engines: EnginePool, weights: EngineWeights, actor: Trainable) -> list
 
 def test_an_engine_alone_is_waited_for(model_dir: Path, tmp_path: Path) -> None:
     for rank, answer in enumerate(
-        run_ranks(2, with_engines, model_dir, tmp_path, 1, alone, deadline=240)
+        run_ranks(2, run_engines, model_dir, tmp_path, 1, alone, deadline=240)
     ):
         assert [serving for serving, *_ in answer] == [1, 1] and max(
             largest for _, largest, *_ in answer

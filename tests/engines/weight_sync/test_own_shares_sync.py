@@ -4,7 +4,7 @@ weight sync on, and nothing goes wrong in silence."""
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,18 +14,16 @@ import torch.distributed as dist
 from batches import random_sequences
 from hf_models import write_model
 from ranks import run_ranks
+from synced_engines import Body, with_engines
 
-from vapo_megatron.config.model import ActorConfig, LayoutConfig, ModelConfig
+from vapo_megatron.config.model import LayoutConfig
 from vapo_megatron.config.rollout import HealthConfig, RolloutConfig, SyncConfig
 from vapo_megatron.engines import engine_weights
 from vapo_megatron.engines.engine_weights import EngineWeights
 from vapo_megatron.engines.pool import EnginePool
-from vapo_megatron.megatron.mesh import make_mesh
 from vapo_megatron.megatron.trainable import Trainable
-from vapo_megatron.models.registry import read_spec
 from vapo_megatron.weights import export
 from vapo_megatron.weights.bucket import Bucket
-from vapo_megatron.weights.load import load_hf
 
 pytestmark = pytest.mark.full
 
@@ -46,20 +44,10 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
 
 
-def with_engines(
-    model_dir: Path,
-    log_dir: Path,
-    layout: LayoutConfig,
-    sync: SyncConfig,
-    body: Callable[[EnginePool, EngineWeights, Trainable], Any],
+def run_engines(
+    model_dir: Path, log_dir: Path, layout: LayoutConfig, sync: SyncConfig, body: Body
 ) -> Any:
-    """On each rank: what body returns, given an engine of two ranks and the actor."""
-    spec = read_spec(model_dir)
-    mesh = make_mesh(layout)
-    model = ModelConfig(path=str(model_dir), dtype="float32")
-    actor = Trainable(spec, model, ActorConfig(layout=layout), mesh, "lm", name="actor", seed=1)
-    load_hf(actor.chunks, spec, model_dir, mesh, "lm")
-    actor.prepare()
+    """On each rank: what body returns, given engines of two ranks and the actor."""
     config = RolloutConfig(
         tp=2,
         context_length=128,
@@ -69,13 +57,7 @@ def with_engines(
         health=HealthConfig(answer_s=20, max_failures=2),
     )
     make_buckets_of(BUCKET)
-    with (
-        EnginePool(config, model_dir, "float32", log_dir) as engines,
-        EngineWeights(engines, config, "float32") as weights,
-    ):
-        engines.start()
-        engines.wait_until_ready()
-        return body(engines, weights, actor)
+    return with_engines(model_dir, log_dir, layout, config, body)
 
 
 def make_buckets_of(size: int) -> None:
@@ -145,7 +127,7 @@ def test_nothing_is_gathered_from_the_third_sync_on(
     model_dir: Path, tmp_path: Path, world_size: int, layout: LayoutConfig
 ) -> None:
     arguments = (model_dir, tmp_path, layout, SyncConfig(), sync_six_times)
-    answers = run_ranks(world_size, with_engines, *arguments, deadline=300)
+    answers = run_ranks(world_size, run_engines, *arguments, deadline=300)
     for found in answers:
         buckets = found[0][0].buckets
         assert buckets > 3
@@ -159,14 +141,14 @@ def test_buckets_that_both_cut_differently_stay_whole(tmp_path: Path) -> None:
     sizes = {"vocab_size": VOCAB, "max_position_embeddings": 256, "eos_token_id": VOCAB - 1}
     source = write_model(tmp_path / "model", "qwen3", intermediate_size=48, **sizes)
     arguments = (source, tmp_path / "logs", LayoutConfig(tp=2), SyncConfig(), sync_six_times)
-    for found in run_ranks(2, with_engines, *arguments, deadline=300):
+    for found in run_ranks(2, run_engines, *arguments, deadline=300):
         assert all(0 < sent.own < sent.buckets for sent, _ in found[2:])
         assert max(difference for _, difference in found) < 1e-4
 
 
 def test_whole_tensors_are_sent_where_the_config_says_so(model_dir: Path, tmp_path: Path) -> None:
     arguments = (model_dir, tmp_path, LayoutConfig(tp=2), SyncConfig(gather="always"))
-    for found in run_ranks(2, with_engines, *arguments, sync_six_times, deadline=300):
+    for found in run_ranks(2, run_engines, *arguments, sync_six_times, deadline=300):
         assert {sent.own for sent, _ in found} == {0}
 
 
@@ -194,7 +176,7 @@ def test_restarted_engines_and_other_buckets_are_learnt_again(
     model_dir: Path, tmp_path: Path
 ) -> None:
     arguments = (model_dir, tmp_path, LayoutConfig(tp=2), SyncConfig(), die_after_three)
-    for found in run_ranks(2, with_engines, *arguments, deadline=300):
+    for found in run_ranks(2, run_engines, *arguments, deadline=300):
         assert [sent.streams for sent, _ in found] == [1] * 9
         # The engine is killed before the fourth, and buckets have another size from the seventh on.
         own = [sent.own == sent.buckets for sent, _ in found]
@@ -218,7 +200,7 @@ def trust_too_early(engines: EnginePool, weights: EngineWeights, actor: Trainabl
 
 def test_an_engine_that_cannot_take_own_shares_is_sent_all(model_dir: Path, tmp_path: Path) -> None:
     arguments = (model_dir, tmp_path, LayoutConfig(tp=2), SyncConfig(), trust_too_early)
-    for found in run_ranks(2, with_engines, *arguments, deadline=300):
+    for found in run_ranks(2, run_engines, *arguments, deadline=300):
         assert [sent.streams for sent, _ in found] == [1, 2, 1]
         assert [sent.own for sent, _ in found] == [0, 0, 0], "the last of each sync"
         assert max(difference for _, difference in found) < 1e-4
@@ -249,4 +231,4 @@ def test_a_share_damaged_on_its_way_is_named(model_dir: Path, tmp_path: Path) ->
     with pytest.raises(
         AssertionError, match=r"accepted: \S+1\.mlp\.up_proj\.weight arrived damaged"
     ):
-        run_ranks(2, with_engines, *arguments, deadline=300)
+        run_ranks(2, run_engines, *arguments, deadline=300)
