@@ -169,6 +169,7 @@ class EngineWeights:
         return self._own_shares if self._pairs else None
 
     def _masks(self, actor: Trainable, limit: int) -> Iterator[NamedTensors]:
+        """Collective while it is iterated: the masks of this rank's own shares in _buckets()."""
         assert self._slots is not None
         return stream_masks(actor.chunks, actor.spec, actor.mesh, "lm", limit, self._slots)
 

@@ -123,6 +123,7 @@ def stream_masks(
 
 
 def _reader(chunks: Sequence[Module], spec: ModelSpec, mesh: MeshView, head: Head) -> ShardReader:
+    """This rank's part of a model as the source of a stream."""
     local: dict[Entry, Parameter] = {}
     for entry, parameter in local_parameters(chunks, spec, head, mesh.tp_size):
         local.setdefault(entry, parameter)
